@@ -19,8 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from moe_exp.config import Config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_chunk, transformer_config
-from moe_exp.inference.generate import new_tokens
-from moe_exp.inference.sampling import Sampler, Sampling
+from moe_exp.inference.generate import Sampler, Sampling, new_tokens
 from moe_exp.inference.stage import Stage
 
 MODELS: dict[str, dict[str, int]] = {

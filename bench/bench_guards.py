@@ -47,7 +47,8 @@ class Guarded(Ours):
     def __init__(self, config: Config, rank: runtime.Runtime):
         super().__init__(config, rank)
         job = self.job
-        self.guard = LossGuard(config, rank, job.folder, job.trained, job.train_stream, self.progress, None)
+        parts = (job.folder, job.trained, job.train_stream, self.progress)
+        self.guard = LossGuard(config, rank, *parts, None, lambda: None)
         exit_file = job.folder.exit_file if rank.is_first else None
         self.rules = faults.StopRules(
             faults.StopSignal(), exit_file, exit_minutes=config.exit_duration, exit_interval=0
@@ -73,7 +74,7 @@ class Guarded(Ours):
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
         end = train.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
-        self.guard.check(progress, step.done, end, lambda: None)
+        self.guard.check(progress, step.done, end)
         return in_step, time.perf_counter() - begin
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.loading import explain, given_values, with_file
+from moe_exp.config.loading import explain, given_values, known_settings, recorded_settings, with_file
 from moe_exp.host.exit_codes import BAD_INPUT, FINISHED, REASONS_FILE, TO_BE_CONTINUED
-from moe_exp.host.files import expanded, read_json, read_yaml
+from moe_exp.host.files import expanded, read_json
 from moe_exp.runs.records import EXPERT_KEYS, TRAIN_KEYS, VALID_KEYS, Record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -55,16 +55,15 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        settings = read_yaml(self._folder.config)
         try:
-            return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
+            return Config(**known_settings(recorded_settings(self._folder.config)))
         except ValidationError as error:
             raise ConfigError([f"{self._folder.config}: {line}" for line in explain(error)]) from None
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """As they are in the file; empty without one."""
-        return dict(read_yaml(self._folder.config)) if self._folder.config.exists() else {}
+        return recorded_settings(self._folder.config) if self._folder.config.exists() else {}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -89,12 +88,10 @@ class Run:
 
     @cached_property
     def experts(self) -> pandas.DataFrame:
-        layers = (
-            {"iteration": record["iteration"], **layer}
-            for record in self._of_kind("train")
-            for layer in record.get("experts") or []
-        )
-        return _frame(list(layers), ["iteration", *EXPERT_KEYS])
+        layers = []
+        for record in self._of_kind("train"):
+            layers += [{"iteration": record["iteration"]} | layer for layer in record.get("experts") or []]
+        return _frame(layers, ["iteration", *EXPERT_KEYS])
 
     def plot(self, *others: Run, x: str = "iteration") -> Figure:
         """Draws losses, throughput and the balance of the experts, together with those of `others`.
@@ -112,9 +109,8 @@ class Run:
         _package("matplotlib", extra="analysis")
         from moe_exp.runs.curves import draw_runs
 
-        return draw_runs(
-            {name: [run.records for run in runs] for name, runs in _named([self, *others]).items()}, x
-        )
+        named = _named([self, *others])
+        return draw_runs({name: [run.records for run in runs] for name, runs in named.items()}, x)
 
     def _of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record.get("kind") == kind]
@@ -150,13 +146,13 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         # by name: that module imports this one
         return Run(importlib.import_module("moe_exp.train").train_here(folder).path)
     run = Run(RunFolder.of(load_config(folder)).path)
-    with tempfile.TemporaryDirectory() as temporary:
-        os.environ[REASONS_FILE] = str(Path(temporary) / "reasons")
+    with tempfile.NamedTemporaryFile("r") as file:
+        os.environ[REASONS_FILE] = file.name
         try:
             code = launch(flags, resume=str(resume or ""), raises=True)
-            reasons = _lines(Path(os.environ[REASONS_FILE]))
         finally:
             del os.environ[REASONS_FILE]
+        reasons = list(dict.fromkeys(file.read().splitlines()))
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code == BAD_INPUT:
@@ -165,10 +161,6 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         why = "; ".join(reasons) or "see the output"
         raise RuntimeError(f"{run.path}: the run has failed with exit code {code}: {why}")
     return run
-
-
-def _lines(path: Path) -> list[str]:
-    return list(dict.fromkeys(path.read_text().splitlines())) if path.exists() else []
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -268,19 +260,14 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     names = dict.fromkeys([*keys, *(key for record in records for key in record)])
     frame = pandas.DataFrame(list(records), columns=[name for name in names if name != "kind"])
     for name in frame:
-        if frame[name].dtype == object and all(
-            value is None or type(value) in (int, float) for value in frame[name]
-        ):
+        are_numbers = all(value is None or type(value) in (int, float) for value in frame[name])
+        if frame[name].dtype == object and are_numbers:
             frame[name] = frame[name].astype(float)
     return frame
 
 
 def _package(name: str, *, extra: str) -> Any:
-    """Imports a package that may be missing; `extra` of moe_exp installs it.
-
-    Raises:
-        ModuleNotFoundError: it is missing; in one line, with the fix.
-    """
+    """Imports a package; a ModuleNotFoundError names the `extra` of moe_exp that installs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -20,8 +20,7 @@ COMMANDS = {
     "train": ("train",),
     "data": ("data",),
     "ckpt": ("ckpt",),
-    "compare": ("compare",),
-    "ladder": ("ladder",),
+    "studies": ("compare", "ladder"),
     "mup": ("mup",),
     "convert": ("convert",),
     "plan": ("plan",),
@@ -57,10 +56,9 @@ def _main(arguments: list[str]) -> int:
     if args.command not in UNGUARDED:
         return guarded(lambda: args.run(args), f"moe-exp {args.command}")
     try:
-        exit_code: int = args.run(args)
+        return int(args.run(args))
     except KeyboardInterrupt:
         return 130
-    return exit_code
 
 
 def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:

@@ -31,13 +31,13 @@ from torch import Tensor
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
+from moe_exp.checkpoint.remote import Uploads
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
-from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of
-from moe_exp.config.loading import given_values
+from moe_exp.config.loading import given_values, settings_from_launcher
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import prepared_by_launcher
@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
-        config = checked_config(vars(parser.parse_args(argv)))
+        arguments = parser.parse_args(argv)
+        config = settings_from_launcher() or checked_config(vars(arguments))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
@@ -133,7 +134,6 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
     """The settings of `flags` and the environment; ConfigError if they cannot run."""
     given = given_values(flags, os.environ)
     config = load_config(given, {})
-    # a launcher has given it
     config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -223,7 +223,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)
-    sample_order, changes = compare_data(files, rank, all_samples, checkpoint)
+    sample_order, changes = compare_data(files, checkpoint)
     samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
     compare_stages(files, samples.skipped, checkpoint)
     batches = BatchSchedule(config)
@@ -277,7 +277,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     saver = CheckpointWriter(config, job.runtime, job.folder.checkpoints, loaded, held)
     saves = CheckpointManager(config, saver, job.trained, metrics, uploads)
     interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-    guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
+    guard = LossGuard(
+        config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics, saves.finish
+    )
     exit_file = job.folder.exit_file if job.runtime.is_first else None
     rules = faults.StopRules(
         stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval
@@ -322,7 +324,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
         # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
         try:
-            guard.check(progress, step.done, end, saves.finish)
+            guard.check(progress, step.done, end)
         except GuardEnd:
             rules.acknowledge(end.stop)
             raise
@@ -347,13 +349,11 @@ class Step:
 
     Args:
         done: the batch, and whether the optimizer changed the weights; the same on every rank.
-        num_microbatches: of this rank.
         losses: of each micro-batch, see `microbatch.lm_loss`, [2]; empty but on the last pipeline stage.
         num_zeros: zeros in the gradient, if counted.
     """
 
     done: Iteration
-    num_microbatches: int
     losses: Sequence[Tensor]
     num_zeros: float | None
 
@@ -380,8 +380,8 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     if updated:
         job.trained.scheduler.step(increment=batch_size)
         average_weights(job, progress, interval)
-    done = Iteration(progress.iteration, first_sample, batch_size, bool(updated), _number(grad_norm))
-    return Step(done, num_microbatches, losses, _number(num_zeros))
+    norm, zeros = (None if value is None else float(value) for value in (grad_norm, num_zeros))
+    return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
 
 
 def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
@@ -504,10 +504,6 @@ def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | Non
 
 def _is_multiple(iteration: int, interval: int) -> bool:
     return interval > 0 and iteration % interval == 0
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 class _Callable(ModuleType):

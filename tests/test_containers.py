@@ -48,9 +48,7 @@ def test_the_script_keeps_the_torch_of_the_image(tmp_path):
     assert done.returncode == 0 and done.stdout == f"moe_exp is installed with torch {torch}\n"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(f"torch=={torch}" in line for line in calls)
-    assert calls[-1].endswith(f"--no-build-isolation torch=={torch} {ROOT}[train,data]") or calls[
-        -1
-    ].endswith(f"torch=={torch} --no-build-isolation {ROOT}[train,data]")
+    assert calls[-1].endswith(f" {ROOT}[train,data]") and "--no-build-isolation" in calls[-1]
     assert install(TORCH=torch, LACKS="1").returncode == 1
     done = install()
     assert done.returncode == 1 and "has no torch. Fix: " in done.stderr

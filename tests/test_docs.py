@@ -52,23 +52,12 @@ def test_links_lead_to_files_and_headings(page):
 
 
 @guides
-def test_commands_of_code_blocks_are_parsed(page):
-    wrong = {}
-    for command in commands(page):
-        arguments = moe_exp_arguments(command)
-        if arguments is not None and (problem := problem_of(arguments)):
-            wrong[str(command)] = problem
-    assert wrong == {}
-
-
-@guides
-def test_flags_of_commands_in_the_text_exist(page):
-    wrong = {}
-    for command in inline_commands(page):
-        arguments = moe_exp_arguments(command)
-        if arguments and (problem := flags_problem(arguments)):
-            wrong[str(command)] = problem
-    assert wrong == {}
+@pytest.mark.parametrize(("found", "judge"), [(commands, problem_of), (inline_commands, flags_problem)])
+def test_commands_are_parsed(found, judge, page):
+    """Those of code blocks as they stand; of those in the text the flags exist."""
+    asked = {str(command): moe_exp_arguments(command) for command in found(page)}
+    problems = {name: judge(arguments) for name, arguments in asked.items() if arguments is not None}
+    assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
 def test_flags_that_stand_alone_are_of_the_data_step_that_the_page_describes():
@@ -90,16 +79,11 @@ def test_flags_that_stand_alone_are_of_the_data_step_that_the_page_describes():
 
 @guides
 def test_variables_of_commands_are_settings(page):
-    ours = [
-        command
-        for command in [*commands(page), *inline_commands(page)]
-        if not command.words or moe_exp_arguments(command) is not None
-    ]
-    unknown = {
-        str(command): names
-        for command in ours
-        if (names := set(filter(str.isupper, command.names)) - SETTINGS - OTHERS)
-    }
+    unknown = {}
+    for command in [*commands(page), *inline_commands(page)]:
+        names = set(filter(str.isupper, command.names)) - SETTINGS - OTHERS
+        if names and (not command.words or moe_exp_arguments(command) is not None):
+            unknown[str(command)] = names
     assert unknown == {}
 
 
@@ -128,9 +112,8 @@ def test_a_flag_that_does_not_exist_is_found():
     assert "--topkk" in problem_of(moe_exp_arguments(bad))
     (form,) = commands_of_line("moe-exp convert to-hf SRC DST [--dtypes bf16]", "here")
     assert "--dtypes" in problem_of(moe_exp_arguments(form))
-    script, plan = commands_of_line(
-        "bash moe_exp/scripts/run_slurm.sh --dry-run; moe-exp plan --gpus 8", "here"
-    )
+    line = "bash moe_exp/scripts/run_slurm.sh --dry-run; moe-exp plan --gpus 8"
+    script, plan = commands_of_line(line, "here")
     assert moe_exp_arguments(script) == ["slurm", "--dry-run"] and problem_of(moe_exp_arguments(plan)) == ""
 
 
@@ -148,18 +131,19 @@ def test_the_recipe_plans_and_would_be_submitted(tmp_path, monkeypatch, capsys):
             writer.add_document(range(4096))
     settings = tmp_path / "settings.env"
     settings.write_text("PRESET=qwen3-30b-a3b\n")
-    places = {
-        "CONTAINER": str(image),
-        "TRAIN_DATA": str(prefix),
-        "RUN_DIR": str(tmp_path),
-        "DISK_CHECK": "none",
-    }
+    places = {"CONTAINER": image, "TRAIN_DATA": prefix, "RUN_DIR": tmp_path, "DISK_CHECK": "none"}
     for name, value in (given | places).items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(value))
     capsys.readouterr()
     assert main(["slurm", "--config", str(settings), "--dry-run"]) == 0
     done = capsys.readouterr()
     assert "#SBATCH --nodes=16" in done.out and "sbatch --parsable" in done.err
+
+
+def run_in(folder: Path, program: str) -> str:
+    done = subprocess.run(["bash", "-c", program], cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -175,9 +159,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
     program = f'set -e\npython() {{ {python} "$@"; }}\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n{steps}'
     monkeypatch.setenv("WARMUP_ITERS", "1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "my_model: MixtralForCausalLM" in done.stdout
+    assert "my_model: MixtralForCausalLM" in run_in(tmp_path, program)
     assert (tmp_path / "my_model" / "model.safetensors").is_file()
     assert (tmp_path / "report.html").stat().st_size > 100_000
 
@@ -194,20 +176,18 @@ def test_continued_training_runs_as_it_stands_and_makes_the_model_better(tmp_pat
         program += text if language == "bash" else f"{python} - <<'END'\n{text}END\n"
     assert [language for language, _ in steps] == ["python", *["bash"] * 5]
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ valid")]
+    printed = run_in(tmp_path, program)
+    rows = [line.split("│") for line in printed.splitlines() if line.startswith("│ valid")]
     before, after, averaged = (float(row[5]) for row in rows)
     assert max(after, averaged) < before - 1
     monkeypatch.chdir(tmp_path)
     (held_out,) = plan_evaluation(EvalRequest("averaged", data_of="runs/continued")).sources
     for name, loss in (("my_model", before), ("better_model", averaged)):
         assert their_loss(tmp_path / name, held_out) == pytest.approx(loss, rel=1e-5)
-    kept = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("my_model", "better_model")
-    ]
+    folders = (tmp_path / name for name in ("my_model", "better_model"))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in folders)
     for field in ("router_aux_loss_coef", "max_position_embeddings"):
-        assert kept[0][field] == kept[1][field]
+        assert before[field] == after[field]
 
 
 def their_loss(folder: Path, held_out: HeldOut) -> float:

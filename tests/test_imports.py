@@ -39,18 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {*FILES, "checkpoint", "data", "watch"},
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},
-    "commands": {
-        *FILES,
-        "data",
-        "engine",
-        "checkpoint",
-        "watch",
-        "report",
-        "training",
-        "launch",
-        "inference",
-        "studies",
-    },
+    "commands": FILES
+    | {"data", "engine", "checkpoint", "watch", "report", "training", "launch", "inference", "studies"},
     "api": {*FILES, "data", "engine", "launch", "inference", "commands", "report"},
     "train": {*FILES, "data", "engine", "checkpoint", "watch", "training", "api"},
     "cli": {"commands"},
@@ -88,27 +78,13 @@ TORCH = (
     "commands/doctor.py",
 )  # fmt: skip
 MEGATRON = (
-    "layers/megatron",
-    "layers/spec.py",
-    "data/samples",
-    "engine",
-    "checkpoint",
-    "training",
-    "train.py",
+    "layers/megatron", "layers/spec.py", "data/samples", "engine", "checkpoint", "training", "train.py",
     "inference",
-)
+)  # fmt: skip
 OPTIONAL = [
-    "transformer_engine",
-    "apex",
-    "triton",
-    "wandb",
-    "wandb_workspaces",
-    "megablocks",
-    "grouped_gemm",
-    "flash_attn",
-    "deep_ep",
-    "bitsandbytes",
-]
+    "transformer_engine", "apex", "triton", "wandb", "wandb_workspaces", "megablocks", "grouped_gemm",
+    "flash_attn", "deep_ep", "bitsandbytes",
+]  # fmt: skip
 # Of the extras [data] and [fast], imported by the commands that need them.
 DATA_PACKAGES = ["datatrove", "pyarrow", "zstandard", "huggingface_hub", "sentencepiece", "gigatoken", "ray"]
 
@@ -135,10 +111,8 @@ def imports(path: Path) -> dict[str, bool]:
                 names = [f"{child.module}.{alias.name}" for alias in child.names]
             for name in names:
                 found[name] = found.get(name, False) or at_import
-            visit(
-                child,
-                at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
-            )
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            visit(child, at_import and not is_function)
 
     visit(ast.parse(path.read_text()), True)
     return found
@@ -173,13 +147,9 @@ def modules() -> dict[str, Path]:
 
 def internal(path: Path) -> set[str]:
     """Modules of the package that a file imports."""
-    own = module_name(path)
-    named = {
-        name if name in modules() else name.rpartition(".")[0]
-        for name in imports(path)
-        if name.startswith("moe_exp.")
-    }
-    return (named & set(modules())) - {own}
+    ours = (name for name in imports(path) if name.startswith("moe_exp."))
+    named = {name if name in modules() else name.rpartition(".")[0] for name in ours}
+    return (named & set(modules())) - {module_name(path)}
 
 
 def lies_in(path: Path, places: tuple[str, ...]) -> bool:
@@ -218,11 +188,8 @@ def test_import_rule(path):
         assert "torch" not in external(path)
     if not lies_in(path, MEGATRON):
         assert "megatron" not in external(path)
-    if (
-        place(path) in ("commands", "watch", "launch")
-        and path.name not in ("agent.py", "rendezvous.py")
-        and "preflight" not in path.parts
-    ):
+    starts_ranks = path.name in ("agent.py", "rendezvous.py") or "preflight" in path.parts
+    if place(path) in ("commands", "watch", "launch") and not starts_ranks:
         assert not external(path, at_import=True) & HEAVY
     optional = {"wandb", "tensorboard", *OPTIONAL, *DATA_PACKAGES}
     # it defines kernels, and does without where Triton is not there
@@ -251,14 +218,8 @@ def test_subjects_of_watch_import_nothing_from_each_other():
 
 
 def test_folders_can_be_seen_at_a_glance():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {
-        "__init__.py",
-        "__main__.py",
-        "api.py",
-        "cli.py",
-        "train.py",
-        "megatron_cpu.py",
-    }
+    top_files = {"__init__.py", "__main__.py", "api.py", "cli.py", "train.py", "megatron_cpu.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == top_files
     for top in ("moe_exp", "tests", "bench"):
         counts = Counter(path.parent for path in (ROOT / top).rglob("*.py"))
         assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
@@ -266,25 +227,21 @@ def test_folders_can_be_seen_at_a_glance():
 
 def test_files_do_not_repeat_their_folder():
     """`watch/watchdog/rules.py`, not `watchdog_rules.py`; a folder's main file may have its name."""
-    repeated = [
-        path
+    repeated = {
+        name_of(path)
         for path in files()
         if path.stem != (folder := path.parent.name) and folder.removesuffix("s") in path.stem.split("_")
-    ]
+    }
     # what people call the thing
-    own_names = {"layers/moe_layer.py", "report/wandb_report.py", "runs/run_folder.py"}
-    assert {name_of(path) for path in repeated} == own_names
+    assert repeated == {"layers/moe_layer.py", "report/wandb_report.py", "runs/run_folder.py"}
 
 
 def test_small_modules_have_more_than_one_user():
     users = Counter(name for path in files() for name in internal(path))
     entries = ("__init__.py", "__main__.py", "megatron_cpu.py")
     for path in files():
-        if (
-            path.name not in entries
-            and place(path) not in ("scripts", "commands")
-            and len(path.read_text().splitlines()) < SMALL
-        ):
+        is_entry = path.name in entries or place(path) in ("scripts", "commands")
+        if not is_entry and len(path.read_text().splitlines()) < SMALL:
             assert users[module_name(path)] > 1, f"{path}: it could stand where it is used"
 
 
@@ -319,9 +276,8 @@ def test_packages_hand_names_on_and_do_nothing_else():
 
 
 def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -333,12 +289,7 @@ def test_light_modules_do_not_load_torch():
         for path in files()
         if not lies_in(path, (*heavy, "scripts", "megatron_cpu.py")) and path.stem != "__main__"
     ]
-    assert {
-        "moe_exp.cli",
-        "moe_exp.launch.launch",
-        "moe_exp.planner.costs.params",
-        "moe_exp.studies.sweep.driver",
-    } <= set(names)
+    assert {"moe_exp.cli", "moe_exp.launch.launch", "moe_exp.planner.costs.params"} <= set(names)
     code = f"import sys, {', '.join(names)}\nprint(sorted({HEAVY!r} & set(sys.modules)))"
     assert run_python(code) == "[]\n"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -25,13 +25,8 @@ class Layout(NamedTuple):
     cp: int
 
     def fits(self, num_ranks: int) -> bool:
-        return (
-            num_ranks % (self.tp * self.pp * self.cp) == 0 and num_ranks % (self.etp * self.ep * self.pp) == 0
-        )
-
-    @property
-    def settings(self) -> dict[str, int | str]:
-        return {name.upper(): value for name, value in self._asdict().items()}
+        dense, experts = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
+        return num_ranks % dense == 0 and num_ranks % experts == 0
 
     @property
     def num_layers(self) -> int:
@@ -55,26 +50,17 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 KINDS = {
     "dense": {"USE_MOE": False},
     "moe": {
-        "MOE_TYPE": "moe",
-        "CAPACITY_FACTOR": 0.8,
-        "ROUTER_BIAS_RULE": "quantile",
-        "MOE_LATENT_SIZE": 24,
+        "MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.8, "ROUTER_BIAS_RULE": "quantile", "MOE_LATENT_SIZE": 24,
         "NULL_EXPERTS": 2,
     },
     # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
     # expert; with muP every kind of weight has its own learning rate.
     "dmoe": {
-        "MOE_TYPE": "dmoe",
-        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss",
-        "AUX_LOSS_COEFF": "0.01,0.01,0.02",
-        "ROUTER_BIAS_UPDATE_RATE": 0.001,
-        "PARAMETRIZATION": "mup",
-        "MUP_BASE_HIDDEN_SIZE": 64,
-        "SHARED_EXPERT_SIZE": 32,
-        "SHARED_EXPERT_GATE": True,
-        "MBSZ": 2,
+        "MOE_TYPE": "dmoe", "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss",
+        "AUX_LOSS_COEFF": "0.01,0.01,0.02", "ROUTER_BIAS_UPDATE_RATE": 0.001, "PARAMETRIZATION": "mup",
+        "MUP_BASE_HIDDEN_SIZE": 64, "SHARED_EXPERT_SIZE": 32, "SHARED_EXPERT_GATE": True, "MBSZ": 2,
     },
-}
+}  # fmt: skip
 # All that DeepSeek-V3 has, attention too; slow. A fast run of it is in test_attention_layouts.py.
 DEEPSEEK = {
     "MULTI_LATENT_ATTENTION": True, "QK_NORM": True, "Q_LORA_RANK": 24, "KV_LORA_RANK": 32, "QK_HEAD_DIM": 12,
@@ -91,11 +77,7 @@ TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "gra
 
 # The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and
 # tests/layers/megatron/test_attention_layouts.py try in fewer processes.
-SHORT_LIST = [
-    ("dmoe", 2, TP2),
-    ("dmoe", 4, EP2),
-    ("moe", 2, EP2),
-]
+SHORT_LIST = [("dmoe", 2, TP2), ("dmoe", 4, EP2), ("moe", 2, EP2)]
 ALL = [
     (kind, ranks, layout)
     for kind in (*KINDS, "deepseek", *OF_FREE_NUMBER)
@@ -139,8 +121,8 @@ def iterations_alike(run: EndedRun, expected: EndedRun) -> int:
     Where two experts are equally good but for rounding, as happens once in tens of thousands of choices, the
     layouts may differ in it, and from then on in everything.
     """
-    of_expected = tokens_per_expert(expected)[: len(run.records())]
-    counts = list(zip(tokens_per_expert(run), of_expected, strict=True))
+    of_expected = of_layers(expected, "tokens_per_expert")[: len(run.records())]
+    counts = list(zip(of_layers(run, "tokens_per_expert"), of_expected, strict=True))
     alike = next((number for number, (ours, right) in enumerate(counts) if ours != right), len(counts))
     if alike < len(counts):
         ours, right = ([count for layer in layers for count in layer] for layers in counts[alike])
@@ -149,18 +131,16 @@ def iterations_alike(run: EndedRun, expected: EndedRun) -> int:
     return alike
 
 
-def tokens_per_expert(run: EndedRun) -> list[list[list[int]]]:
-    return [[layer["tokens_per_expert"] for layer in experts] for experts in run.curve("experts")]
-
-
-def dropped(run: EndedRun) -> list[list[float]]:
-    return [[layer["dropped_fraction"] for layer in experts] for experts in run.curve("experts")]
+def of_layers(run: EndedRun, name: str) -> list[list[Any]]:
+    """A value of every layer, by iteration."""
+    return [[layer[name] for layer in experts] for experts in run.curve("experts")]
 
 
 @pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in ALL])
 def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
     expected = reference(kind, layout.num_layers)
-    settings = {**settings_of(kind), **layout.settings, "NUM_LAYERS": layout.num_layers}
+    sizes = {name.upper(): value for name, value in layout._asdict().items()}
+    settings = settings_of(kind) | sizes | {"NUM_LAYERS": layout.num_layers}
     iterations = 4 if (kind, num_ranks, layout) in SHORT_LIST else 12
     run = runs.succeed("run", GPUS_PER_NODE=num_ranks, TRAIN_ITERS=iterations, **settings)
     assert run.curve("iteration") == list(range(1, iterations + 1))
@@ -170,9 +150,9 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
     for name, value in deviations.items():
         record_property(name, value)
     assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
-    assert dropped(run)[:alike] == dropped(expected)[:alike]
-    pairs = zip(run.curve("aux_losses")[:alike], expected.curve("aux_losses")[:alike], strict=True)
-    for losses, right in pairs:
+    dropped = "dropped_fraction"
+    assert of_layers(run, dropped)[:alike] == of_layers(expected, dropped)[:alike]
+    for losses, right in zip(*(one.curve("aux_losses")[:alike] for one in (run, expected)), strict=True):
         assert losses == pytest.approx(right, rel=1e-5)
 
 
@@ -187,9 +167,9 @@ def test_one_process_trains_what_it_says(kind, reference):
         assert set(run.curve("load_balancing_loss") + run.curve("z_loss")) == {None}
         return
     slots = 8 * 64 * 2  # GBSZ * SEQ_LEN * TOPK
-    used = {sum(counts) / slots for layers in tokens_per_expert(run) for counts in layers}
+    used = {sum(counts) / slots for layers in of_layers(run, "tokens_per_expert") for counts in layers}
     assert 0.6 < min(used) < max(used) < 0.95 if kind == "moe" else used == {1.0}  # 0.8 by null experts
-    fractions = [fraction for layers in dropped(run) for fraction in layers]
+    fractions = [fraction for layers in of_layers(run, "dropped_fraction") for fraction in layers]
     assert min(fractions) > 0.01 if kind == "moe" else set(fractions) == {0.0}
     assert all(value >= 1 for value in run.curve("load_balancing_loss"))
     assert all(value > 0 for value in run.curve("z_loss"))

@@ -25,7 +25,7 @@ from pathlib import Path
 from bench_convert import measure, write_source
 
 from moe_exp.data.convert.convert import ConvertSettings, convert
-from moe_exp.data.convert.near_duplicates import NearDuplicates
+from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.tasks.execution import Execution
 
 HEAD = """
@@ -58,7 +58,7 @@ from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, M
 from datatrove.pipeline.dedup import MinhashDedupSignature
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
-from moe_exp.data.convert.near_duplicates import _WORD
+from moe_exp.data.convert.duplicates import _WORD
 from moe_exp.data.convert.filters import word_tokenizer
 words = word_tokenizer(_WORD.findall)
 config = MinhashConfig(num_buckets=14, hashes_per_bucket=11, hash_config=HashConfig(hash_fc="sha1"))
@@ -73,7 +73,7 @@ import sys
 from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.named_filters import NamedFilter
-from moe_exp.data.convert.near_duplicates import NearDuplicates
+from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.tasks.execution import Execution
 files, output = sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x"
 convert(files, output, ConvertSettings(tasks=1, {settings}), Execution(workers=1))

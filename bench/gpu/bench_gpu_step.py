@@ -144,14 +144,14 @@ def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
         # patches its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
         start_megatron()
 
-    def stock_spec(config: Config, settings: Any, vp_stage: int | None, kernel_failures: Any) -> Any:
+    def stock_spec(settings: Any, *, vp_stage: int | None, **options: Any) -> Any:
         settings.moe_grouped_gemm = has_te and config.use_moe
         settings.apply_rope_fusion = has_te
         return get_gpt_decoder_block_spec(
             settings, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
         )
 
-    with patch.object(our_model, "_decoder_spec", stock_spec), _with_experts_initialized():
+    with patch.object(our_model, "decoder_spec", stock_spec), _with_experts_initialized():
         contender = Ours(config.model_copy(update={"cross_entropy": "megatron"}), rank)
     return _training_step(contender), (
         "Transformer Engine's spec" if has_te else "local spec" + ", experts one by one" * config.use_moe
@@ -175,8 +175,9 @@ def _with_experts_initialized() -> Iterator[None]:
                 character for character in rest.replace("fc1", "").replace("fc2", "") if character.isdigit()
             )
             key = f"{experts}.mlp.experts.{number}.weight{1 if 'linear_fc1' in rest else 2}"
-            std = initial_weights._std(key, config)
-            parameter.copy_(initial_weights._draw(list(parameter.shape), key, std, config, parameter))
+            initial_weights.draw_weight(
+                parameter, key, config, dim=-1, stride=1, ranks=chunk.pg_collection.tp
+            )
 
     with patch.object(our_model, "initialize_weights", initialize_all):
         yield

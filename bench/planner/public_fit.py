@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 
+from moe_exp.planner.costs.constants import constant
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import TimeConstants
 from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
@@ -18,6 +20,7 @@ from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import kind_of, load_constants
 
+_CLUSTER_FACTOR = 0.1  # spread of the time of a cluster, by that of others
 # What a row has to state, to be scored with the others.
 _NEEDS, _NEEDS_OF_MOE = {"layout", "recompute"}, {"layout", "recompute", "dispatcher"}
 
@@ -63,24 +66,23 @@ def read_public_runs(path: Path = PUBLIC_RUNS) -> list[PublicRun]:
 def fit_public(
     runs: Sequence[PublicRun], *, prior: TimeConstants | None = None, start: TimeConstants | None = None
 ) -> Fit[TimeConstants]:
-    """Fits the constants of recent devices to those of `runs` that state enough; arguments as of `fit`."""
+    """Fits the constants of recent devices to those of `runs` that state enough; arguments as of `fit`.
+
+    Without a prior each cluster has a factor of its own on all its times, so that a slow one does not shift
+    the constants (a random effect).
+    """
     stated = [run for run in runs if run.seconds and run.is_stated]
-
-    def cluster_of(run: MeasuredRun) -> str:
-        assert isinstance(run, PublicRun)
-        return run.cluster
-
+    factors = {run.row_id: re.sub(r"\W", "_", run.cluster) for run in stated if prior is None}
+    own = [(name, float, constant(1.0, _CLUSTER_FACTOR, "its times")) for name in sorted({*factors.values()})]
+    kind = make_dataclass("WithClusters", own, bases=(TimeConstants,), frozen=True)
     ratio = _SharedRatio()
-    return fit(
-        TimeConstants,
-        stated,
-        ratio,
-        prior,
-        start,
-        machine_of=cluster_of if prior is None else None,
-        noise=NOISE_OF_RECENT,
-        hold={"unaligned": load_constants().time.unaligned},  # the runs of older devices determine it
-    )
+
+    def log_ratio(run: MeasuredRun, constants: TimeConstants) -> float:
+        factor = math.log(getattr(constants, factors[run.row_id])) if factors else 0.0
+        return ratio(run, constants) + factor
+
+    hold = {"unaligned": load_constants().time.unaligned}  # the runs of older devices determine it
+    return fit(kind, stated, log_ratio, prior, start, noise=NOISE_OF_RECENT, hold=hold)
 
 
 class _SharedRatio:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,13 +18,15 @@ from moe_exp.checkpoint.format.folders import (
     damages,
     existing,
     iteration_of,
+    one_checkpoint,
+    unusable,
     usable,
 )
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.model_changes import model_changes
 from moe_exp.engine.runtime import from_first_rank
-from moe_exp.runs.run_folder import LATEST
+from moe_exp.host.files import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,11 @@ def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path]
         if not damage:
             return Source(folder, tuple(lines))
         lines.append(damage)
-    if lines:
-        others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
-        raise ValueError(
-            f"checkpoint={path}: none can be used, {lines[0]}{others}. Fix: restore the files, or begin anew"
-            " elsewhere."
-        )
-    return None
+    if not lines:
+        return None
+    others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
+    fix = "restore the files, or start anew elsewhere"
+    raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
 
 
 def _damage(folder: Path, *, checksums: bool) -> str:
@@ -93,7 +92,7 @@ def _damage(folder: Path, *, checksums: bool) -> str:
     mine = list(damages(folder, {name: files[name] for name in names[rank::world_size]}, checksums=checksums))
     found: list[list[str]] = [[]] * world_size
     torch.distributed.all_gather_object(found, mine)
-    lines = sorted(line for some in found for line in some)
+    lines = sorted(chain.from_iterable(found))
     return lines[0] + (f" (and {len(lines) - 1} more files)" if len(lines) > 1 else "") if lines else ""
 
 
@@ -116,21 +115,17 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     if "versions" in common:
         return f"{folder / MANIFEST}: is missing", {}
     logger.info("%s has no %s, as those of Megatron-LM: its checksums are not checked", folder, MANIFEST)
-    return _short_file(reader), {}
-
-
-def _short_file(reader: CheckpointReader) -> str:
     ends: dict[str, int] = {}
     chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
     for chunk in chain(chunks, reader.objects.values()):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
     for name, end in sorted(ends.items()):
-        path = reader.folder / name
+        path = folder / name
         if not path.is_file():
-            return f"{path}: is missing"
+            return f"{path}: is missing", {}
         if (size := path.stat().st_size) < end:
-            return f"{path}: has {size} bytes, at least {end} were written"
-    return ""
+            return f"{path}: has {size} bytes, at least {end} were written", {}
+    return "", {}
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
@@ -139,10 +134,10 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
     Raises:
         ValueError: it has no whole checkpoint, or not that of a dense run of the same sizes; a line each.
     """
-    folder = _dense_checkpoint(config)
-    if folder is None:
-        fix = "name the checkpoints folder of a dense run, or the folder of one of its iterations"
-        raise ConfigError([problem("upcycle_from", config.upcycle_from, "has no checkpoint", fix)])
+    try:
+        folder = one_checkpoint(expanded(config.upcycle_from))
+    except ValueError as error:
+        raise ConfigError([str(error).replace("checkpoint=", "UPCYCLE_FROM=", 1)]) from None
     find(folder)
     dense = read_common(folder).get("config")
     if dense is None:
@@ -153,28 +148,11 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
     return folder
 
 
-def _dense_checkpoint(c: Config) -> Path | None:
-    """The iteration folder that UPCYCLE_FROM names, or the newest in the checkpoints folder that it names."""
-    folder = Path(c.upcycle_from).expanduser()
-    if (folder / LATEST).is_file():
-        latest = (folder / LATEST).read_text(errors="replace").strip()
-        if not re.fullmatch("[0-9]{1,12}", latest):
-            return None
-        folder /= f"iter_{int(latest):07d}"
-    return folder if (folder / "metadata.json").is_file() else None
-
-
 def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
     """Why this run cannot start from the dense run with settings `dense`."""
     if dense.get("use_moe"):
-        return [
-            problem(
-                "upcycle_from",
-                c.upcycle_from,
-                "is the checkpoint of an MoE run",
-                "name a run with USE_MOE=false",
-            )
-        ]
+        rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
+        return [problem("upcycle_from", c.upcycle_from, rule, fix)]
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
     shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)
     return [change.problem(source) for change in shapes + functions]

@@ -1,18 +1,34 @@
-"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank."""
+"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank.
+
+With FINGERPRINTS, what is in the model and the optimizer after a load is compared with what was there before
+the save. The checksums of the files say that they are what was written. Fingerprints say that they were
+written from, and read into, the right places: under whatever layout, no value of any tensor has changed on
+its way through the files.
+"""
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.keys import ROUTER_BIAS, CheckpointKeys, check_tensors, zero_missing_biases
+from moe_exp.checkpoint.format import fingerprints
+from moe_exp.checkpoint.format.fingerprints import Fingerprints, Piece, fingerprints_of, shown
+from moe_exp.checkpoint.format.folders import first_few, iteration_of, iterations, one_checkpoint, unusable
+from moe_exp.checkpoint.format.keys import (
+    ROUTER_BIAS,
+    CheckpointKeys,
+    check_tensors,
+    sharded_tensors,
+    zero_missing_biases,
+)
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
 from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import read_common
-from moe_exp.checkpoint.optimizer_state import OptimizerRequest
-from moe_exp.checkpoint.restored import compare_restored
+from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import (
     Progress,
     Trained,
@@ -23,16 +39,38 @@ from moe_exp.checkpoint.state import (
     unwrapped,
     weights_state,
 )
-from moe_exp.config import Config
+from moe_exp.config import Config, ConfigError
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.optimizer_classes import MOMENTS
+from moe_exp.engine.runtime import Runtime, from_first_rank
+from moe_exp.host.exit_codes import FAILED
 from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.runs.run_folder import LATEST
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 logger = logging.getLogger(__name__)
+
+
+class RestoreError(ConfigError):
+    """Loaded values differ from the saved ones, perhaps by a fault of a node. `names`: of the tensors."""
+
+    exit_code = FAILED  # so that a chain of jobs tries it again
+
+    def __init__(self, folder: Path, names: Sequence[str], num_compared: int):
+        self.names, self._arguments = list(names), (folder, list(names), num_compared)
+        rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints"
+        rule += f": {first_few([shown(name) for name in names])}"
+        fix = "start again, on other nodes if it comes again"
+        if older := [one for one in iterations(folder.parent) if one < iteration_of(folder)]:
+            fix += f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}"
+        fix += "; FINGERPRINTS=false continues anyway"
+        super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
 
 
 def saved_progress(path: Path) -> Progress | None:
@@ -56,7 +94,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
-    if "progress" not in common:
+    if "progress" not in common:  # weights alone
         load_weights(runtime, folder, trained)
         if config.fingerprints:
             compare_restored(runtime, folder, trained, optimizer=False)
@@ -105,9 +143,8 @@ def _progress(config: Config, common: dict[str, Any]) -> Progress:
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`, before
-    that is built; of one that Megatron-LM wrote nothing is known but its tensors. Returns what is not
-    sharded.
+    """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`; of
+    Megatron-LM's nothing is known but tensors. Returns what is not sharded.
     """
     common = read_common(folder)
     if "config" in common:
@@ -133,24 +170,85 @@ def _load_model(
     state: dict[str, Any], folder: Path, trained: Trained, keys: CheckpointKeys
 ) -> dict[str, Any]:
     loaded = load_sharded(state, folder)
-    for index, chunk in enumerate(trained.model):
-        zero_missing_biases(unwrapped(chunk), keys)
-        _load_chunk(chunk, loaded[f"model{index}"])
+    # Transformer Engine's state, and what `check_tensors` allows to be missing
+    optional = ("_extra_state", ROUTER_BIAS, *LOSS_STATE)
+    for index, chunk in enumerate(map(unwrapped, trained.model)):
+        zero_missing_biases(chunk, keys)
+        weights = loaded[f"model{index}"]
+        on_one_side = set(chunk.state_dict()) ^ set(weights)
+        if differing := sorted(name for name in on_one_side if not name.endswith(optional)):
+            rule = f"it and the model disagree on the parameters {first_few(differing)}"
+            raise unusable("checkpoint", rule, "resume with the same model")
+        chunk.load_state_dict(weights, strict=False)
     return loaded
 
 
-def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Loads a model chunk's parameters; strict, but for Transformer Engine's `_extra_state`, and what
-    `check_tensors` allows to be missing.
+def compare_restored(
+    runtime: Runtime,
+    folder: Path,
+    trained: Trained,
+    converted: Sequence[Owned] = (),
+    *,
+    optimizer: bool = True,
+) -> int:
+    """Compares the model and, with `optimizer`, its state with the fingerprints of the iteration's folder
+    that they were loaded from, by one reduction. Returns the number of tensors compared; raises a
+    RestoreError on every rank if one differs.
+
+    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read (`converted`): kept,
+    they are rounded again, and blocks of values that share a scale have other borders under another layout.
+    Weights of another type than the checkpoint's are left out: they follow from the fp32 main weights, which
+    are compared.
     """
-    on_one_side = set(unwrapped(chunk).state_dict()) ^ set(state)
-    differing = sorted(
-        name for name in on_one_side if not name.endswith(("_extra_state", ROUTER_BIAS, *LOSS_STATE))
-    )
-    if differing:
-        names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
-        raise ValueError(
-            f"checkpoint: it and the model disagree on the parameters {names}. Fix: resume with the same"
-            " model."
+    saved = from_first_rank(lambda: fingerprints.read(folder))
+    if saved is None:
+        of = "as those of Megatron-LM and of older versions: what was loaded is not compared"
+        logger.info("%s has no fingerprints, %s", folder, of)
+        return 0
+    with parameters_in_sync(trained.model):
+        mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
+    found = _over_all_ranks(runtime, mine, saved)
+    names = [name for name, one in found.items() if one != saved[name]]
+    if names:
+        raise RestoreError(folder, names, len(found))
+    logger.info("what was loaded is what was saved: %d tensors have the same fingerprints", len(found))
+    return len(found)
+
+
+def _over_all_ranks(
+    runtime: Runtime, mine: Fingerprints, saved: Mapping[str, fingerprints.Fingerprint]
+) -> Fingerprints:
+    """The whole tensors' fingerprints, of those of the saved ones' type that are on any rank."""
+    table = torch.zeros(2, len(saved), dtype=torch.int64)
+    for place, (name, one) in enumerate(saved.items()):
+        if name in mine and mine[name].dtype == one.dtype:
+            total = mine[name].total
+            table[0, place] = mine[name].num_values
+            table[1, place] = total - 2**64 if total >= 2**63 else total
+    table = table.to(runtime.device)
+    torch.distributed.all_reduce(table)
+    sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
+    return {
+        name: replace(one, num_values=count, total=total % 2**64)
+        for (name, one), count, total in sums
+        if count
+    }
+
+
+def _pieces(
+    runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool
+) -> Iterator[Piece]:
+    """All values of model and optimizer, each once over all ranks, under the keys of a save."""
+    weights = weights_state(runtime, trained.model, None)
+    shards = sharded_tensors(weights)
+    if optimizer:
+        exact = (
+            replace(owned, values={n: v for n, v in owned.values.items() if n not in MOMENTS})
+            if owned.is_converted
+            else owned
+            for owned in owned_state(trained.optimizer)
         )
-    unwrapped(chunk).load_state_dict(state, strict=False)
+        shards = chain(shards, shards_of([*exact, *converted], weights))
+    for shard in shards:
+        if is_main_replica(shard.replica_id):
+            yield shard.key, shard.data, shard.global_offset

@@ -1,28 +1,24 @@
-"""The optimizer's state as shards of whole tensors: each rank writes and reads the values that it owns, and
-no others.
+"""The optimizer's state as shards of whole tensors: each rank writes and reads only the values that it owns.
 
-A checkpoint has the same whatever keeps it: `optimizer.state.param.K` (main weights) and the moments, of Adam
-`optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD `optimizer.state.momentum_buffer.K`,
-fp32, of the shape of the parameter with the key K; with EMA_DECAY `optimizer.state.ema.K`, the average of the
-weights; and Adam's number of steps in common.pt.
+For the parameter with the key K a checkpoint has, in fp32 and of its shape, `optimizer.state.param.K` (main
+weights), the moments (of Adam `optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD
+`optimizer.state.momentum_buffer.K`), and with EMA_DECAY `optimizer.state.ema.K`, the average of the weights.
 
 Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted
 in memory order. Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on
-every data parallel rank to write it, and reads all of it on every rank. Here a range is a few boxes
-(`boxes.py`), and each is a shard with its offsets:
+every data parallel rank. Here a range is a few boxes (`boxes.py`), and each is a shard with its offsets:
 
     parameter of this rank    [W, D], rows 8.. of a whole [4W, D] on tensor parallel rank 2, say
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
 
-If the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that
-tensor parallel ranks split, or one key for every expert), Megatron describes it by a factory. It is asked for
-its pieces once, with a tensor without memory, whose views say which boxes of the parameter they are; each
-range's boxes are then cut at the pieces' borders.
+A parameter that is several pieces of the checkpoint's tensors (the halves of a gated projection that tensor
+parallel ranks split, or one key for every expert) is described by a factory of Megatron's. It builds its
+pieces once from a tensor without memory, whose views say which boxes of the parameter they are; each range's
+boxes are then cut at the pieces' borders.
 
 The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
-Moments that are in bf16 or 8 bits are converted to fp32 for a save, and back after a load
-(`engine/optimizer_classes.py`).
+Moments in bf16 or 8 bits are converted to fp32 and back (`engine/optimizer_classes.py`).
 """
 
 import math
@@ -194,13 +190,17 @@ def _part_groups(part: Any) -> dict[str, Any]:
 
 
 def _steps(saved: Any) -> Iterator[int]:
-    """Every `step` of a parameter group inside what a checkpoint holds of the optimizer."""
+    return (step for step in _found(saved, "step") if isinstance(step, int))
+
+
+def _found(saved: Any, name: str) -> Iterator[Any]:
+    """Every value of that name inside what a checkpoint holds of the optimizer."""
     if isinstance(saved, Mapping):
-        if isinstance(saved.get("step"), int):
-            yield saved["step"]
-        yield from (step for value in saved.values() for step in _steps(value))
-    elif isinstance(saved, list):
-        yield from (step for value in saved for step in _steps(value))
+        if name in saved:
+            yield saved[name]
+        saved = list(saved.values())
+    for value in saved if isinstance(saved, list) else ():
+        yield from _found(value, name)
 
 
 class OptimizerRequest:
@@ -269,22 +269,13 @@ class OptimizerRequest:
             restart_average(self.optimizer)
         update_model_weights(self.optimizer, model)
         step = max(_steps(saved), default=0) if self._with_moments else 0
-        self._set_step(step, next(_scalers(saved), None))
-
-    def _set_step(self, step: int, scaler: Any) -> None:
+        scaler = next(_found(saved, "grad_scaler"), None)
         for part in self.optimizer.chained_optimizers:
             if not part.is_stub_optimizer and step:
                 for group in part.optimizer.param_groups:
                     group["step"] = step
             if scaler is not None and getattr(part, "grad_scaler", None):
                 part.grad_scaler.load_state_dict(scaler)
-
-
-def _scalers(saved: Any) -> Iterator[Any]:
-    if isinstance(saved, Mapping):
-        if "grad_scaler" in saved:
-            yield saved["grad_scaler"]
-        yield from (scaler for value in saved.values() for scaler in _scalers(value))
 
 
 def _numbered(shards: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:

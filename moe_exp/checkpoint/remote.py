@@ -4,6 +4,8 @@ REMOTE_DIR/RUN_NAME/
     config.yaml provenance.json metrics.jsonl skipped_samples.json    as they were after the last checkpoint
     checkpoints/iter_0000300/...                                      complete with its manifest.json
     checkpoints/latest_checkpointed_iteration.txt                     written last
+
+All functions raise a ValueError or a ConnectionError as `Store` does.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from filelock import FileLock
 
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import MANIFEST, Manifest
-from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.config import Config, problem
 from moe_exp.data.stage import check_free_disk
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import bytes_text, write_atomically
 from moe_exp.host.object_store import Store, fetch, send
 from moe_exp.host.progress import progress
 from moe_exp.runs.records import iter_metrics
@@ -29,8 +35,7 @@ from moe_exp.runs.run_folder import LATEST, RunFolder
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "checkpoints"
-_WHOLE = re.compile(rf"iter_(\d{{7,}})/{re.escape(MANIFEST)}")
+_WHOLE = re.compile(rf"(iter_(\d{{7,}}))/{re.escape(MANIFEST)}")
 _FETCHED = ".fetched"  # suffix of a folder that is being copied from the store
 
 
@@ -40,19 +45,14 @@ def remote_run(config: Config) -> str:
 
 
 def ahead_problem(config: Config) -> str:
-    """Empty, or why the copy is not this run's: it has continued elsewhere since the newest checkpoint here.
-
-    Raises:
-        ValueError, ConnectionError: as of `Store`.
-    """
-    run, url = RunFolder.of(config), f"{remote_run(config)}/{_CHECKPOINTS}"
-    there, here = newest_there(url), folders.latest_iteration(run.checkpoints)
+    """Empty, or why the copy is not this run's: it has continued elsewhere since the newest one here."""
+    run = RunFolder.of(config)
+    there = newest_there(f"{remote_run(config)}/checkpoints")
+    here = folders.latest_iteration(run.checkpoints)
     if there is None or here is None or there <= here:
         return ""
-    # one that this folder has had: a rollback went back past it
-    if any(
-        one.get("event") == "checkpoint" and one["iteration"] == there for one in iter_metrics(run.metrics)
-    ):
+    events = (one for one in iter_metrics(run.metrics) if one.get("event") == "checkpoint")
+    if any(one["iteration"] == there for one in events):  # a rollback here went back past it
         return ""
     fix = f"remove {run.checkpoints} to continue from {there}, or give another RUN_NAME"
     rule = f"has the checkpoint at iteration {there}, and {run.path} has only {here}"
@@ -60,32 +60,28 @@ def ahead_problem(config: Config) -> str:
 
 
 def newest_there(url: str) -> int | None:
-    """Iteration of the newest complete checkpoint of a checkpoints folder at a store; None if it has none.
-
-    Raises:
-        ValueError: no access.
-        ConnectionError: the store keeps failing.
-    """
+    """Iteration of the newest complete checkpoint of a checkpoints folder at a store; None if it has none."""
     try:
         text = Store(url).read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     if not text.isdecimal():
-        raise ValueError(
-            f"{url}/{LATEST}={text[:20]!r}: must hold the number of an iteration. Fix: write it."
-        )
+        place = f"{url}/{LATEST}={text[:20]!r}"
+        raise folders.unusable(place, "must hold the number of an iteration", "write it")
     return int(text)
+
+
+def _complete(names: Iterable[str]) -> dict[int, str]:
+    """Folders of the complete checkpoints by iteration, in order, from the files of a checkpoints folder."""
+    found = (match for name in names if (match := _WHOLE.fullmatch(name)))
+    return dict(sorted((int(match[2]), match[1]) for match in found))
 
 
 # Sending
 
 
 def check_writable(config: Config) -> None:
-    """Writes and removes a file in REMOTE_DIR, so that a start ends if that fails, and not the first save.
-
-    Raises:
-        ValueError, ConnectionError: as of `Store`.
-    """
+    """Writes and removes a file in REMOTE_DIR, so that a start ends if that fails, and not the first save."""
     store = Store(remote_run(config))
     store.write(".writable", b"")
     store.remove(".writable")
@@ -93,27 +89,20 @@ def check_writable(config: Config) -> None:
 
 def send_checkpoint(config: Config, iteration: int) -> int:
     """Copies a checkpoint of the run and the small files of its folder; removes those there that the rules of
-    KEEP_LAST keep no longer. Continues what a call that was stopped has begun.
-
-    Returns:
-        Bytes of the checkpoint.
-
-    Raises:
-        FileNotFoundError: the checkpoint is not here any more.
-        ValueError, ConnectionError: as of `Store`.
+    KEEP_LAST keep no longer. Continues what a call that was stopped has begun. Returns the checkpoint's
+    bytes; raises a FileNotFoundError if it is not here any more.
     """
-    run, url = RunFolder.of(config), remote_run(config)
+    run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)
     content = (folder / MANIFEST).read_bytes()
     files = {path.name: path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST}
-    send(Store(f"{url}/{_CHECKPOINTS}/{folder.name}"), files, MANIFEST, content, lambda *_: None)
-    store = Store(url)
+    send(Store(f"{store.url}/checkpoints/{folder.name}"), files, MANIFEST, content, lambda *_: None)
     for path in _small_files(run):
         if path.is_file():
             store.write(path.name, path.read_bytes())
-    store.write(f"{_CHECKPOINTS}/{LATEST}", str(iteration).encode())
+    store.write(f"checkpoints/{LATEST}", str(iteration).encode())
     if config.keep_last:
-        _prune(config, Store(f"{url}/{_CHECKPOINTS}"), iteration)
+        _prune(config, Store(f"{store.url}/checkpoints"), iteration)
     return sum(path.stat().st_size for path in files.values())
 
 
@@ -126,30 +115,83 @@ def _prune(config: Config, store: Store, newest: int) -> None:
     complete = _complete(names)
     there = [one for one in complete if one <= newest]
     losses: dict[int, float] = {}
-    if config.keep_best:
-        for one in there:
-            content = store.read(f"{_folder_name(one)}/{MANIFEST}")
-            if (loss := Manifest.parse(content, store.url).valid_loss) is not None:
-                losses[one] = loss
+    for one in there if config.keep_best else []:
+        manifest = Manifest.parse(store.read(f"{complete[one]}/{MANIFEST}"), store.url)
+        if manifest.valid_loss is not None:
+            losses[one] = manifest.valid_loss
     rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
     # Newer ones are of an attempt that was given up, or the only good copies of what is damaged here: they
     # stay until the run has passed them, as in its own folder. What is not complete will not be.
-    kept = {_folder_name(one) for one in set(complete) - set(which_to_remove(there, losses, **rules))}
-    gone = {name.partition("/")[0] for name in names if re.match(r"iter_\d{7,}/", name)} - kept
-    for folder in sorted(gone):
-        inside = [name for name in names if name.startswith(f"{folder}/")]
-        # first, what completes it
-        for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
-            store.remove(name)
+    kept = {complete[one] for one in complete.keys() - set(folders.which_to_remove(there, losses, **rules))}
+    gone = [name for name in names if re.match(r"iter_\d{7,}/", name) and name.partition("/")[0] not in kept]
+    # first, what completes one
+    for name in sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)):
+        store.remove(name)
 
 
-def _folder_name(iteration: int) -> str:
-    return folders.iteration_folder(Path(), iteration).name
+class Uploads:
+    """Copies checkpoints to REMOTE_DIR during training, on rank 0, one at a time. While one is under way,
+    only the newest of those that follow is remembered: a store that is slower than the saves gets fewer.
+    """
 
+    def __init__(self, config: Config):
+        self._config = config
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._under_way: int | None = None
+        self._next: int | None = None
+        self._events: deque[tuple[str, int, dict[str, Any]]] = deque()
+        newest = folders.latest_iteration(RunFolder.of(config).checkpoints)
+        if newest is not None:  # which an earlier start may not have copied
+            self.add(newest)
 
-def _complete(names: list[str]) -> list[int]:
-    """Iterations of the complete checkpoints among the names of files of a checkpoints folder, in order."""
-    return sorted(int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)))
+    def add(self, iteration: int) -> None:
+        """Has a checkpoint copied."""
+        with self._lock:
+            self._next = iteration
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+                self._thread.start()
+
+    def held(self) -> set[int]:
+        """Iterations that retention must leave."""
+        with self._lock:
+            return {one for one in (self._under_way, self._next) if one is not None}
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until all are copied, or have failed, or `seconds` have passed."""
+        if (thread := self._thread) is not None:
+            logger.info("waiting for the copy of the last checkpoint at %s", remote_run(self._config))
+            thread.join(seconds)
+            if thread.is_alive():
+                logger.warning("the copy is not complete: the next start continues it")
+
+    def events(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """Kind, iteration and facts of what happened since the last call, for metrics.jsonl."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._under_way, self._next = self._next, None
+                if self._under_way is None:
+                    self._thread = None
+                    return
+                iteration = self._under_way
+            self._copy(iteration)
+
+    def _copy(self, iteration: int) -> None:
+        start, url = time.monotonic(), remote_run(self._config)
+        try:
+            num_bytes = send_checkpoint(self._config, iteration)
+        except Exception as error:  # whatever it is: the run continues
+            logger.warning("the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error)
+            self._events.append(("upload_failed", iteration, {"reason": str(error)}))
+            return
+        seconds = time.monotonic() - start
+        what = "copied the checkpoint at iteration %d to %s, %s in %.1f s"
+        logger.info(what, iteration, url, bytes_text(num_bytes), seconds)
+        self._events.append(("upload", iteration, {"seconds": round(seconds, 3), "bytes": num_bytes}))
 
 
 # Fetching
@@ -158,22 +200,19 @@ def _complete(names: list[str]) -> list[int]:
 def fetch_run(config: Config) -> None:
     """Copies the newest complete checkpoint of the run's copy, and its small files, to a run folder without
     checkpoints. Does nothing if there is one here, or no copy.
-
-    Raises:
-        ValueError, ConnectionError: as of `Store`; or what came is damaged.
     """
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
     run.path.mkdir(parents=True, exist_ok=True)
     with FileLock(run.path / ".remote.lock"):
-        if folders.usable(run.checkpoints) or newest_there(f"{url}/{_CHECKPOINTS}") is None:
+        if folders.usable(run.checkpoints) or newest_there(f"{url}/checkpoints") is None:
             return
         # first: with a checkpoint here nothing more is fetched
-        for name, known in Store(url).some([path.name for path in _small_files(run)]).items():
-            if not (run.path / name).exists():
-                Store(url).download(name, run.path / name, known, lambda *_: None)
-        fetch_checkpoint(f"{url}/{_CHECKPOINTS}", run.checkpoints)
+        for path in _small_files(run):
+            if not path.exists() and (known := Store(url).find(path.name)):
+                Store(url).download(path.name, path, known, lambda *_: None)
+        fetch_checkpoint(f"{url}/checkpoints", run.checkpoints)
 
 
 def fetch_load_dir(config: Config) -> Path:
@@ -187,14 +226,8 @@ def fetch_load_dir(config: Config) -> Path:
 
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """Copies the newest complete checkpoint of a checkpoints or run folder at a store, or the one of an
-    iteration's folder; a call that was stopped is continued.
-
-    Returns:
-        Its folder here.
-
-    Raises:
-        ValueError: there is none; it does not fit on the disk; or files came damaged, and were removed.
-        ConnectionError: the store keeps failing.
+    iteration's folder; a call that was stopped is continued. Returns its folder here; raises a ValueError if
+    there is none, it does not fit on the disk, or files came damaged, which are removed.
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)
@@ -202,21 +235,16 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     if final.is_dir() and (final / MANIFEST).read_bytes() == content:
         return final
     listed = store.files()
-    missing = [
-        name
-        for name, entry in manifest.files.items()
-        if name not in listed or listed[name].bytes != entry["bytes"]
-    ]
-    if missing:
-        rule = "is missing, or has another size than its manifest says"
-        raise ValueError(f"{store.url}/{missing[0]}: {rule}. Fix: name another checkpoint.")
-    files = {name: listed[name] for name in manifest.files}
+    for name, entry in manifest.files.items():
+        if name not in listed or listed[name].bytes != entry["bytes"]:
+            rule = "is missing, or has another size than its manifest says"
+            raise folders.unusable(f"{store.url}/{name}", rule, "name another checkpoint")
     partial = final.with_name(final.name + _FETCHED)
     partial.mkdir(parents=True, exist_ok=True)
     there = sum(path.stat().st_size for path in partial.iterdir())
     check_free_disk(partial, manifest.num_bytes - there, f"the checkpoint {store.url}")
     with progress(f"fetch {store.url}", manifest.num_bytes) as advance:
-        fetch(store, files, partial, advance)
+        fetch(store, {name: listed[name] for name in manifest.files}, partial, advance)
     write_atomically(partial / MANIFEST, content.decode())
     damaged = []
     for name, entry in manifest.files.items():
@@ -225,8 +253,8 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
             (partial / name).unlink(missing_ok=True)  # so that only this file is fetched again
     if damaged:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
-        fix = f"call it again; if it is damaged there, too, remove {store.url}"
-        raise ValueError(f"{store.url}: what came is damaged, {damaged[0]}{more}. Fix: {fix}.")
+        fix = f"repeat the command; if it is damaged there, too, remove {store.url}"
+        raise folders.unusable(store.url, f"what came is damaged, {damaged[0]}{more}", fix)
     for other in checkpoints.glob(f"iter_*{_FETCHED}"):  # which an earlier call has not completed
         if other != partial:
             shutil.rmtree(other, ignore_errors=True)
@@ -237,16 +265,14 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
 
 def find_there(url: str) -> tuple[Store, int]:
     """The folder of a checkpoint that a URL means, and its iteration; raises as `fetch_checkpoint`."""
-    name = url.rpartition("/")[2]
-    if _WHOLE.fullmatch(f"{name}/{MANIFEST}") and Store(url).find(MANIFEST):
-        return Store(url), folders.iteration_of(Path(name))
-    for checkpoints in (url, f"{url}/{_CHECKPOINTS}"):
-        newest = newest_there(checkpoints)
-        if newest is None:
+    if (named := _WHOLE.fullmatch(f"{url.rpartition('/')[2]}/{MANIFEST}")) and Store(url).find(MANIFEST):
+        return Store(url), int(named[2])
+    for checkpoints in (url, f"{url}/checkpoints"):
+        if (newest := newest_there(checkpoints)) is None:
             continue
         # one that is not complete was being replaced when its run was killed
-        whole = [one for one in _complete(list(Store(checkpoints).files())) if one <= newest]
-        if whole:
-            return Store(f"{checkpoints}/{_folder_name(whole[-1])}"), whole[-1]
+        complete = _complete(Store(checkpoints).files())
+        if whole := [one for one in complete if one <= newest]:
+            return Store(f"{checkpoints}/{complete[whole[-1]]}"), whole[-1]
     fix = "name a checkpoints folder, a run folder or the folder of one iteration"
-    raise ValueError(f"{url}: has no complete checkpoint. Fix: {fix}.")
+    raise folders.unusable(url, "has no complete checkpoint", fix)

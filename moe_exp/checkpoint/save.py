@@ -1,23 +1,23 @@
 """Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace.
 Called by every rank.
 
-1. `CheckpointWriter.begin`: a folder of another name, and the plan of who writes what.
+1. `CheckpointWriter.begin`: a folder of another name, and the plan of who writes what, with all collectives.
 2. A thread writes this rank's files. With ASYNC_SAVE training continues meanwhile, from a copy of the state
    in host memory.
 3. `CheckpointWriter.finish`: all ranks report to rank 0 what they have written. It writes what makes the
    folder a checkpoint, syncs and renames.
 
-Between 1 and 3 no rank waits for another: if one has no space left, the others get to 3 and hear of it
-there.
+Between 1 and 3 no rank waits for another: if one runs out of disk space, the others learn of it in step 3.
 """
 
+import copy
 import functools
 import io
 import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -26,23 +26,36 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.fingerprints import Fingerprints
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 from moe_exp.checkpoint.format.torch_dist_writer import write_metadata
-from moe_exp.checkpoint.plan import Item, Plan, plan_save
-from moe_exp.checkpoint.retention import which_to_remove
-from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
+from moe_exp.checkpoint.state import CONTENT, Progress, Trained, parameters_in_sync, whole_state
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.devices import rank_place
 from moe_exp.host.files import HashedFile
 from moe_exp.runs.provenance import package_versions
 
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
 logger = logging.getLogger(__name__)
+
+Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 
 class SaveError(RuntimeError):
@@ -57,6 +70,61 @@ class Saved:
     seconds: float  # from the call of `begin` until it was published
     num_bytes: int  # of all its files; 0 where it failed
     error: str  # why there is no new checkpoint; empty: there is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tensors and files that this rank writes. Over all ranks every value of every tensor is in one item."""
+
+    items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
+    common: dict[str, Any]  # what is not sharded, the same on every rank; rank 0 writes it
+    metadata: Metadata | None  # of the whole checkpoint but for where the pieces lie; rank 0 alone has it
+
+    @property
+    def pieces(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Key, values and offsets of the tensors among the items."""
+        tensors = ((index, data) for index, data in self.items if isinstance(data, Tensor))
+        return ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
+
+    def staged(self) -> "Plan":
+        """A copy in host memory, which later steps of training do not change."""
+        items: list[Item] = [
+            (index, data.to("cpu", copy=True) if isinstance(data, Tensor) else data)
+            for index, data in self.items
+        ]
+        return replace(self, items=items, common=copy.deepcopy(self.common))
+
+
+class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types
+    """Stands where Megatron's planning hands over to its writer, and keeps what would have been written."""
+
+    items: list[Item]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # Megatron's makes the folder, and where that fails on one rank the others wait for it
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.items = [(item.index, planner.resolve_data(item)) for item in plan.items]
+
+
+def plan_save(state: dict[str, Any], group: ProcessGroup) -> Plan:
+    """Divides a state (`whole_state`, used up) over all ranks. The ranks of `group` (data and context
+    parallel) hold the same pieces and write a part of them each.
+    """
+    # By this description Megatron-LM asks a checkpoint for the keys that it has.
+    state["content_metadata"] = CONTENT
+    # Whether every piece has one owner is checked by the wrapper, once the pieces are divided.
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
+    strategy.apply_saving_parallelization(sharded)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    writer = _PlannedItems("")
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    state = mcore_to_pyt_state_dict(by_key)
+    (_, metadata, _), *_ = save_state_dict_async_plan(state, writer, None, 0, planner=planner)
+    if metadata is not None:
+        del metadata.all_local_plans  # of all ranks, in the file, for a reuse that we do not make
+    return Plan(writer.items, common, metadata)
 
 
 @dataclass(frozen=True)
@@ -83,9 +151,9 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """The saves of a run, one at a time. `loaded` is the iteration of the folder `checkpoints` that training
-    resumed from: retention leaves it alone, and counts none of the later ones that it finds there, which are
-    damaged, or of an attempt that was given up. It also leaves those that `held` names on rank 0.
+    """The saves of a run, one at a time. Retention keeps `loaded`, the iteration that training resumed from,
+    and those that `held` names on rank 0. It counts none of the iterations after `loaded` that it finds,
+    which are damaged, or of an attempt that was given up.
     """
 
     def __init__(
@@ -104,7 +172,7 @@ class CheckpointWriter:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save was begun and not finished; the same on every rank."""
+        """Whether a save was begun and not finished; equal on every rank."""
         return self._pending is not None
 
     @property
@@ -113,15 +181,16 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Begins to write a checkpoint; the one before has to be finished. With ASYNC_SAVE `trained` may
-        change when this returns, otherwise after `finish`. `valid_loss`: nats per token, if measured now.
+        """Begins to write a checkpoint; the one before has to be finished. Without ASYNC_SAVE `trained` must
+        not change before `finish`. `valid_loss`: nats per token, if measured now.
         """
         assert self._pending is None, "finish the save before"
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)
         partial = partial.with_name(partial.name + folders.PARTIAL)
         if error := from_first_rank(lambda: _make(partial)):
-            self._pending = _Pending(iteration, start, partial, None, {}, _failed(error), {})
+            failed = self._thread.submit(Written, error=error)
+            self._pending = _Pending(iteration, start, partial, None, {}, failed, {})
             return
         with parameters_in_sync(trained.model):
             state = whole_state(self._config, self._runtime, trained, progress)
@@ -142,14 +211,14 @@ class CheckpointWriter:
             if self._config.async_save:
                 plan = plan.staged()
         except (MemoryError, RuntimeError) as error:  # torch says "not enough memory" with the second
-            return _failed(error_line(error, self._runtime.rank))
+            return self._thread.submit(Written, error=_line(error, self._runtime.rank))
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize()  # the thread has a stream of its own
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for the files of all ranks and publishes the checkpoint; None if no save was begun. Raises
-        nothing: a save that fails leaves all older checkpoints, and nothing of itself.
+        """Waits for the files of all ranks and publishes the checkpoint; None if no save was begun. A save
+        that fails raises nothing, and leaves nothing but all older checkpoints.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -168,7 +237,7 @@ class CheckpointWriter:
                 folders.publish(pending.partial, pending.iteration)
                 self._published.add(pending.iteration)
         except Exception as caught:
-            error = error_line(caught, 0)
+            error = _line(caught, 0)
         if error:
             shutil.rmtree(pending.partial, ignore_errors=True)
         else:
@@ -176,12 +245,11 @@ class CheckpointWriter:
         return Saved(pending.iteration, time.monotonic() - pending.start, 0 if error else num_bytes, error)
 
     def _remove_others(self, newest: int) -> None:
+        # The new one is published: an error is no reason to end the run.
         try:
             gone = self._not_kept(newest) if self._config.keep_last else []
-        except OSError as error:  # the new one is published: no reason to end the run
-            logger.warning(
-                "the checkpoints in %s cannot be listed, none is removed: %s", self._checkpoints, error
-            )
+        except OSError as error:
+            logger.warning("cannot list %s, no checkpoint is removed: %s", self._checkpoints, error)
             return
         for iteration in gone:
             try:
@@ -190,7 +258,7 @@ class CheckpointWriter:
                 # All ranks wait here, and a network file system takes long for many files.
                 self._thread.submit(delete) if self._config.async_save else delete()
             except OSError as error:
-                logger.warning("the checkpoint at iteration %d cannot be removed: %s", iteration, error)
+                logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
 
     def _not_kept(self, newest: int) -> list[int]:
         # Those newer than the newest are of an attempt that was given up; training will come to them again.
@@ -200,26 +268,9 @@ class CheckpointWriter:
         config, losses = self._config, folders.valid_losses(self._checkpoints)
         sound = [iteration for iteration in found if iteration not in passed]
         kept = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
-        gone = which_to_remove(sound, losses, **kept)
+        gone = folders.which_to_remove(sound, losses, **kept)
         left = {self._loaded, *self._held()}
         return [*passed, *(iteration for iteration in gone if iteration not in left)]
-
-
-def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:
-    """Writes one checkpoint and waits; returns the seconds, or raises SaveError on every rank."""
-    saver = CheckpointWriter(config, runtime, checkpoints)
-    saver.begin(trained, progress)
-    saved = saver.finish()
-    assert saved is not None
-    if saved.error:
-        raise SaveError(saved.error)
-    return saved.seconds
-
-
-def _failed(error: str) -> Future[Written]:
-    written = Future[Written]()
-    written.set_result(Written(error=error))
-    return written
 
 
 def _make(partial: Path) -> str:
@@ -228,7 +279,7 @@ def _make(partial: Path) -> str:
         folders.recover(partial.parent)
         partial.mkdir(parents=True)
     except OSError as error:
-        return error_line(error, 0)
+        return _line(error, 0)
     return ""
 
 
@@ -252,8 +303,8 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
 
 
 def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
-    """Writes `items` and, on rank 0, `common`; synced when it returns. No collectives, and raises nothing: an
-    error stays on its rank until asked for.
+    """Writes `items` and, on rank 0, `common`; synced when it returns. Raises nothing: an error stays on its
+    rank until asked for.
     """
     try:
         places, entries = {}, {}
@@ -270,7 +321,7 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
                 torch.save(common, cast("IO[bytes]", file))
             entries[COMMON] = file.entry()
     except Exception as error:
-        return Written(error=error_line(error, rank))
+        return Written(error=_line(error, rank))
     return Written(places, entries)
 
 
@@ -284,7 +335,7 @@ def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
     torch.save(data, cast("IO[bytes]", file))
 
 
-def error_line(error: Exception, rank: int) -> str:
+def _line(error: Exception, rank: int) -> str:
     """An error in a line, with the rank that had it."""
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:

@@ -46,13 +46,8 @@ _DENSE = {
     "weight1": ("linear_fc1.weight", 0, 2),
     "weight2": ("linear_fc2.weight", 1, 1),
     "bias1": ("linear_fc1.bias", 0, 2),
+    "bias2": ("linear_fc2.bias", 0, 1),
 }
-_OUTPUT_BIAS = ("linear_fc2.bias", 0, 1)
-
-
-def shard_of(expert: int, granularity: int) -> int:
-    """The shard of the dense MLP that expert number `expert` of the whole layer is a copy of."""
-    return expert % granularity
 
 
 def experts_of(
@@ -67,7 +62,7 @@ def experts_of(
     `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
     """
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
-    chosen = [shards[shard_of(expert, granularity)] for expert in experts]
+    chosen = [shards[expert % granularity] for expert in experts]
     stacked = {name: torch.stack([shard[name] for shard in chosen]) for name in chosen[0]}
     return {name: tensor * factors.get(name, 1.0) for name, tensor in stacked.items()}
 
@@ -78,12 +73,9 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights by those of the dense run UPCYCLE_FROM; the optimizer starts anew. Called
-    by every rank.
-
-    Every rank reads what it needs, whatever the layout of either run. The router keeps its initial weights,
-    which are the same in every layout, but for the equal rows of virtual groups. Returns what was done, in a
-    line. Raises a ValueError if the checkpoint is not that of a dense run of the same sizes.
+    """Replaces the initial weights by those of the dense run UPCYCLE_FROM, of any layout; the optimizer
+    starts anew. The router keeps its initial weights, but for the equal rows of virtual groups. Called by
+    every rank. Returns what was done, in a line; ValueError if it is no dense run of the same sizes.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)
@@ -117,16 +109,14 @@ def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe:
         mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
         whole = model_state(model, sharding_metadata(runtime), keys)
         state[f"model{index}"] = {
-            name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps or ("-",))
+            name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps)
         }
     return state
 
 
 def _off_the_grid(shard: Any) -> Any:
-    """The same shard with its layer axis as one of its own, of size 1.
-
-    Megatron asks for shards with a layer axis before their own as one regular grid over all layers. Here some
-    layers of a tensor are wanted and others not, and in other pieces; shards without such an axis may be any.
+    """The same shard with its layer axis as one of its own, of size 1. Megatron asks for shards with a layer
+    axis before their own as one grid over all layers; here some layers are wanted, and in other pieces.
     """
     if isinstance(shard, ShardedTensorFactory):
         build, merge = shard.build_fn, shard.merge_fn
@@ -146,7 +136,7 @@ def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list
     """Numbers of this rank's experts, and the shards they need."""
     num_local = experts.weight1.size(0)
     numbers = range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
-    return numbers, sorted({shard_of(expert, config.upcycle_granularity) for expert in numbers})
+    return numbers, sorted({expert % config.upcycle_granularity for expert in numbers})
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
@@ -154,7 +144,7 @@ def _requests(layer: int, experts: MegatronExperts, config: Config, keys: Checkp
     parameters = dict(experts.named_parameters(recurse=False))
 
     def pieces(name: str, shard: int) -> list[ShardedTensor]:
-        key, axis, halves = _DENSE.get(name, _OUTPUT_BIAS)
+        key, axis, halves = _DENSE[name]
         like, halves = parameters[name][0], halves if experts.gated else 1
         rank, size = experts.etp_group.rank(), experts.etp_group.size()
         # Of one half: the output bias is split over expert tensor parallel ranks alone.
@@ -174,13 +164,13 @@ def _requests(layer: int, experts: MegatronExperts, config: Config, keys: Checkp
 
 def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
     parameters = dict(experts.named_parameters(recurse=False))
-    shards = {
-        int(shard): {
-            name: _joined(pieces, _DENSE.get(name, _OUTPUT_BIAS)[1], parameters[name][0])
-            for name, pieces in tensors.items()
-        }
-        for shard, tensors in loaded.items()
-    }
+    shards: dict[int, dict[str, Tensor]] = {}
+    for shard, tensors in loaded.items():
+        shards[int(shard)] = {}
+        for name, pieces in tensors.items():  # with the layer axis or without
+            like = parameters[name][0]
+            joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
+            shards[int(shard)][name] = joined.view_as(like)
     assert config.router_weights_sum is not None  # config/checks/checks.py
     numbers, _ = _local_shards(experts, config)
     filled = experts_of(
@@ -188,11 +178,6 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
     )
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])
-
-
-def _joined(pieces: list[Tensor], axis: int, like: Tensor) -> Tensor:
-    """The pieces, with the layer axis or without, as one tensor of the shape of `like`."""
-    return torch.cat(pieces, dim=axis - like.dim()).view_as(like)
 
 
 def _summary(config: Config, folder: Path) -> str:

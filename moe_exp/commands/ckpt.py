@@ -7,8 +7,12 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_exp.commands.guard import add_json, add_subcommands, print_json
+
+if TYPE_CHECKING:
+    from moe_exp.checkpoint.tools.diff import Comparison
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 _PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
@@ -45,34 +49,27 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.info import (
-        checkpoints_folder,
-        chosen,
-        describe,
-        describe_all,
-        describe_tensors,
-    )
-    from moe_exp.checkpoint.tools.tables import print_checkpoints, print_info, print_tensors
+    from moe_exp.checkpoint.tools import info
 
-    checkpoints = checkpoints_folder(arguments.path) if arguments.iteration is None else None
+    checkpoints = info.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
-        folder = chosen(arguments.path, arguments.iteration)
-        report = describe(folder)
+        folder = info.chosen(arguments.path, arguments.iteration)
+        report = info.describe(folder)
     except ValueError:
         if checkpoints and not arguments.json:
             # what there is beside the one that cannot be read
-            print_checkpoints(checkpoints, describe_all(checkpoints))
+            info.print_checkpoints(checkpoints, info.describe_all(checkpoints))
         raise
-    tensors = describe_tensors(folder, arguments.tensors) if arguments.tensors else []
+    tensors = info.describe_tensors(folder, arguments.tensors) if arguments.tensors else []
     if arguments.json:
         report |= {"tensors": tensors} if arguments.tensors else {}
-        print_json(report | ({"checkpoints": describe_all(checkpoints)} if checkpoints else {}))
+        print_json(report | ({"checkpoints": info.describe_all(checkpoints)} if checkpoints else {}))
         return
     if not arguments.tensors:
-        print_info(report)
+        info.print_info(report)
         if checkpoints:
-            print_checkpoints(checkpoints, describe_all(checkpoints))
-    print_tensors(tensors)
+            info.print_checkpoints(checkpoints, info.describe_all(checkpoints))
+    info.print_tensors(tensors)
 
 
 def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,12 +141,8 @@ def _reshape(arguments: argparse.Namespace) -> None:
         if (size := getattr(arguments, name)) is not None:
             rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
             raise ValueError(problem(name, size, rule, f"omit --{name}"))
-    changes = Reshaping(
-        weights_only=arguments.weights_only,
-        dtype=arguments.dtype,
-        layers=arguments.layers,
-        experts=arguments.experts,
-    )
+    names = ("weights_only", "dtype", "layers", "experts")
+    changes = Reshaping(**{name: getattr(arguments, name) for name in names})
     written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
@@ -215,12 +208,21 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.diff import compare
     from moe_exp.checkpoint.tools.info import chosen
-    from moe_exp.checkpoint.tools.tables import print_comparison
 
-    if arguments.top < 0:
-        fix = "give the number of tensors to show, or 0"
-        raise ValueError(f"TOP={arguments.top}: must not be negative. Fix: {fix}.")
+    check_top(arguments.top)
     found = compare(chosen(arguments.a), chosen(arguments.b), optimizer=arguments.optimizer)
+    return int(not show_comparison(found, arguments))
+
+
+def check_top(top: int) -> None:
+    if top < 0:
+        raise ValueError(f"TOP={top}: must not be negative. Fix: give the number of tensors to show, or 0.")
+
+
+def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
+    """Prints a comparison by --top and --json; returns whether it is within --rtol."""
+    from moe_exp.checkpoint.tools.diff import print_comparison
+
     is_within = found.is_within(arguments.rtol)
     if arguments.json:
         worst = [asdict(tensor) for tensor in found.worst(arguments.top)]
@@ -228,7 +230,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         print_json(asdict(found) | {"tensors": worst} | counts)
     else:
         print_comparison(found, top=arguments.top)
-    return int(not is_within)
+    return is_within
 
 
 def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -248,11 +250,10 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _prune(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.pruning import prunable, remove
 
-    found = prunable(
-        arguments.path, last=arguments.keep_last, every=arguments.keep_every, best=arguments.keep_best
-    )
+    kept = {name: getattr(arguments, f"keep_{name}") for name in ("last", "every", "best")}
+    found = prunable(arguments.path, **kept)
     word = "would remove" if arguments.dry_run else "removed"
-    for one in found if arguments.dry_run else remove(arguments.path, found):
+    for one in found if arguments.dry_run else remove(found):
         if not arguments.json:
             print(f"{word} {one.folder}: {one.num_bytes:,} bytes", flush=True)
     num_bytes = sum(one.num_bytes for one in found)
@@ -291,9 +292,8 @@ def _shrink(arguments: argparse.Namespace) -> int:
         raise ValueError(f"PATH={path}: {rule}. Fix: {fix} {path} --keep-last N removes old checkpoints.")
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):
         inside = file.relative_to(path) if path.is_dir() else Path(file.name)
-        one = shrink(
-            file, target=arguments.out / inside if arguments.out else None, dry_run=arguments.dry_run
-        )
+        target = arguments.out / inside if arguments.out else None
+        one = shrink(file, target=target, dry_run=arguments.dry_run)
         found.append(one)
         if one.problem:
             print(f"{file}: left alone, it {one.problem}", file=sys.stderr, flush=True)
@@ -302,9 +302,8 @@ def _shrink(arguments: argparse.Namespace) -> int:
             print(f"{file}: {sizes if one.gain_bytes else 'nothing to gain'}", flush=True)
     gain, num_shrunk = sum(one.gain_bytes for one in found), sum(one.gain_bytes > 0 for one in found)
     if arguments.json:
-        print_json(
-            {"dry_run": arguments.dry_run, "files": [asdict(one) for one in found], "gain_bytes": gain}
-        )
+        files = [asdict(one) for one in found]
+        print_json({"dry_run": arguments.dry_run, "files": files, "gain_bytes": gain})
     else:
         verb = "would be" if arguments.dry_run else "are"
         print(f"{num_shrunk} of {len(found)} files {verb} smaller, by {gain:,} bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.data_steps.shared import memory_bytes
 from moe_exp.commands.guard import add_subcommands
 from moe_exp.host.files import bytes_text
 
@@ -73,13 +73,8 @@ def _add_to_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _from_hf(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.hf.importing import from_hf
 
-    done = from_hf(
-        arguments.source,
-        arguments.target,
-        dtype=arguments.dtype,
-        drop_mtp=arguments.drop_mtp,
-        ignore_fields=arguments.ignore_field,
-    )
+    options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
+    done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
     print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
     for note in done.notes:
         print(f"Note: {note}")

@@ -6,25 +6,26 @@ import argparse
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from moe_exp.commands.guard import ExactParser, add_subcommands, ended_quietly, guarded
 
 # Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function
 # of the arguments.
-STEPS = ("prepare", "shuffle", "tokenize", "mix", "copies", "inspect")
+STEPS = ("prepare", "shuffle", "tokenize", "mix", "finished")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp data`, without its steps: they load numpy."""
-    subparsers.add_parser(
-        "data",
-        help="download, shuffle, tokenize and inspect training data",
-    )
+    subparsers.add_parser("data", help="download, shuffle, tokenize and inspect training data")
 
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""
-    subparsers = add_subcommands(parser, "data")
+    _add_to(add_subcommands(parser, "data"))
+
+
+def _add_to(subparsers: Any) -> None:
     for name in STEPS:
         importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
 
@@ -41,24 +42,16 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         try:
             return work()
         except BadDocument as error:
-            fix = f"Fix: {error.fix}." if error.fix else _fix_of(error.reason)
-            raise ValueError(f"{error}. {fix}") from None
+            fix = error.fix
+            if "file is damaged" in error.reason:
+                fix = "fetch or make the file again; --skip-bad skips lines, not files"
+            elif not fix:
+                fix = "correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and"
+                fix += " counts such lines and continues"
+            raise ValueError(f"{error}. Fix: {fix}.") from None
 
-    return guarded(
-        explained,
-        "moe-exp data",
-        extras="data,fast",
-        full_disk="free some, and call it again: it resumes where it stopped",
-    )
-
-
-def _fix_of(reason: str) -> str:
-    if "file is damaged" in reason:
-        return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
-    return (
-        "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts such"
-        " lines and continues."
-    )
+    full_disk = "free some, and call it again: it resumes where it stopped"
+    return guarded(explained, "moe-exp data", extras="data,fast", full_disk=full_disk)
 
 
 def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -68,8 +61,7 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
 
     def work() -> int | None:
         subparsers = argparse.ArgumentParser().add_subparsers(parser_class=ExactParser)
-        for name in STEPS:
-            importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
+        _add_to(subparsers)
         chosen = subparsers.choices[command]
         chosen.prog = prog or chosen.prog
         arguments = chosen.parse_args(argv)

@@ -17,27 +17,12 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moe_exp.host.devices import count_gpus, num_cores
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
-
-
-@dataclass(frozen=True)
-class OptionalPackage:
-    """An optional package: what is lost without it and how to get it."""
-
-    package: str
-    cost: str
-    install: str
-
-
 TRAIN = ("train",)  # the extra that training needs
 
 
@@ -49,29 +34,26 @@ def install_command(extras: str = "train") -> str:
 
 
 # package, what is lost without it, how to get it
-OPTIONAL = [
-    OptionalPackage(*row)
-    for row in (
-        ("transformer-engine", "no IMPL=te; our norm and attention run instead",
-         'pip install "transformer-engine[pytorch]" (GPU)'),
-        ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
-         "from source: NVIDIA/apex (GPU)"),
-        ("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
-         "pip install triton (GPU)"),
-        ("flash-attn", "attention through torch's scaled_dot_product_attention",
-         "pip install flash-attn --no-build-isolation (GPU)"),
-        ("megablocks", "no EXPERT_BACKEND=megablocks",
-         "pip install --no-build-isolation megablocks[gg] (GPU)"),
-        ("grouped_gemm", "a loop over experts on GPUs before Hopper",
-         "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
-        ("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
-        ("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
-        ("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
-         "pip install py-spy"),
-        ("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay",
-         "pip install wandb"),
-    )
-]  # fmt: skip
+OPTIONAL = (
+    ("transformer-engine", "no IMPL=te; our norm and attention run instead",
+     'pip install "transformer-engine[pytorch]" (GPU)'),
+    ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
+     "from source: NVIDIA/apex (GPU)"),
+    ("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
+     "pip install triton (GPU)"),
+    ("flash-attn", "attention through torch's scaled_dot_product_attention",
+     "pip install flash-attn --no-build-isolation (GPU)"),
+    ("megablocks", "no EXPERT_BACKEND=megablocks",
+     "pip install --no-build-isolation megablocks[gg] (GPU)"),
+    ("grouped_gemm", "a loop over experts on GPUs before Hopper",
+     "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
+    ("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
+    ("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
+    ("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
+     "pip install py-spy"),
+    ("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay",
+     "pip install wandb"),
+)  # fmt: skip
 
 # Distributions whose import name is not their own name.
 _IMPORT_NAMES = {
@@ -85,12 +67,9 @@ _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 def installed_version(package: str) -> str | None:
     """The installed version of distribution `package`, or None."""
-    for name in (package, _OTHER_NAMES.get(package)):
-        if name:
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    for name in filter(None, (package, _OTHER_NAMES.get(package))):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
     return None
 
 
@@ -111,9 +90,8 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
         required, known = literals["REQUIRES"], literals["EXTRAS"]
     else:
         lines = importlib.metadata.requires("moe-exp") or []
-        known = {
-            name: [line for line in lines if f'extra == "{name}"' in line] for name in _installed_extras()
-        }
+        extras_there = importlib.metadata.metadata("moe-exp").get_all("Provides-Extra") or []
+        known = {name: [line for line in lines if f'extra == "{name}"' in line] for name in extras_there}
         required = [line for line in lines if "extra ==" not in line]
     for name in extras:
         if name not in known:
@@ -130,31 +108,23 @@ def _is_of_this_python(line: str) -> bool:
     )
 
 
-def _installed_extras() -> list[str]:
-    return importlib.metadata.metadata("moe-exp").get_all("Provides-Extra") or []
-
-
 def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
     """Requirements of moe-exp and of `extras` that are not met by version and import name, in 0.1 s."""
     try:
         from packaging.requirements import Requirement
     except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
         return [line for line in requirements(extras) if installed_version(_distribution(line)) is None]
-    unmet = []
-    for line in requirements(extras):
-        requirement = Requirement(line)
-        version = installed_version(requirement.name)
-        if (
-            version is None
-            or not requirement.specifier.contains(version, prereleases=True)
-            or not _importable(requirement.name)
-        ):
-            unmet.append(line)
-    return unmet
+    return [
+        line
+        for line, requirement in ((line, Requirement(line)) for line in requirements(extras))
+        if (version := installed_version(requirement.name)) is None
+        or not requirement.specifier.contains(version, prereleases=True)
+        or not _importable(requirement.name)
+    ]
 
 
 def _distribution(requirement: str) -> str:
-    return requirement.replace("[", "<").replace(">", "<").replace("=", "<").partition("<")[0].strip()
+    return re.split(r"[\[<>=]", requirement)[0].strip()
 
 
 def _importable(package: str) -> bool:
@@ -179,32 +149,37 @@ def main() -> int:
         0 when a run on this machine's processors is possible, 1 when a required package is missing.
     """
     unmet = unmet_requirements()
-    if any(_distribution(line) in ("rich", "torch") for line in unmet):
-        print(_missing_text(unmet))
-        return 1
-    from rich.console import Console
+    if not any(_distribution(line) in ("rich", "torch") for line in unmet):
+        _print_table("Versions", ["package", "version"], version_rows())
+        _print_table("Devices", ["device", "what"], device_rows())
+        header = ["package", "version", "without it", "install"]
+        _print_table("Optional packages", header, optional_rows())
+        if not unmet:
+            _print_table("What each part will use", ["part", "backend", "why"], backend_rows())
+    return _refused(unmet)
 
-    console = Console()
-    _table(console, "Versions", ["package", "version"], version_rows())
-    _table(console, "Devices", ["device", "what"], device_rows())
-    _table(console, "Optional packages", ["package", "version", "without it", "install"], optional_rows())
-    if unmet:
-        print(_missing_text(unmet))
-        return 1
-    _table(console, "What each part will use", ["part", "backend", "why"], backend_rows())
-    return 0
+
+def _refused(unmet: Sequence[str]) -> int:
+    """1 after printing the packages that are missing, 0 if there are none."""
+    if not unmet:
+        return 0
+    text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
+    if SETUP_PY.is_file():
+        text += "; its scripts do that by themselves, in .venv"
+    print(text)
+    if not unmet_requirements(()):
+        print(
+            "They are for training. Planning, reports and `moe-exp slurm` with CONTAINER work without them."
+        )
+    return 1
 
 
 def check_kernels() -> int:
     """Compares every Triton kernel with plain torch, on the GPU or interpreted; a line as each is done.
 
     Returns:
-        0 when all are right or there is nothing to check, which is printed, 1 when one fails or a required
-            package is missing.
+        0 when all are right or there is nothing to check, which is printed, 1 when one fails.
     """
-    if unmet := unmet_requirements():
-        print(_missing_text(unmet))
-        return 1
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,20 +219,15 @@ def check_documents() -> int:
     """Runs each kind of attention with DOCUMENT_MASK on documents packed and alone, and prints a table.
 
     Returns:
-        0 when no document sees another, 1 when one does or a required package is missing.
+        0 when no document sees another, 1 when one does.
     """
-    if unmet := unmet_requirements():
-        print(_missing_text(unmet))
-        return 1
-    from rich.console import Console
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from moe_exp.engine.leak_test import HEADER, find_leaks
 
         leaks = list(find_leaks())
     title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"
-    _table(Console(), title, HEADER, [leak.row for leak in leaks])
+    _print_table(title, HEADER, [leak.row for leak in leaks])
     for leak in leaks:
         if not leak.is_tight:
             print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
@@ -275,43 +245,26 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    codes = [check_kernels()] if arguments.kernels else []
-    if arguments.leak_test:
-        codes.append(check_documents())
-    return max(codes) if codes else main()
+    if not (arguments.kernels or arguments.leak_test):
+        return main()
+    return _refused(unmet_requirements()) or max(
+        check_kernels() if arguments.kernels else 0, check_documents() if arguments.leak_test else 0
+    )
 
 
-def _missing_text(unmet: Sequence[str]) -> str:
-    text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
-    if SETUP_PY.is_file():
-        text += "; its scripts do that by themselves, in .venv"
-    if not unmet_requirements(()):
-        text += (
-            "\nThey are for training. Planning, reports and `moe-exp slurm` with CONTAINER work without them."
-        )
-    return text
-
-
-def _table(console: Console, title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A rich table on a terminal, aligned columns of any width elsewhere."""
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    if not console.is_terminal:
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [header, *rows]
-        ]
-        print("\n".join([title, *lines, ""]))
-        return
+    from moe_exp.host.progress import table_console
+
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+        table.add_row(*map(Text, row))
+    table_console().print(table)
 
 
 def version_rows() -> list[list[str]]:
@@ -342,10 +295,10 @@ def device_rows() -> list[list[str]]:
 
 def optional_rows() -> list[list[str]]:
     """Every optional package: version, or what its absence costs and how to install it."""
-    found = [(o, installed_version(o.package)) for o in OPTIONAL]
+    found = [(package, installed_version(package), cost, install) for package, cost, install in OPTIONAL]
     return [
-        [o.package, version or "missing", "" if version else o.cost, "" if version else o.install]
-        for o, version in found
+        [package, version, "", ""] if version else [package, "missing", cost, install]
+        for package, version, cost, install in found
     ]
 
 
@@ -355,22 +308,19 @@ def backend_rows() -> list[list[str]]:
 
     with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
         warnings.simplefilter("ignore")
-        from moe_exp.engine.backends import chosen_backends
+        from moe_exp.config import load_config
+        from moe_exp.engine.backends import backends_of
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
-    use_te = device_type == "cuda" and installed_version("transformer-engine") is not None
-    chosen = chosen_backends(device_type=device_type, dtype=dtype, use_te=use_te)
+    on_gpu = torch.cuda.is_available()
+    config = load_config({"preset": "cpu", "dtype": "bf16" if on_gpu else "fp32"}, {})
+    chosen = backends_of(config, "cuda" if on_gpu else "cpu")
     return [[part, backend, reason] for part, (backend, reason) in chosen.items()]
 
 
-def _print_missing(extras: list[str]) -> int:
-    """`--missing [EXTRA ...]`: the unmet requirements, one a line, for scripts."""
-    unmet = unmet_requirements(extras)
-    for line in unmet:
-        print(line)
-    return 1 if unmet else 0
-
-
 if __name__ == "__main__":
-    sys.exit(_print_missing(sys.argv[2:]) if sys.argv[1:2] == ["--missing"] else main())
+    if sys.argv[1:2] != ["--missing"]:
+        sys.exit(main())
+    # --missing [EXTRA ...]: the unmet requirements, one a line, for scripts
+    missing = unmet_requirements(sys.argv[2:])
+    print(*missing, sep="\n", end="\n" if missing else "")
+    sys.exit(bool(missing))

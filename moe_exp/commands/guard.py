@@ -59,6 +59,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options of these names that are given; ConfigError unless each is a positive number."""
+    from moe_exp.config import setting_error
+
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise setting_error(name, f"{value:g}", "must be a positive number", "give one, or leave it out")
+    return given
+
+
 def print_json(value: object) -> None:
     """Prints one JSON object; what JSON has no form for, such as paths, as text."""
     print(json.dumps(value, ensure_ascii=False, default=str))

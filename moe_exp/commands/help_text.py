@@ -153,12 +153,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
-    """Completes the help of a parser and of the parsers of its subcommands.
-
-    Args:
-        parser: of `moe-exp`, or of a subcommand.
-        path: words of the subcommand.
-    """
+    """Completes the help of `moe-exp`, or of the subcommand `path`, and of the subcommands of that."""
     parser.formatter_class = HelpFormatter
     has_settings = any((group.title or "").endswith(" settings") for group in parser._action_groups)
     if has_settings and parser.usage is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from moe_exp.config import Config
     from moe_exp.engine.runtime import Runtime
-    from moe_exp.inference.layout import Layout
+    from moe_exp.inference.jobs import Layout
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -145,7 +145,7 @@ def _positive(text: str) -> int:
 
 
 def _layout(arguments: argparse.Namespace) -> Layout:
-    from moe_exp.inference.layout import Layout
+    from moe_exp.inference.jobs import Layout
 
     same = ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")
     values: dict[str, Any] = {name: getattr(arguments, name) for name in same}
@@ -187,8 +187,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from moe_exp.inference.generate import GenerateRequest, plan_generation, print_generated
-    from moe_exp.inference.sampling import Sampling
+    from moe_exp.inference.generate import GenerateRequest, Sampling, plan_generation, print_generated
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     texts = {"prompts": tuple(_prompts(arguments)), "stops": tuple(stop for stop in arguments.stop if stop)}
@@ -216,7 +215,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
     """Runs `work` of the plan here if one rank is asked for, else a job of the request's module."""
     from moe_exp.inference.jobs import run_alone
-    from moe_exp.inference.loading import check_files
+    from moe_exp.inference.stage import check_files
 
     check_files(plan.folder)
     if plan.config.world_size > 1:
@@ -238,4 +237,4 @@ def _run_job(config: Config, request: str, module: str) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(request)
         file.flush()
-        return run_job(torchrun_command(config, [file.name], module), child_environment(config), stopping="")
+        return run_job(torchrun_command(config, [file.name], module), child_environment(config))

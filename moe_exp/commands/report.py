@@ -54,25 +54,23 @@ _NOT_WITH = {
 
 def _report(arguments: argparse.Namespace) -> int:
     kind = "wandb" if arguments.runs[0] == "wandb" else "--watch" if arguments.watch else "a page"
-    _refuse_unused(arguments, kind)
-    return {"wandb": _wandb, "--watch": _watch, "a page": _page}[kind](arguments)
-
-
-def _refuse_unused(arguments: argparse.Namespace, kind: str) -> None:
-    given = {name: getattr(arguments, name) for name in _NOT_WITH[kind]}
-    rule = f"is not used for {kind}"
-    given = {name: value for name, value in given.items() if value not in (None, "", False)}
-    if problems := [problem(name, value, rule, f"leave --{name} out") for name, value in given.items()]:
+    problems = [
+        problem(name, value, f"is not used for {kind}", f"leave --{name} out")
+        for name in _NOT_WITH[kind]
+        if (value := getattr(arguments, name)) not in (None, "", False)
+    ]
+    if problems:
         raise ConfigError(problems)
+    return {"wandb": _wandb, "--watch": _watch, "a page": _page}[kind](arguments)
 
 
 def _wandb(arguments: argparse.Namespace) -> int:
     from moe_exp.report.wandb_report import wandb_report
 
     if not arguments.project or not arguments.runs[1:]:
-        name = "project" if not arguments.project else "runs"
-        rule = "a wandb report needs it"
-        raise setting_error(name, "", rule, "call moe-exp report wandb RUN ... --project P")
+        name = "runs" if arguments.project else "project"
+        fix = "call moe-exp report wandb RUN ... --project P"
+        raise setting_error(name, "", "a wandb report needs it", fix)
     title = {"title": arguments.title} if arguments.title else {}
     runs = _expanded(arguments.runs[1:])
     print(wandb_report(runs, project=arguments.project, entity=arguments.entity or None, **title))

@@ -9,7 +9,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe_exp.commands.guard import add_json, print_json
+from moe_exp.commands.ckpt import check_top, show_comparison
+from moe_exp.commands.guard import add_json, positive_options, print_json
 from moe_exp.config import add_arguments
 
 
@@ -21,28 +22,17 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="watch_command", metavar="command", required=True)
-    _add_preflight(commands)
-    _add_exclude(commands)
-    _add_blame(commands)
-    _add_run(commands)
-    _add_stacks(commands)
-    _add_diff(commands)
-    _add_storage(commands)
+    for add in (_add_preflight, _add_exclude, _add_blame, _add_run, _add_stacks, _add_diff, _add_storage):
+        add(commands)
 
 
 # `moe-exp watch preflight`, `blame` and `exclude`: which node it is.
-
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
     "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank",
     "dtype", "run_dir", "preflight_timeout", "preflight_slow",
 )  # fmt: skip
-
-
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of LAUNCH_SETTINGS."""
-    add_arguments(parser, names=LAUNCH_SETTINGS)
 
 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,7 +47,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         ),
         allow_abbrev=False,
     )
-    add_launch_arguments(parser)
+    add_arguments(parser, names=LAUNCH_SETTINGS)
     add = parser.add_argument
     about = "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"
     add("--hosts", default="", metavar="LIST", help=about)
@@ -76,7 +66,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
     config = load_config(flags)
-    verdict = preflight(config, flags, hosts=arguments.hosts)
+    verdict = preflight(config, hosts=arguments.hosts)
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:
@@ -102,30 +92,23 @@ def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _exclude(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes.exclude import (
-        exclude,
-        read_excluded,
-        read_reasons,
-        readmit,
-        slurm_name,
-        slurm_option,
-    )
+    from moe_exp.watch.nodes import exclude as nodes
 
-    for host in map(slurm_name, [*arguments.add, *arguments.remove]):
+    for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
             raise ValueError(f"--add {host}: --remove names it, too. Fix: name it once.")
     for host in arguments.add:
-        exclude(arguments.file, host, arguments.reason)
-    gone = readmit(arguments.file, arguments.remove)
-    for host in map(slurm_name, arguments.remove):
+        nodes.exclude(arguments.file, host, arguments.reason)
+    gone = nodes.readmit(arguments.file, arguments.remove)
+    for host in map(nodes.slurm_name, arguments.remove):
         if host not in gone:
             rule = f"is not in {arguments.file}. Fix: look for its name there"
             print(f"moe-exp watch: --remove={host}: {rule}.", file=sys.stderr)
     if arguments.slurm:
-        if option := slurm_option(read_excluded(arguments.file)):
+        if option := nodes.slurm_option(nodes.read_excluded(arguments.file)):
             print(option)
         return
-    for host, reason in read_reasons(arguments.file).items():
+    for host, reason in nodes.read_reasons(arguments.file).items():
         print(f"{host:<24}  {reason}")
 
 
@@ -143,26 +126,20 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _blame(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes.blame import (
-        blame,
-        blame_as_json,
-        hosts_to_exclude,
-        log_files,
-        print_blame,
-        reported_by_runs,
-    )
+    from moe_exp.watch.nodes import blame
     from moe_exp.watch.nodes.exclude import exclude
 
-    found = blame(log_files(arguments.logs))
-    bad = hosts_to_exclude(found)
+    found = blame.blame(blame.log_files(arguments.logs))
+    bad = blame.hosts_to_exclude(found)
     added = []
     if arguments.exclude:
         added = [host for host, why in bad.items() if exclude(arguments.exclude, host, f"blame: {why}")]
-    reported = reported_by_runs(arguments.logs)
+    reported = blame.reported_by_runs(arguments.logs)
     if arguments.json:
-        print_json({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": reported})
+        faults = blame.blame_as_json(found)
+        print_json({"faults": faults, "exclude": list(bad), "added": added, "events": reported})
         return
-    print_blame(found)
+    blame.print_blame(found)
     print(*reported, sep="\n", end="\n" if reported else "")
     for host, reason in bad.items():
         where = f"; added to {arguments.exclude}" if host in added else ""
@@ -303,11 +280,9 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.diff import compare
     from moe_exp.checkpoint.tools.info import chosen
-    from moe_exp.checkpoint.tools.tables import print_comparison
 
-    a, b, top = arguments.a, arguments.b, arguments.top
-    if top < 0:
-        raise ValueError(f"TOP={top}: must not be negative. Fix: give the number of tensors to show, or 0.")
+    a, b = arguments.a, arguments.b
+    check_top(arguments.top)
     for name, path in (("A", a), ("B", b)):
         if not path.exists():
             raise ValueError(f"{name}={path}: is not there. Fix: name a checkpoint or a dump.")
@@ -320,12 +295,9 @@ def _diff(arguments: argparse.Namespace) -> int:
         found = compare_dumps(a, b)
     else:
         found = compare(chosen(a), chosen(b), optimizer=not arguments.weights_only)
-    worst, is_within = found.worst(max(1, top)), found.is_within(arguments.rtol)
+    is_within, worst = show_comparison(found, arguments), found.worst(1)
     if arguments.json:
-        counts = {"num_tensors": len(found.tensors), "num_equal": found.num_equal, "ok": is_within}
-        print_json(asdict(found) | {"tensors": [asdict(one) for one in worst[:top]]} | counts)
         return int(not is_within)
-    print_comparison(found, top=top)
     if not found.tensors:
         print("NOTHING TO COMPARE: they have no tensor in common")
     elif is_within:
@@ -360,13 +332,9 @@ def _storage(arguments: argparse.Namespace) -> int:
     from moe_exp.runs.run_folder import RunFolder, existing_place
     from moe_exp.watch.storage import rows_of, save_advice, storage_of
 
-    positive = ("mtbf", "nodes", "save_seconds", "iteration_seconds", "restart_seconds")
-    for name in positive:
-        if (value := getattr(arguments, name)) is not None and not 0 < value < float("inf"):
-            fix = "give one, or leave it out"
-            raise ValueError(f"{name.upper()}={value:g}: must be a positive number. Fix: {fix}.")
+    positive_options(arguments, "mtbf", "nodes", "restart_seconds")
+    given = positive_options(arguments, "save_seconds", "iteration_seconds")
     found = storage_of(arguments.run_folder)
-    given = {name: getattr(arguments, name) for name in positive[2:4] if getattr(arguments, name) is not None}
     num_nodes = arguments.nodes or found.config.nnodes
     failures = {"mtbf_hours": arguments.mtbf, "restart_seconds": arguments.restart_seconds}
     measured = replace(found.measured, **given)

@@ -159,7 +159,7 @@ PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule; config/schedule.py takes it apart.
+    """A learning-rate schedule; config/learning_rate.py takes it apart.
 
     Attributes:
         has_final_decay: its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE.

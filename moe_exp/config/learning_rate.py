@@ -1,8 +1,9 @@
 """The learning rate at every point of a run, and settings whose schedule does not fit the run. No torch.
 
-The only place with the formulas: training (`engine.optimizer_setup.LearningRateScheduler`) and commands that
-only plan call `learning_rate`. It counts samples, not iterations, so that a batch ramp-up does not bend the
-curve. For the styles that Megatron's OptimizerParamScheduler has, it is the same function.
+Every LR_DECAY_STYLE is a warm-up and a list of pieces. The formulas are here only: training
+(`engine.optimizer_setup.LearningRateScheduler`) and commands that only plan call `learning_rate`. It counts
+samples, not iterations, so that a batch ramp-up does not bend the curve. For the styles that Megatron's
+OptimizerParamScheduler has, it is the same function.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moe_exp.config.choices import DECAYS, SCHEDULES
+from moe_exp.config.choices import DECAYS, PIECES, SCHEDULES
+from moe_exp.config.parsers import composed, is_composed, iteration_of, scaled_points
 from moe_exp.config.ramp import samples_left
-from moe_exp.config.schedule import Piece, is_composed, pieces_of, scaled_points
-from moe_exp.config.settings import Config, problem
+from moe_exp.config.settings import Config
 
 # Of the run, at which a dry run prints the learning rate.
 _SHOWN_PERCENT = (0, 25, 50, 75, 100)
@@ -40,6 +41,62 @@ class Start(NamedTuple):
 
 
 BEGIN = Start()
+
+
+class Piece(NamedTuple):
+    """A part of a schedule.
+
+    Attributes:
+        style: one of PIECES.
+        start: number of samples after which it begins.
+        end: number of samples after which the next piece takes over.
+        target: learning rate at its end, as a share of LR; None: MIN_LR, or no change if it is constant.
+    """
+
+    style: str
+    start: int
+    end: int
+    target: float | None
+
+
+def pieces_of(config: Config) -> list[Piece]:
+    """The pieces after the warm-up, in order. Settings that passed config/checks have at least one.
+
+    The first begins where the warm-up ends. A final decay that is longer than what the warm-up leaves of the
+    run has begun before that, as Megatron has it.
+
+    Raises:
+        ValueError: LR_DECAY_STYLE is in SCHEDULES, but not known here.
+    """
+    pieces, start = [], config.warmup_iters
+    for style, end, target in _parts(config):
+        pieces.append(Piece(style, start * config.gbsz, end * config.gbsz, target))
+        start = end
+    return pieces
+
+
+def _parts(config: Config) -> list[tuple[str, int, float | None]]:
+    """Style, last iteration and target of each piece."""
+    style, end, decay = config.lr_decay_style, config.decay_end, config.wsd_decay_iters
+    if is_composed(style):
+        return [(name, iteration_of(until, end), target) for name, until, target in composed(style)]
+    if style in PIECES and not SCHEDULES[style].has_final_decay:
+        return [(style, end, None)]
+    if style == "power":
+        return [(style, end - decay, None), *([(config.wsd_decay_style, end, None)] if decay else [])]
+    if style not in ("WSD", "WSD-S"):
+        rule = "config/learning_rate.py does not know its pieces"
+        raise ValueError(f"lr_decay_style={style}: {rule}. Fix: use cosine.")
+    parts: list[tuple[str, int, float | None]] = []
+    for last in decay_ends(config):
+        parts += [("constant", last - decay, 1.0), (config.wsd_decay_style, last, None)]
+    return parts
+
+
+def decay_ends(config: Config) -> list[int]:
+    """Iterations with which the decays of WSD and WSD-S end; the last of them is that of the run."""
+    points = config.wsd_decay_ends.split(",") if config.lr_decay_style == "WSD-S" else []
+    return [*(iteration_of(point, config.decay_end) for point in points if point), config.decay_end]
 
 
 def learning_rate(
@@ -106,17 +163,12 @@ def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
     for iteration, text in shown.items():
         rate = learning_rate(config, samples_after(config, iteration, start))
         points.append(f"{rate:.3g} at {iteration}{text}")
-    pieces = f"; {_shown_pieces(config, start)}" if len(pieces_of(config)) > 1 else ""
-    return f"learning rate after iteration ({config.lr_decay_style}{pieces}): {', '.join(points)}"
-
-
-def _shown_pieces(config: Config, start: Start) -> str:
-    """The pieces that end after `start`: `constant until 800, linear until 1000`, in full batches."""
-    shown = []
-    for piece in pieces_of(config):
-        if (left := piece.end - start.scheduled_samples) > 0:
-            shown.append(f"{piece.style} until {start.iteration + left // config.gbsz}")
-    return ", ".join(shown) or "at its end"
+    style = config.lr_decay_style
+    if len(pieces := pieces_of(config)) > 1:  # those that end later: `constant until 800`, in full batches
+        left = [(piece.style, piece.end - start.scheduled_samples) for piece in pieces]
+        ends = [f"{name} until {start.iteration + num // config.gbsz}" for name, num in left if num > 0]
+        style += f"; {', '.join(ends) or 'at its end'}"
+    return f"learning rate after iteration ({style}): {', '.join(points)}"
 
 
 # Of the range from MIN_LR to LR, by which GBSZ may move the learning rate at a resume: iterations are whole.
@@ -132,23 +184,19 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     if config.gbsz == old.gbsz or not start.consumed_samples:
         return None
     bounds = {"max_lr": config.lr, "min_lr": config.min_lr}
-    end = samples_after(config, config.train_iters, start)
     before, now = (learning_rate(c, start.scheduled_samples, **bounds) for c in (old, config))
     last, reached = (
-        learning_rate(c, samples, **bounds)
-        for c, samples in ((old, samples_after(old, old.train_iters, start)), (config, end))
+        learning_rate(c, samples_after(c, c.train_iters, start), **bounds) for c in (old, config)
     )
     allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
     if abs(now - before) <= allowed and reached <= last + allowed:
         return None
-    rule = (
-        f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
-        f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
-    )
+    rule = f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
+    rule += f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
     values = _rescaled(config, old, start)
     setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
     fix = f"set {setting}, the same schedule in batches of {config.gbsz}, or GBSZ={old.gbsz}"
-    return problem("gbsz", config.gbsz, rule, fix)
+    return config.problem("gbsz", rule, fix)
 
 
 def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]:
@@ -168,22 +216,15 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
     return values
 
 
-def schedule_warnings(config: Config, start: Start = BEGIN) -> list[str]:
+def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     """A line if the run ends inside the warm-up, or long before or after DECAY_ITERS."""
-    return list(_schedule_warnings(config, start))
-
-
-def _schedule_warnings(c: Config, start: Start) -> Iterator[str]:
     num_samples = samples_after(c, c.train_iters, start)
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
-        rule = (
-            f"the run ends at TRAIN_ITERS={c.train_iters}, still warming up, at {reached:.3g} of LR={c.lr:g}"
-        )
+        rule = f"the run ends at TRAIN_ITERS={c.train_iters}, still warming up"
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
-        yield problem("warmup_iters", c.warmup_iters, rule, fix)
-    is_constant = not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr
-    if is_constant:
+        yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
+    if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts
     *others, last_piece = pieces_of(c)
@@ -199,4 +240,4 @@ def _schedule_warnings(c: Config, start: Start) -> Iterator[str]:
     fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
     if c.rampup is not None or start.iteration:
         fix = f"set DECAY_ITERS={round(run)}, what the run is in batches of GBSZ"
-    yield problem("decay_iters", c.decay_iters, rule, fix)
+    yield c.problem("decay_iters", rule, fix)

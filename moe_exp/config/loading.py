@@ -18,14 +18,12 @@ from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import Config, ConfigError, problem, sections
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import Nodes, count_gpus
-from moe_exp.host.exit_codes import complain
-from moe_exp.host.files import expanded
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain, settings_file
+from moe_exp.host.files import expanded, read_yaml
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser,
-    settings: type[BaseModel] = Config,
-    names: Iterable[str] = (),
+    parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
     """Adds one flag per setting to `parser`; values stay text, `load_config` checks them.
 
@@ -66,9 +64,8 @@ def given_values(
     """Given values by field name, `flags` before `environ` before the file of --config (`with_file`); None,
     and '' in `environ`, are not given.
     """
-    names = settings.model_fields
-    given: dict[str, Any] = {name: environ[name.upper()] for name in names if environ.get(name.upper())}
-    return given | with_file(flags, environ)
+    of_shell = {name: environ.get(name.upper()) for name in settings.model_fields}
+    return {name: value for name, value in of_shell.items() if value} | with_file(flags, environ)
 
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -92,13 +89,14 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     if is_record:
         values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
     try:
-        config = load_config(
-            {name: value for name, value in values.items() if name in Config.model_fields}, {}
-        )
+        config = load_config(known_settings(values), {})
     except ConfigError as error:
         raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
-    if is_record:
-        values = _without_following(values, config)
+    if is_record:  # without those that followed TRAIN_ITERS, so that they follow another one, too
+        usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+        for name in ("decay_iters", "warmup_iters"):
+            if getattr(config, name) == getattr(usual, name):
+                values.pop(name, None)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"{path} has all settings of a run, so that another preset changes none"
@@ -109,13 +107,6 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
         complain(f"warning: {ours} of the environment: used instead of what {path} has")
     return {name: value for name, value in values.items() if name not in exported} | given
-
-
-def _without_following(values: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Settings of a run without those that followed TRAIN_ITERS, so that they follow another one, too."""
-    usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
-    followed = [one for one in ("decay_iters", "warmup_iters") if getattr(config, one) == getattr(usual, one)]
-    return {name: value for name, value in values.items() if name not in followed}
 
 
 def settings_path(text: str) -> Path:
@@ -173,6 +164,30 @@ def load_config(
     return config
 
 
+def settings_from_launcher() -> Config | None:
+    """The settings of a rank that a launcher has started, which resolved and checked them; else None."""
+    launched = os.environ.get(EXIT_CODE_FILE)
+    if not launched or not (path := settings_file(launched)).is_file():
+        return None
+    return Config.model_validate_json(path.read_text())
+
+
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """The settings in config.yaml of a run, of any version; ValueError, in one line, if it has none."""
+    try:
+        settings = read_yaml(path)
+    except OSError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if not isinstance(settings, dict):
+        raise ValueError("it holds no settings")
+    return {str(name): value for name, value in settings.items()}
+
+
+def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Keeps the settings that this version has, for Config; the others get their defaults."""
+    return {name: value for name, value in recorded.items() if name in Config.model_fields}
+
+
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` and the settings that depend on the devices, as on `nodes`, for loads on any machine."""
     config = load_config(given, {}, nodes=nodes)
@@ -184,20 +199,24 @@ def main_settings(config: Config) -> str:
     return f"PRESET={config.preset} DTYPE={config.dtype} OPTIMIZER={config.optimizer}"
 
 
+# Words of pydantic, and ours.
+_WORDS = {
+    "extra inputs are not permitted": "is not a setting",
+    "input should be": "must be",
+    "must be a valid boolean": "must be true or false",
+}
+
+
 def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:
     """A line for each invalid value."""
-    return [_explained(one, settings) for one in error.errors()]
-
-
-def _explained(error: Any, settings: type[BaseModel]) -> str:
-    name = str(error["loc"][0])
-    message = error["msg"].removeprefix("Value error, ")
-    rule = message[0].lower() + message[1:].partition(", unable to")[0]
-    rule = rule.replace("extra inputs are not permitted", "is not a setting")
-    rule = rule.replace("input should be", "must be").replace(
-        "must be a valid boolean", "must be true or false"
-    )
-    return problem(name, error["input"], rule, _fix(name, error, settings))
+    lines = []
+    for one in error.errors():
+        name, message = str(one["loc"][0]), one["msg"].removeprefix("Value error, ")
+        rule = message[0].lower() + message[1:].partition(", unable to")[0]
+        for words, ours in _WORDS.items():
+            rule = rule.replace(words, ours)
+        lines.append(problem(name, one["input"], rule, _fix(name, one, settings)))
+    return lines
 
 
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:

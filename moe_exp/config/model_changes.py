@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_exp.config.choices import OPTIMIZERS
+from moe_exp.config.loading import known_settings
 from moe_exp.config.settings import Config, ConfigError, problem
 
 logger = logging.getLogger(__name__)
@@ -78,13 +79,11 @@ def model_changes(
         ConfigError: `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
-    shapes, functions = (
-        list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts)
-    )
-    if any(change.name == "gated" for change in shapes):
-        shapes = [change for change in shapes if change.name != "gated"] + [
-            c for c in functions if c.name == "activation"
-        ]
+    shapes = list(_changes(shape_facts(config), shape_facts(before)))
+    functions = list(_changes(function_facts(config), function_facts(before)))
+    if any(change.name == "gated" for change in shapes):  # said by the activation
+        moved = [change for change in functions if change.name == "activation"]
+        shapes = [change for change in shapes if change.name != "gated"] + moved
         functions = [change for change in functions if change.name != "activation"]
     return shapes, functions
 
@@ -128,66 +127,48 @@ class Change:
         return problem(self.name, self.value, self._rule(checkpoint), self.way_back + flag)
 
 
+def _values(config: Config, *names: str) -> Facts:
+    return {name: getattr(config, name) for name in names}
+
+
 def shape_facts(config: Config) -> Facts:
     """Settings that determine the model's tensors, by name: their values, or what follows from several."""
-    facts: Facts = {
-        name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")
-    }
-    facts |= {
-        "head_dim": config.kv_channels,
-        "use_moe": config.use_moe,
-        "normalization": config.normalization,
-    }
-    facts |= {
-        name: getattr(config, name)
-        for name in ("add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope", "tie_embeddings")
-    }
-    facts |= {"multi_latent_attention": config.multi_latent_attention}
+    facts = _values(config, "hidden_size", "num_layers", "num_heads", "num_query_groups")
+    facts["head_dim"] = config.kv_channels
+    facts |= _values(
+        config, "use_moe", "normalization", "add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope",
+        "tie_embeddings", "vocab_size", "multi_latent_attention",
+        "gated",  # what shapes depend on of the activation
+    )  # fmt: skip
     if config.multi_latent_attention:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        facts |= {name: getattr(config, name) for name in names}
-    # Shapes depend on the activation only through its gate.
-    facts |= {"gated": config.gated}
-    facts |= {"vocab_size": config.vocab_size}
+        sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        facts |= _values(config, *sizes)
     if not all(config.moe_layers):
         facts["ffn_hidden_size"] = config.ffn_hidden_size
     if config.use_moe:
-        facts |= {"num_experts": config.num_experts, "moe_ffn_hidden_size": config.expert_ffn_size}
-        facts |= {"moe_layer_freq": "".join(str(int(is_moe)) for is_moe in config.moe_layers)}
-        of_layer = ("shared_expert_size", "shared_expert_gate", "moe_latent_size", "null_experts")
-        facts |= {name: getattr(config, name) for name in of_layer}
-        facts |= {"router_bias_update_rate": "over 0" if config.has_expert_bias else 0.0}
+        names = ("num_experts", "shared_expert_size", "shared_expert_gate", "moe_latent_size", "null_experts")
+        facts |= _values(config, *names)
+        facts["moe_ffn_hidden_size"] = config.expert_ffn_size
+        facts["moe_layer_freq"] = "".join(str(int(is_moe)) for is_moe in config.moe_layers)
+        facts["router_bias_update_rate"] = "over 0" if config.has_expert_bias else 0.0
     return facts
 
 
 def function_facts(config: Config) -> Facts:
     """Settings that determine what the model computes with the same tensors."""
-    facts: Facts = {
-        "norm_epsilon": config.norm_epsilon,
-        "rotary_base": config.rotary_base,
-        "activation": config.activation,
-    }
-    facts |= {name: getattr(config, name) for name in ("rotary_fraction", "rope_scaling")}
+    facts = _values(config, "norm_epsilon", "rotary_base", "activation", "rotary_fraction", "rope_scaling")
     if config.rope_scaling != "none":
-        facts |= {
-            "rope_scaling_factor": config.rope_scaling_factor,
-            "rope_original_seq_len": config.rope_seq_len,
-        }
+        facts["rope_scaling_factor"] = config.rope_scaling_factor
+        facts["rope_original_seq_len"] = config.rope_seq_len
     if config.rope_scaling == "yarn":
-        facts |= {
-            name: getattr(config, name)
-            for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
-        }
+        facts |= _values(config, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
         others = ("router_top_p", "num_router_groups", "router_group_topk", "force_routing")
-        facts |= {name: getattr(config, name) for name in (*names, *others)}
+        facts |= _values(config, *names, *others)
         # Sinkhorn changes routing, the others are losses.
-        facts |= {
-            "aux_loss_type": config.aux_loss_type
-            if config.aux_loss_type == "sinkhorn"
-            else "one of the losses, or none"
-        }
+        is_sinkhorn = config.aux_loss_type == "sinkhorn"
+        facts["aux_loss_type"] = "sinkhorn" if is_sinkhorn else "one of the losses, or none"
     return facts
 
 
@@ -202,10 +183,8 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
     """Settings of another version: missing ones become defaults, removed ones are left out."""
     try:
-        return Config(**{name: value for name, value in saved.items() if name in Config.model_fields})
+        return Config(**known_settings(saved))
     except ValidationError as error:
-        first = error.errors()[0]
+        first, fix = error.errors()[0], "continue with the version that wrote it"
         rule = f"{checkpoint} has a value that this version does not know"
-        raise ConfigError(
-            [problem(str(first["loc"][0]), first["input"], rule, "continue with the version that wrote it")]
-        ) from None
+        raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, fix)]) from None

@@ -93,8 +93,7 @@ class ModelSettings(BaseModel):
         "or TOKENIZER, if it is known",
     )
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = model(
-        "swiglu",
-        "activation of MLP and experts; clamped_swiglu: that of gpt-oss, with limits of 7",
+        "swiglu", "activation of MLP and experts; clamped_swiglu: that of gpt-oss, with limits of 7"
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "norm layers")
     norm_epsilon: float = model(1e-05, "added to the variance inside a norm", gt=0, costs=False)
@@ -109,8 +108,7 @@ class ModelSettings(BaseModel):
     rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
     rotary_fraction: float = model(1.0, "share of each head's channels that are rotated", gt=0, le=1)
     rope_scaling: Literal["none", "llama3", "yarn"] = model(
-        "none",
-        "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN, as in Llama 3 or by YaRN",
+        "none", "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN, as in Llama 3 or by YaRN"
     )
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(

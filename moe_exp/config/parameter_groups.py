@@ -13,33 +13,13 @@ LR_GROUPS. Norms and biases never decay. The factors of PARAMETRIZATION=mup mult
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from moe_exp.config.parametrization import factors, kind_of
-
-if TYPE_CHECKING:
-    from moe_exp.config.settings import Config
-
-_SYNTAX = "must be PATTERN:lr=NUMBER,wd=NUMBER with semicolons between, such as '*.router.*:lr=0.5,wd=0'"
-
-
-class Rule(NamedTuple):
-    """A line: multiples for the parameters whose name matches a pattern; None: it does not set this one."""
-
-    setting: str  # that it is from
-    pattern: str
-    lr: float | None = None
-    wd: float | None = None
-
-    def matches(self, name: str) -> bool:
-        """Whether it is about the parameter with this name in checkpoints."""
-        without_layer = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
-        return fnmatchcase(name, self.pattern) or fnmatchcase(without_layer, self.pattern)
+from moe_exp.config.parsers import Rule, parsed_groups
+from moe_exp.config.settings import Config
 
 
 class Multiples(NamedTuple):
@@ -51,7 +31,7 @@ class Multiples(NamedTuple):
 
 def rules_of(config: Config) -> list[Rule]:
     """The lines in order; empty if all parameters are treated alike."""
-    rules = list(_parsed(config.lr_groups)) if config.lr_groups else []
+    rules = list(parsed_groups(config.lr_groups)) if config.lr_groups else []
     for setting, pattern in (("router_lr_mult", "*.router.*"), ("expert_lr_mult", "*.mlp.experts.*")):
         if (multiple := getattr(config, setting)) != 1:
             rules.append(Rule(setting, pattern, lr=multiple))
@@ -86,42 +66,6 @@ def is_norm_or_bias(name: str) -> bool:
     """Matches names such as `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
     *_, module, last = ("", *name.split("."))
     return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
-
-
-def read_groups(value: object) -> str:
-    """Checks LR_GROUPS; removes spaces that mean nothing. Raises ValueError with the rule that it breaks."""
-    lines = [" ".join(line.split()) for line in str(value).split(";")]
-    text = ";".join(re.sub(r" ?([:=,]) ?", r"\1", line) for line in lines if line)
-    if text:
-        _parsed(text)
-    return text
-
-
-@cache
-def _parsed(text: str) -> tuple[Rule, ...]:
-    rules = []
-    for line in text.split(";"):
-        pattern, colon, multiples = line.partition(":")
-        if not (pattern and colon and multiples) or " " in pattern:
-            raise ValueError(_SYNTAX)
-        rules.append(Rule("lr_groups", pattern, **dict(_multiples(multiples))))
-    return tuple(rules)
-
-
-def _multiples(text: str) -> Iterator[tuple[str, float]]:
-    seen = set()
-    for part in re.split("[ ,]", text):
-        key, _, number = part.partition("=")
-        if key not in ("lr", "wd") or key in seen:
-            raise ValueError(_SYNTAX)
-        seen.add(key)
-        try:
-            multiple = float(number)
-        except ValueError:
-            multiple = -1.0
-        if not 0 <= multiple < math.inf:
-            raise ValueError(f"{part} must be a number of at least 0")
-        yield key, multiple
 
 
 def close_names(pattern: str, names: Iterable[str]) -> list[str]:

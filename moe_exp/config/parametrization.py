@@ -24,12 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moe_exp.config.choices import MUP_RULES
-
-if TYPE_CHECKING:
-    from moe_exp.config.settings import Config
+from moe_exp.config.settings import Config
 
 
 @dataclass(frozen=True)

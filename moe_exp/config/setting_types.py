@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -14,9 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
-from moe_exp.config.data_stages import read_stages
-from moe_exp.config.parameter_groups import read_groups
-from moe_exp.config.schedule import read_points
+from moe_exp.config.parsers import read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
@@ -55,8 +54,23 @@ def as_given(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _none_or_int(value: Any) -> Any:
-    return None if isinstance(value, str) and value.lower() in ("none", "") else value
+def _text(check: Callable[[str], None]) -> BeforeValidator:
+    """Removes the spaces of a setting's text; `check` raises ValueError with the rule that it breaks."""
+
+    def read(value: Any) -> str:
+        text = "".join(str(value).split())
+        check(text)
+        return text
+
+    return BeforeValidator(read)
+
+
+def _matching(pattern: str, rule: str) -> BeforeValidator:
+    def check(text: str) -> None:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+
+    return _text(check)
 
 
 # Upper bounds: far above any real run, and low enough for checks and reports to stay fast.
@@ -75,62 +89,50 @@ Rate = Annotated[float, Field(ge=0.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
-
-
-def _pattern(value: Any) -> str:
-    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; removes spaces."""
-    text = "".join(str(value).split())
+def _layer_pattern(text: str) -> None:
+    """MOE_LAYER_FREQ: a positive number, or a list of 0 and 1 with repetitions."""
     is_number = re.fullmatch(r"[0-9]{1,9}", text)
     if not (int(text) if is_number else re.fullmatch(_PATTERN, text)):
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
     terms = [] if is_number else _pattern_terms(text)
     if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
         raise ValueError(f"stands for {length} layers, and there may be {_MOST_LAYERS}")
-    return text
 
 
-def _losses(value: Any) -> str:
-    """Checks AUX_LOSS_TYPE; removes spaces."""
-    text = "".join(str(value).split())
+def _losses(text: str) -> None:
     kinds = text.split(",")
     if unknown := [kind for kind in kinds if kind not in (*LOSSES, *NO_LOSS)]:
         raise ValueError(f"{shown(unknown[0] or 'nothing')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
         raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
-    return text
 
 
-def _numbers(value: Any) -> str:
-    """Checks a list of non-negative numbers; removes spaces."""
-    text = "".join(str(value).split())
+def _numbers(text: str) -> None:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
     if not all(0 <= number < float("inf") for number in numbers):
         raise ValueError("must be a number of at least 0, or several with commas")
-    return text
 
 
-def _whole_numbers(value: Any) -> str:
-    """Checks a list of integers, possibly empty; removes spaces."""
-    text = "".join(str(value).split())
-    if text and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
-        raise ValueError("must be a whole number, or several with commas")
-    return text
-
-
-def _stage_layers(value: Any) -> str:
-    """Checks PIPELINE_LAYERS, integers with repetitions; removes spaces."""
-    text = "".join(str(value).split())
+def _stage_layers(text: str) -> None:
+    """PIPELINE_LAYERS: integers with repetitions."""
     if text and not re.fullmatch(_STAGES, text):
-        raise ValueError(
-            "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
-        )
+        rule = "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
+        raise ValueError(rule)
     if text and (number := sum(times for _, times in _stage_terms(text))) > _MOST_STAGES:
         raise ValueError(f"stands for {number} stages, and there may be {_MOST_STAGES}")
-    return text
+
+
+def _iterations(text: str) -> None:
+    is_list = re.fullmatch(rf"{_INT}(-{_INT})?(,{_INT}(-{_INT})?)*", text)
+    ends = [end for pair in iteration_ranges(text) for end in pair] if is_list else [0]
+    # within a pair they may be equal
+    in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
+    if text and not (ends[0] >= 1 and in_order):
+        rule = "must be an iteration from 1 on, the first and the last such as 10-12, or several of these in"
+        raise ValueError(f"{rule} order, with commas")
 
 
 def _timeout(value: Any) -> str:
@@ -142,32 +144,6 @@ def _timeout(value: Any) -> str:
         is_valid = False
     if not is_valid:
         raise ValueError("must be auto, none or a number of seconds above 0")
-    return text
-
-
-def _iterations(value: Any) -> str:
-    """Checks PROFILE_ITERS and the like; removes spaces."""
-    text = "".join(str(value).split())
-    ends = (
-        [end for pair in iteration_ranges(text) for end in pair]
-        if re.fullmatch(rf"{_INT}(-{_INT})?(,{_INT}(-{_INT})?)*", text)
-        else [0]
-    )
-    # within a pair they may be equal
-    in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
-    if text and not (ends[0] >= 1 and in_order):
-        raise ValueError(
-            "must be an iteration from 1 on, the first and the last such as 10-12, or several of these in"
-            " order, with commas"
-        )
-    return text
-
-
-def _ranks(value: Any) -> str:
-    """Checks PROFILE_RANKS; removes spaces."""
-    text = "".join(str(value).split())
-    if text != "all" and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
-        raise ValueError("must be ranks with commas such as 0,3, or all")
     return text
 
 
@@ -237,6 +213,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
+Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
 KEPT = object()  # of a setting that a measurement leaves as it is given
 
 
@@ -258,15 +235,9 @@ class Traits:
 
 
 def _setting(
-    default: Any,
-    description: str,
-    *,
-    part: Part,
-    costs: bool,
-    compared: bool,
-    measured: Any = KEPT,
+    default: Any, description: str, *, part: Part, costs: bool, compared: bool, measured: Any = KEPT,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """A field with these Traits; `default` is ... if `options` has a `default_factory`."""
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -280,7 +251,7 @@ place = partial(_setting, part="place", costs=False, compared=False)
 layout = partial(_setting, part="layout", costs=True, compared=True)
 model = partial(_setting, part="model", costs=True, compared=True)
 experts = partial(_setting, part="experts", costs=True, compared=True)
-learning = partial(_setting, part="learning", costs=True, compared=True)
+learning = partial(_setting, part="learning", costs=False, compared=True)
 data = partial(_setting, part="data", costs=False, compared=True)
 output = partial(_setting, part="output", costs=False, compared=True)
 care = partial(_setting, part="care", costs=False, compared=False)
@@ -299,26 +270,27 @@ _TERM = rf"(\[?[01](,[01])*\]?(\*{_INT})?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
-LayerPattern = Annotated[str, BeforeValidator(_pattern)]
-LossKinds = Annotated[str, BeforeValidator(_losses)]
-Numbers = Annotated[str, BeforeValidator(_numbers)]
-OptionalNumbers = Annotated[str, BeforeValidator(lambda value: _numbers(value) if value else "")]
-WholeNumbers = Annotated[str, BeforeValidator(_whole_numbers)]
-StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
+LayerPattern = Annotated[str, _text(_layer_pattern)]
+LossKinds = Annotated[str, _text(_losses)]
+Numbers = Annotated[str, _text(_numbers)]
+OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
+WholeNumbers = Annotated[
+    str, _matching(rf"({_INT}(,{_INT})*)?", "must be a whole number, or several with commas")
+]
+RankList = Annotated[
+    str, _matching(rf"all|{_INT}(,{_INT})*", "must be ranks with commas such as 0,3, or all")
+]
+StageLayers = Annotated[str, _text(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
-Iterations = Annotated[str, BeforeValidator(_iterations)]
+Iterations = Annotated[str, _text(_iterations)]
 IterationsOrShares = Annotated[str, BeforeValidator(read_points)]
 PathText = Annotated[str, AfterValidator(_path)]
 Stages = Annotated[str, BeforeValidator(read_stages)]
 ParameterGroups = Annotated[str, BeforeValidator(read_groups)]
 Blend = Annotated[str, AfterValidator(_blend)]
-RankList = Annotated[str, BeforeValidator(_ranks)]
-OptionalPositive = Annotated[Positive | None, BeforeValidator(_none_or_int)]
-
-
-def expanded_pattern(pattern: str) -> str:
-    """The zeros and ones of a pattern such as [0]*3+[1,0]*2."""
-    return "".join(bits * times for bits, times in _pattern_terms(pattern))
+OptionalPositive = Annotated[
+    Positive | None, BeforeValidator(lambda value: None if str(value).lower() in ("none", "") else value)
+]
 
 
 def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
@@ -332,7 +304,8 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:
-        chosen = [bit == "1" for bit in expanded_pattern(pattern)]
+        bits = "".join(bits * times for bits, times in _pattern_terms(pattern))
+        chosen = [bit == "1" for bit in bits]
     return tuple(is_moe and layer >= num_first_dense for layer, is_moe in enumerate(chosen))
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from moe_exp.config.choices import DECAYS, NO_LOSS, OPTIMIZERS, SCHEDULES, SCORES, one_of
 from moe_exp.config.model_settings import ModelSettings
-from moe_exp.config.schedule import read_composed
+from moe_exp.config.parsers import read_composed
 from moe_exp.config.setting_types import (
     Blend,
     Iterations,
@@ -33,6 +33,7 @@ from moe_exp.config.setting_types import (
     Stages,
     Timeout,
     WholeNumbers,
+    as_given,
     care,
     data,
     expanded_layers,
@@ -107,95 +108,90 @@ class Config(ModelSettings):
     )
 
     # Optimization
-    lr: float = learning(0.0006, "peak learning rate", gt=0, costs=False)
-    min_lr: Rate = learning(6e-05, "final learning rate", costs=False)
-    router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0, costs=False)
-    expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0, costs=False)
+    lr: float = learning(0.0006, "peak learning rate", gt=0)
+    min_lr: Rate = learning(6e-05, "final learning rate")
+    router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0)
+    expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
         "multiples of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by names of parameters: "
         "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first pattern counts (docs/learning_rate.md)",
-        costs=False,
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
         "cosine",
         "learning-rate schedule; or its pieces: 'constant:80%,linear' (docs/learning_rate.md)",
-        costs=False,
         measured="constant",
     )
-    mbsz: Positive = learning(8, "micro-batch size, samples")
-    gbsz: Positive = learning(64, "global batch size, samples")
-    train_iters: Positive = learning(40000, "iterations", costs=False)
+    mbsz: Positive = learning(8, "micro-batch size, samples", costs=True)
+    gbsz: Positive = learning(64, "global batch size, samples", costs=True)
+    train_iters: Positive = learning(40000, "iterations")
     warmup_iters: NonNegative = learning(
-        1000,
-        "iterations of linear warm-up; if only TRAIN_ITERS is set, at most a tenth of it",
-        costs=False,
-        measured=0,
+        1000, "iterations of linear warm-up; if only TRAIN_ITERS is set, at most a tenth of it", measured=0
     )
-    decay_iters: NonNegative = learning(
-        0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
-    )
+    decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
     wsd_decay_iters: NonNegative = learning(
-        0,
-        "iterations of the final decay (LR_DECAY_STYLE=WSD, power), and of every decay (WSD-S)",
-        costs=False,
+        0, "iterations of the final decay (LR_DECAY_STYLE=WSD, power), and of every decay (WSD-S)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
-        "linear", "shape of these decays; minus_sqrt: 1 - sqrt", costs=False
+        "linear", "shape of these decays; minus_sqrt: 1 - sqrt"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
         "iterations, or shares such as 25%,50%, with which decays before the final one end; after each "
         "the rate is LR again (LR_DECAY_STYLE=WSD-S)",
-        costs=False,
     )
     lr_power_a: float = learning(
-        4.0, "A of LR_DECAY_STYLE=power: at most LR, and at most GBSZ * A * tokens^B", gt=0, costs=False
+        4.0, "A of LR_DECAY_STYLE=power: at most LR, and at most GBSZ * A * tokens^B", gt=0
     )
-    lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0, costs=False)
+    lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
-        "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", costs=False, measured=""
+        "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", measured=""
     )
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
         "adam",
         "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items()),
+        costs=True,
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
-        "fp32", "type of the two moments of OPTIMIZER=adam"
+        "fp32", "type of the two moments of OPTIMIZER=adam", costs=True
     )
-    sgd_momentum: Probability = learning(0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
-    muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)", costs=False)
+    sgd_momentum: Probability = learning(
+        0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state", costs=True
+    )
+    muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)")
     qk_clip: Rate = learning(
         0.0,
         "largest attention logit: a head with a larger one gets smaller query and key projections after the "
         "step (QK-clip, with OPTIMIZER=muon MuonClip; Kimi K2 has 100); 0: off",
+        costs=True,
     )
     weight_decay: Rate = learning(
         0.1,
         "weight decay; decoupled with Adam and Muon, added to the gradient with SGD; never applied to "
         "norms and biases",
-        costs=False,
     )
-    adam_beta1: Probability = learning(0.9, "AdamW beta 1", costs=False)
-    adam_beta2: Probability = learning(0.95, "AdamW beta 2", costs=False)
-    adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0, costs=False)
-    clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping", costs=False)
+    adam_beta1: Probability = learning(0.9, "AdamW beta 1")
+    adam_beta2: Probability = learning(0.95, "AdamW beta 2")
+    adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0)
+    clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping")
     ema_decay: Probability = learning(
         0.0,
         "decay of an exponential moving average of the weights, such as 0.999, in fp32 and in checkpoints, "
         "validated as ema_lm_loss; 0: none",
+        costs=True,
     )
     average_every: Positive = learning(
-        1, "with EMA_DECAY: optimizer steps between updates of the average", costs=False, measured=1
+        1, "with EMA_DECAY: optimizer steps between updates of the average", measured=1
     )
-    seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
+    seed: Seed = learning(1234, "seed of weights, data order and dropout")
     deterministic: bool = learning(
         False,
         "bit-identical results in every start on the same GPUs, software and layout, by deterministic "
         "algorithms, which may be slower; an operation without one ends the run",
+        costs=True,
     )
     dtype: Literal["fp32", "bf16", "fp16"] = learning(
-        "bf16", "compute type; gradients are accumulated in fp32"
+        "bf16", "compute type; gradients are accumulated in fp32", costs=True
     )
 
     # Data
@@ -304,10 +300,7 @@ class Config(ModelSettings):
         compared=False,
     )
     keep_last: NonNegative = output(
-        0,
-        "number of newest checkpoints to keep, others are removed; 0: keep all",
-        measured=0,
-        compared=False,
+        0, "number of newest checkpoints to keep, others are removed; 0: keep all", measured=0, compared=False
     )
     keep_every: NonNegative = output(
         0,
@@ -349,8 +342,7 @@ class Config(ModelSettings):
 
     # Reliability and debugging
     fingerprints: bool = care(
-        True,
-        "take a fingerprint of each tensor at every save and compare it after a load; false: neither",
+        True, "take a fingerprint of each tensor at every save and compare it after a load; false: neither"
     )
     check_interval: NonNegative = care(
         0,
@@ -435,6 +427,10 @@ class Config(ModelSettings):
         measured="",
     )
 
+    def problem(self, name: str, rule: str, fix: str) -> str:
+        """A line on setting `name`: its value, the rule that it breaks, and the fix."""
+        return problem(name, as_given(getattr(self, name)), rule, fix)
+
     # Values that follow from the settings
 
     @property
@@ -496,6 +492,11 @@ class Config(ModelSettings):
     def expert_ffn_size(self) -> int:
         """Width of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def expert_ffn_setting(self) -> str:
+        """The setting that gives it."""
+        return "moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size"
 
     @property
     def is_fp8_by_kernels(self) -> bool:

@@ -51,7 +51,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     values: dict[str, str | None] = {}
     problems = []
     for written, value in found:
-        name = written.strip().lower().replace("-", "_")
+        name = _field_name(written)
         if name in REMOVED:
             if REMOVED[name] and value not in REMOVED[name]:
                 fix = "continue with the version of this run; the last one with it is commit 9b039c76"
@@ -72,6 +72,10 @@ def is_run_record(values: Iterable[str]) -> bool:
     return set(_PLACES) <= set(values)
 
 
+def _field_name(written: str) -> str:
+    return written.strip().lower().replace("-", "_")
+
+
 def _fix(name: str) -> str:
     near = " or ".join(one.upper() for one in similar_settings(name))
     return f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
@@ -88,12 +92,10 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([problem("config", path, "does not exist", _FIX)]) from None
-    except OSError as error:
-        raise _unreadable(path, error.strerror or error) from None
     except UnicodeDecodeError:
         raise _unreadable(path, "it is not text in UTF-8") from None
-    except ValueError as error:
-        raise _unreadable(path, error) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or error) from None
 
 
 def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
@@ -126,10 +128,8 @@ def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
             line = value.start_mark.line + 1
             raise ValueError(f"line {line}: not a name with one value; put lists into quotes")
-        is_null = value.tag.endswith(":null")
-        yield key.value, (_none(key.value) if is_null else value.value)
-
-
-def _none(written: str) -> str | None:
-    field = Config.model_fields.get(written.strip().lower().replace("-", "_"))
-    return "none" if field and type(None) in get_args(field.annotation) else None
+        if value.tag.endswith(":null"):
+            field = Config.model_fields.get(_field_name(key.value))
+            yield key.value, "none" if field and type(None) in get_args(field.annotation) else None
+        else:
+            yield key.value, value.value

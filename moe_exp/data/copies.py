@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from moe_exp.data.download.names import check_names
+from moe_exp.data.download.sources import check_names
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host.files import has_hash, read_json, write_atomically

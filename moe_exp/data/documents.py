@@ -171,18 +171,17 @@ def data_among(
         records = plain or [name for name in records if name not in about]
     chosen = records or [name for name in sizes if ending(name) in TEXT_SUFFIXES]
     left_out = {name: sizes[name] for name in sizes.keys() - chosen - about}
-    if left_out and chosen:
-        line = _left_out_line(left_out, text_field)
-        if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
-            suffix = ending(chosen[0])
-            pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
-            fix = (
-                f"name those to read by a pattern, such as {pattern}, or convert the others to .txt or .jsonl"
-            )
-            if has_text and any(ending(name) in JSON_FILES for name in left_out):
-                fix = f"{_OTHER_FIELD}, or {fix}"
-            raise ValueError(f"{what}={where}: {line}: most of its bytes. Fix: {fix}.")
-        _warn_once(f"{where}: {line}")
+    if not left_out or not chosen:
+        return chosen
+    line = _left_out_line(left_out, text_field)
+    if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
+        suffix = ending(chosen[0])
+        pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
+        fix = f"name those to read by a pattern, such as {pattern}, or convert the others to .txt or .jsonl"
+        if has_text and any(ending(name) in JSON_FILES for name in left_out):
+            fix = f"{_OTHER_FIELD}, or {fix}"
+        raise ValueError(f"{what}={where}: {line}: most of its bytes. Fix: {fix}.")
+    _warn_once(f"{where}: {line}")
     return chosen
 
 
@@ -197,12 +196,9 @@ def _left_out_line(sizes: Mapping[str, int], text_field: str) -> str:
             kind += " beside records"
         kinds[kind] += 1
     ordered = sorted(kinds.items(), key=lambda one: (-one[1], one))
-    counts, files = (
-        ", ".join(f"{count} {kind}" for kind, count in ordered),
-        "file" if len(sizes) == 1 else "files",
-    )
-    size = bytes_text(sum(sizes.values()))
-    return f"left out {len(sizes)} {files}, {size}: {counts} ({_some(sorted(sizes))})"
+    counts = ", ".join(f"{count} {kind}" for kind, count in ordered)
+    num_files = f"{len(sizes)} {'file' if len(sizes) == 1 else 'files'}, {bytes_text(sum(sizes.values()))}"
+    return f"left out {num_files}: {counts} ({_some(sorted(sizes))})"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -253,7 +249,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
 
     Args:
         names: of files, folders and globs.
-        what: gives them, in errors.
+        what: setting that gives them, for errors.
         text_field: field with the text, by which data are known in a folder with .json files.
 
     Raises:
@@ -269,9 +265,8 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             if "**" in path.parts:  # which matches what folders hold, too
                 matches = [one for one in matches if one.is_file()]
         if not matches:
-            rule = "there is no such file"
-            if glob.has_magic(str(path)):
-                rule = "no file matches the pattern"
+            is_pattern = glob.has_magic(str(path))
+            rule = "no file matches the pattern" if is_pattern else "there is no such file"
             raise ValueError(f"{what}={path}: {rule}. Fix: check the path, or quote the pattern.")
         for one in matches:
             files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
@@ -418,18 +413,12 @@ def _object_of(line: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(_json_problem(line)) from error
+        # lone surrogates, which UTF-8 has no bytes for, may be valid UTF-8 as escapes
+        is_utf8 = line.decode(errors="ignore").encode() == line
+        raise ValueError(NOT_JSON if is_utf8 else "invalid UTF-8") from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
-
-
-def _json_problem(line: bytes) -> str:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return "invalid UTF-8"
-    return NOT_JSON  # lone surrogates among it, which UTF-8 has no bytes for
 
 
 def read_lines(

@@ -18,7 +18,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -31,9 +30,10 @@ from moe_exp.data.download.sources import (
     python_stdlib_documents,
     torch_documents,
 )
+from moe_exp.data.stage import free_disk, locked
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
-from moe_exp.host.files import bytes_text, read_json
+from moe_exp.host.files import bytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,11 @@ _TEXTS_PER_BPE_TEXT = 4
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """Paths and sizes of the corpus; token counts include one end-of-document token per document."""
+    """Prefixes of the token files, and path of the tokenizer."""
 
     train_prefix: str
     valid_prefix: str
     tokenizer_path: str
-    num_train_tokens: int
-    num_valid_tokens: int
-    num_documents: int
-    was_cached: bool
 
 
 def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Path:
@@ -81,17 +77,15 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     """
     data_dir = Path(data_dir)
     folder = embedded_folder(data_dir, vocab_size)
-    if not _problems(folder):
-        return _open(folder, was_cached=True)
-    _check_writable(data_dir)
-    with _lock(folder):
-        problems = _problems(folder)
-        if not problems:  # another process has built it in the meantime
-            return _open(folder, was_cached=True)
-        if folder.exists():
-            logger.warning("embedded corpus: built again, as %s", "; ".join(problems))
-        _build(folder, vocab_size)
-    return _open(folder, was_cached=False)
+    if _problems(folder):
+        _check_writable(data_dir)
+        waits = f"embedded corpus: waiting for the process that builds {folder}"
+        with locked(folder, waits):
+            if problems := _problems(folder):  # else another process has built it in the meantime
+                if folder.exists():
+                    logger.warning("embedded corpus: built again, as %s", "; ".join(problems))
+                _build(folder, vocab_size)
+    return EmbeddedCorpus(*(str(folder / name) for name in ("train", "valid", "tokenizer.json")))
 
 
 def _problems(folder: Path) -> list[str]:
@@ -99,20 +93,6 @@ def _problems(folder: Path) -> list[str]:
     names = [name for name in ("manifest.json", "tokenizer.json") if not (folder / name).is_file()]
     missing = [f"{folder / name} is missing" for name in names]
     return missing + [wrong for name in ("train", "valid") if (wrong := bin_idx_problem(folder / name))]
-
-
-def _open(folder: Path, *, was_cached: bool) -> EmbeddedCorpus:
-    manifest = read_json(folder / "manifest.json", fix=f"remove {folder}, and it is made again")
-    train, valid = manifest["train"], manifest["valid"]
-    return EmbeddedCorpus(
-        str(folder / "train"),
-        str(folder / "valid"),
-        str(folder / "tokenizer.json"),
-        num_train_tokens=train["num_tokens"],
-        num_valid_tokens=valid["num_tokens"],
-        num_documents=train["num_documents"] + valid["num_documents"],
-        was_cached=was_cached,
-    )
 
 
 def _check_writable(data_dir: Path) -> None:
@@ -126,51 +106,36 @@ def _check_writable(data_dir: Path) -> None:
         rule = f"the embedded corpus cannot be written there ({error.strerror})"
         fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
         raise setting_error("data_dir", data_dir, rule, fix) from error
-    free_bytes = shutil.disk_usage(data_dir).free
-    if free_bytes < _SMALLEST_FREE_BYTES:
-        rule = (
-            f"has {bytes_text(free_bytes)} free, the embedded corpus needs {bytes_text(_SMALLEST_FREE_BYTES)}"
-        )
+    if (free_bytes := free_disk(data_dir)) < _SMALLEST_FREE_BYTES:
+        needed = bytes_text(_SMALLEST_FREE_BYTES)
+        rule = f"has {bytes_text(free_bytes)} free, the embedded corpus needs {needed}"
         raise setting_error("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("embedded corpus: waiting for the process that builds %s", folder)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _build(folder: Path, vocab_size: int) -> None:
     started = time.monotonic()
-    # One fixed name is enough under the lock, and it makes sure that what a killed process left is cleared
-    # away.
+    # under the lock one name is enough: it clears away what a killed process has left
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
-        manifest = _write_corpus(building, vocab_size)
+        num_tokens = _write_corpus(building, vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    num_tokens = manifest["train"]["num_tokens"] + manifest["valid"]["num_tokens"]
-    logger.info(
-        "embedded corpus: %.1fM tokens in %s, %.1f s", num_tokens / 1e6, folder, time.monotonic() - started
-    )
+    seconds = time.monotonic() - started
+    logger.info("embedded corpus: %.1fM tokens in %s, %.1f s", num_tokens / 1e6, folder, seconds)
 
 
-def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
+def _write_corpus(folder: Path, vocab_size: int) -> int:
+    """Number of tokens written."""
     with _step("reading the sources of Python and torch"):
         documents = _documents()
-    held_out = {path: text for path, text in documents if _is_held_out(path)}
+    # one file in 20, by a hash of its path: it stays so whatever other files come and go
+    held_out = {
+        path: text for path, text in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0
+    }
     parts = {
         "train": [text for path, text in documents if path not in held_out],
         # In random order: a short validation reads only the first, and neighbors by path are similar.
@@ -194,18 +159,12 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
     for name, texts in parts.items():
         with _step(f"tokenizing {len(texts)} files, {bytes_text(sizes[name])}, into {name}.bin"):
             counts[name]["num_tokens"] = _write_tokens(folder / name, tokenizer, texts)
-    manifest |= counts
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    return manifest
+    (folder / "manifest.json").write_text(json.dumps(manifest | counts, indent=2) + "\n")
+    return sum(one["num_tokens"] for one in counts.values())
 
 
 def _documents() -> list[tuple[str, str]]:
     return [*python_stdlib_documents(), *torch_documents(_MOST_TORCH_BYTES)]
-
-
-def _is_held_out(path: str) -> bool:
-    """Holds out one file in 20, by a hash of its path: it stays so whatever other files come and go."""
-    return int.from_bytes(path_hash(path)[:4], "big") % 20 == 0
 
 
 def _write_tokens(prefix: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -193,20 +194,18 @@ def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
     check_regular([path])
     with path.open("rb") as file:
         if not is_compressed(path):
-            while chunk := file.read(num_bytes):
-                yield chunk
-            return
-        if not path.stat().st_size:
+            yield from iter(partial(file.read, num_bytes), b"")
+        elif not path.stat().st_size:
             raise EOFError("it is empty")  # both formats have a header even for no bytes at all
-        yield from decompressed(path, file)
+        else:
+            yield from decompressed(path, file)
 
 
 def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """Yields the bytes of an open .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
     if ending(path).endswith(".gz"):
         with gzip.GzipFile(fileobj=file) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield chunk
+            yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
         return
     import pyarrow
 
@@ -380,7 +379,9 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
     try:
         with ExitStack() as stack:
             batches, schema, num_rows = (_parquet if kind == "Parquet" else _arrow)(stack, path, columns)
-            _check_column(path, schema, text_field)
+            if text_field not in schema.names:
+                rule = f"there is no column {text_field!r}, but {', '.join(schema.names)}"
+                raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
             for batch in batches:
                 yield number, batch if columns is None else batch.select(columns)
                 number += batch.num_rows
@@ -406,24 +407,15 @@ def table_schema(path: Path) -> Any:
         raise BadDocument(path, 1, reason) from error
 
 
-def _check_column(path: Path, schema: Any, text_field: str) -> None:
-    if text_field not in schema.names:
-        rule = f"there is no column {text_field!r}, but {', '.join(schema.names)}"
-        raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
-
-
 def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Iterable[Any], Any, int]:
     import pyarrow.parquet
 
     file = stack.enter_context(pyarrow.parquet.ParquetFile(path))
     wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
-    batches = file.iter_batches(_batch_rows(file.metadata), use_threads=False, columns=wanted)
-    return batches, file.schema_arrow, file.metadata.num_rows
-
-
-def _batch_rows(metadata: Any) -> int:
-    num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
+    num_rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
+    num_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+    batch_rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+    return file.iter_batches(batch_rows, use_threads=False, columns=wanted), file.schema_arrow, num_rows
 
 
 def _arrow(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Iterable[Any], Any, None]:

@@ -116,7 +116,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM
     # jobs.
     starts_over = converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks))
-    tasks = _shuffle_tasks(wanted, _size(outputs), len(outputs))
+    is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
+    tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
     return shuffle_documents(
         outputs,
         shuffled,
@@ -126,11 +127,6 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         execution=wanted.execution if tasks > 1 else None,
         **wanted.shuffle,
     )
-
-
-def _shuffle_tasks(wanted: Preparation, num_bytes: int, num_chunks: int) -> int:
-    is_large = wanted.execution.executor != "local" and num_bytes > _LARGE_BYTES
-    return wanted.shuffle_tasks or (num_chunks if is_large else 1)
 
 
 def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
@@ -202,11 +198,12 @@ def plan(wanted: Preparation) -> None:
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
+    free = bytes_text(free_disk(wanted.data_dir))
     (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",
         "JSONL": _about(text_bytes),
-        "disk": f"{_about(disk_bytes)} for download, chunks and shards; {_free(wanted.data_dir)} free",
+        "disk": f"{_about(disk_bytes)} for download, chunks and shards; {free} free",
         f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
         + _duration(folder, text_bytes / _CONVERT_RATE / width),
         f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: "
@@ -231,10 +228,6 @@ def _about(num_bytes: float) -> str:
     return f"about {bytes_text(num_bytes)}" if num_bytes else "a size that is known during the download"
 
 
-def _free(folder: Path) -> str:
-    return bytes_text(free_disk(folder))
-
-
 def _size(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
@@ -257,15 +250,13 @@ def expected_bytes(inputs: Sequence[Path]) -> int:
     """
     step = max(1, len(inputs) // _NUM_SAMPLED)
     sampled = inputs[::step][:_NUM_SAMPLED]
-    ratio = sum(_expanded_bytes(path) for path in sampled) / max(1, _size(sampled))
-    return round(ratio * _size(inputs))
-
-
-def _expanded_bytes(path: Path) -> float:
-    if ending(path) == PARQUET_SUFFIX:
-        return _parquet_text_bytes(path)
-    ratio = compression_ratio(path) if is_compressed(path) else 1.0
-    return path.stat().st_size * ratio
+    num_bytes = 0.0
+    for path in sampled:
+        if ending(path) == PARQUET_SUFFIX:
+            num_bytes += _parquet_text_bytes(path)
+        else:
+            num_bytes += path.stat().st_size * (compression_ratio(path) if is_compressed(path) else 1.0)
+    return round(num_bytes / max(1, _size(sampled)) * _size(inputs))
 
 
 def _parquet_text_bytes(path: Path) -> float:
@@ -277,6 +268,5 @@ def _parquet_text_bytes(path: Path) -> float:
     except (pyarrow.ArrowException, OSError):  # the conversion will name it
         return path.stat().st_size
     names = sum(len(name) + len('"":,') for name in metadata.schema.names)
-    return metadata.num_rows * names + sum(
-        metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
-    )
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    return metadata.num_rows * names + sum(group.total_byte_size for group in groups)

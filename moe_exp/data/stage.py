@@ -102,19 +102,16 @@ class Stage:
     def _manifest(
         self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]
     ) -> dict[str, Any]:
-        self._check_inputs()
+        for path, before in zip(self.inputs, self.key["inputs"], strict=True):
+            if fingerprint(path) != before:
+                fix = "leave it alone, and give --start-over"
+                raise ValueError(f"{path}: changed while {self.name} read it. Fix: {fix}.")
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
             files.append(known | {"hash": hashes.get(path) or file_hash(path)})
         made_at, seconds = time.strftime("%Y-%m-%dT%H:%M:%S%z"), round(time.time() - self.started, 1)
         return {**self.key, **facts, "outputs": files, "made_at": made_at, "seconds": seconds}
-
-    def _check_inputs(self) -> None:
-        for path, before in zip(self.inputs, self.key["inputs"], strict=True):
-            if fingerprint(path) != before:
-                fix = "leave it alone, and give --start-over"
-                raise ValueError(f"{path}: changed while {self.name} read it. Fix: {fix}.")
 
 
 @contextmanager
@@ -154,7 +151,7 @@ def run_stage(
     key = {"stage": name, "settings": json.loads(json.dumps(settings))}
     key |= {"inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
-    with _locked(output):
+    with locked(output):
         done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
         begun = read_json(folder / RUNNING, start_over=start_over)
         # killed right at its end: of the folder, which it removed, RUNNING may be gone already
@@ -171,9 +168,8 @@ def run_stage(
                 # of a call that was killed right at its end, as the next
                 (output / RUNNING).unlink(missing_ok=True)
                 shutil.rmtree(_replaced(output), ignore_errors=True)
-            logger.info(
-                "%s: is there, made by %s with these settings and inputs: nothing to do", output, name
-            )
+            what = "%s: is there, made by %s with these settings and inputs: nothing to do"
+            logger.info(what, output, name)
             yield Stage(name, output, place, inputs, done, done, was_done=True)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
@@ -201,14 +197,22 @@ def _place(output: Path) -> Path:
 
 
 @contextmanager
-def _locked(output: Path) -> Iterator[None]:
+def locked(output: Path, waits: str = "") -> Iterator[None]:
+    """Holds the lock of an output. If another process has it, logs `waits` and waits for it.
+
+    Raises:
+        ValueError: another process has it, and `waits` is empty.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        fix = "wait for it, or choose another output"
-        raise ValueError(f"{output}: another process is working on it. Fix: {fix}.") from error
+        if not waits:
+            fix = "wait for it, or choose another output"
+            raise ValueError(f"{output}: another process is working on it. Fix: {fix}.") from error
+        logger.info(waits)
+        lock.acquire()
     try:
         yield
     finally:
@@ -234,8 +238,8 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
         size = path.stat().st_size if path.exists() else None
         if size != file["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            fix = "give --start-over to make it again"
-            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: {fix}.")
+            rule = f"{found}, its manifest.json says {file['bytes']} bytes"
+            raise ValueError(f"{path}: {rule}. Fix: {MAKE_AGAIN}.")
 
 
 def _check_foreign(
@@ -255,8 +259,7 @@ def _check_foreign(
 
 def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
     if difference := _difference(found, key):
-        fix = "give --start-over to make it again, or choose another output"
-        raise ValueError(f"{output}: {verb} {difference}. Fix: {fix}.")
+        raise ValueError(f"{output}: {verb} {difference}. Fix: {MAKE_AGAIN}, or choose another output.")
 
 
 def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:

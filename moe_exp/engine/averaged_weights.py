@@ -40,14 +40,11 @@ def allocate_average(optimizer: MegatronOptimizer) -> None:
 
 def _pairs(optimizer: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
     """Main weights and their average, of all parameters; empty without an average."""
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     found = [
-        (main.detach(), part.optimizer.state[main].get(AVERAGE))
-        for part in parts
-        for group in part.optimizer.param_groups
-        for main in group["params"]
+        (main, part.state[main]) for part in parts for group in part.param_groups for main in group["params"]
     ]
-    return [(main, average) for main, average in found if average is not None]
+    return [(main.detach(), state[AVERAGE]) for main, state in found if AVERAGE in state]
 
 
 @torch.no_grad()
@@ -59,13 +56,7 @@ def restart_average(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
-    """Takes the weights into their average, as at the top of this file.
-
-    Args:
-        optimizer: after a step.
-        decay: d, from 0 to below 1.
-        number: n, of this update, from 1.
-    """
+    """Updates the moving average of the weights for the `number`-th time: n, with d = `decay`, as above."""
     if pairs := _pairs(optimizer):
         weights, averages = zip(*pairs, strict=True)
         torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay**number))

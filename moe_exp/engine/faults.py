@@ -55,10 +55,6 @@ class StopSignal:
     def __init__(self) -> None:
         self.reason = ""  # of STOP_REASONS
 
-    @property
-    def is_set(self) -> bool:
-        return bool(self.reason)
-
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
         self.reason = self.reason or signal.Signals(number).name
@@ -116,11 +112,8 @@ class StopRules:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning(
-                    "%s cannot be removed (%s): the next start will end by it again",
-                    self._file,
-                    error.strerror,
-                )
+                line = "%s cannot be removed (%s): the next start will end by it again"
+                logger.warning(line, self._file, error.strerror)
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
@@ -132,18 +125,14 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
         leave_reasons(*lines)
-    _wait_for_device()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        # Messages to other ranks that are still on the GPU would be lost with the process.
+        torch.cuda.synchronize()
+        time.sleep(_LAST_SECOND)  # for what NCCL has handed to the network
     has_launcher = report_exit_code(code)
     # Skips the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if has_launcher else code)
-
-
-def _wait_for_device() -> None:
-    """Waits for messages to other ranks that may still be on the GPU and would be lost with the process."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        time.sleep(_LAST_SECOND)  # for what NCCL has handed to the network
 
 
 @contextlib.contextmanager
@@ -156,10 +145,18 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if any(text in str(error) for text in CAUSED_BY_ANOTHER):
-            _wait_for_cause(stop)
+        deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
+        while any(text in str(error) for text in CAUSED_BY_ANOTHER) and time.monotonic() < deadline:
+            if stop.reason or reported_exit_code() == BAD_INPUT:  # which prints its own line
+                os._exit(1)
+            time.sleep(0.1)
         if isinstance(error, ValueError) and ". Fix: " in str(error):
-            _end_with_line(error)
+            # A user error, which a restart would not fix; the node's first rank prints it.
+            if report_first(BAD_INPUT):
+                complain(*str(error).splitlines())
+                leave_reasons(*str(error).splitlines())
+            _leave_error(error)
+            os._exit(BAD_INPUT)
         line = f"{rank_place()} failed: {type(error).__name__}: {error}"
         leave_reasons(line)
         with contextlib.suppress(OSError):  # a log on a full disk
@@ -171,15 +168,6 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
         os._exit(1)
 
 
-def _end_with_line(error: ValueError) -> NoReturn:
-    """Ends the job for a user error, which a restart would not fix; the node's first rank prints it."""
-    if report_first(BAD_INPUT):
-        complain(*str(error).splitlines())
-        leave_reasons(*str(error).splitlines())
-    _leave_error(error)
-    os._exit(BAD_INPUT)
-
-
 def _leave_error(error: Exception) -> None:
     """Writes the error in one line, where and as torchrun's agent reads it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -189,11 +177,3 @@ def _leave_error(error: Exception) -> None:
         with contextlib.suppress(OSError):
             whole.write_text(json.dumps({"message": data}))
             whole.replace(file)  # the agent would crash on a partial file
-
-
-def _wait_for_cause(stop: StopSignal) -> None:
-    deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
-    while time.monotonic() < deadline:
-        if stop.is_set or reported_exit_code() == BAD_INPUT:  # which prints its own line
-            os._exit(1)
-        time.sleep(0.1)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import LOSS_STATE
@@ -35,11 +34,8 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
     Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
-    routers (expert bias, and what losses keep) is restored (Megatron updates it first).
-
-    Args:
-        optimizer: Megatron's, over the parameters of all chunks.
-        model: the chunks of this rank, after `set_megatron_hooks`.
+    routers (expert bias, and what losses keep) is restored (Megatron updates it first). Called after
+    `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -82,7 +78,8 @@ class RouterState:
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
-            _copy(self._before, self._kept)
+            if self._kept:
+                torch._foreach_copy_(self._before, self._kept)
             finalize(*args, **kwargs)
             if self._stages is not None:
                 self._share_counts(self._stages)
@@ -105,9 +102,5 @@ class RouterState:
     @torch.no_grad()
     def restore(self) -> None:
         """Reverts what was done to the routers."""
-        _copy(self._kept, self._before)
-
-
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(to, source)
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._before)

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
 from moe_exp.config.parametrization import factors, kind_of
@@ -34,13 +35,10 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         # If tied, the output layer of the last stage is a copy of the embedding.
         tied = config.tie_embeddings and name == "output_layer.weight"
         key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
-        dim = getattr(parameter, "partition_dim", -1)
         # By name: Transformer Engine's layers do not record that a rank holds parts of gate and up.
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
-        world = chunk.pg_collection.tp.size() if dim >= 0 else 1
-        rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
-        full = _draw(_full_shape(parameter, dim, world), key, _std(key, config), config, parameter)
-        parameter.copy_(_part(full, dim, stride, rank, world))
+        dim = getattr(parameter, "partition_dim", -1)
+        draw_weight(parameter, key, config, dim=dim, stride=stride, ranks=chunk.pg_collection.tp)
 
 
 def _mark_whole(linear: torch.nn.Module) -> None:
@@ -53,44 +51,36 @@ def _mark_whole(linear: torch.nn.Module) -> None:
 
 
 def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:
-    rank, world = experts.etp_group.rank(), experts.etp_group.size()
     first = experts.ep_group.rank() * experts.weight1.size(0)
-    for key, weight, dim, stride in (
-        ("weight1", experts.weight1, 0, 2 if experts.gated else 1),
-        ("weight2", experts.weight2, 1, 1),
-    ):
-        for index, expert in enumerate(weight):
-            full_key = f"{name}.{first + index}.{key}"
-            full = _draw(_full_shape(expert, dim, world), full_key, _std(full_key, config), config, weight)
-            expert.copy_(_part(full, dim, stride, rank, world))
+    for index, (weight1, weight2) in enumerate(zip(experts.weight1, experts.weight2, strict=True)):
+        key, stride, ranks = f"{name}.{first + index}", 2 if experts.gated else 1, experts.etp_group
+        draw_weight(weight1, f"{key}.weight1", config, dim=0, stride=stride, ranks=ranks)
+        draw_weight(weight2, f"{key}.weight2", config, dim=1, stride=1, ranks=ranks)
 
 
-def _std(key: str, config: Config) -> float:
+def draw_weight(
+    weight: Tensor, key: str, config: Config, *, dim: int, stride: int, ranks: ProcessGroup
+) -> None:
+    """Draws the whole weight called `key`, and keeps this rank's part.
+
+    That is every n-th of stride*n blocks along `dim`, with n `ranks`, as Megatron splits gated projections
+    (stride 2); with dim -1 it is the whole weight.
+    """
+    num_ranks = ranks.size() if dim >= 0 else 1
     std = config.init_std * factors(config, kind_of(key)).init
-    to_residual = key.endswith(
-        ("linear_proj.weight", "linear_fc2.weight", "weight2", "fc2_latent_proj.weight")
-    )
-    return std / math.sqrt(2 * config.num_layers) if to_residual else std
-
-
-def _full_shape(local: Tensor, dim: int, world: int) -> list[int]:
-    return [size * world if index == dim else size for index, size in enumerate(local.shape)]
-
-
-def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) -> Tensor:
+    if key.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2", "fc2_latent_proj.weight")):
+        std /= math.sqrt(2 * config.num_layers)  # into the residual stream
+    shape = [size * num_ranks if index == dim else size for index, size in enumerate(weight.shape)]
     digest = hashlib.sha256(f"{config.seed}:{key}".encode()).digest()
-    generator = torch.Generator(device=like.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    full = torch.empty(shape, device=like.device, dtype=torch.float32)
+    generator = torch.Generator(device=weight.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    full = torch.empty(shape, device=weight.device, dtype=torch.float32)
     if config.init_distribution == "truncated_normal":
-        return torch.nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
-    return full.normal_(0.0, std, generator=generator)
-
-
-def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
-    """Every `world`-th of stride*world blocks of `full`, as Megatron splits gated projections (stride 2)."""
-    if world == 1:
-        return full
-    return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)
+        torch.nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
+    else:
+        full.normal_(0.0, std, generator=generator)
+    if num_ranks > 1:
+        full = torch.cat(full.chunk(stride * num_ranks, dim=dim)[ranks.rank() :: num_ranks], dim=dim)
+    weight.copy_(full)
 
 
 def global_name(chunk: GPTModel, name: str) -> str:

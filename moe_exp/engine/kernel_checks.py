@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.engine.model import DTYPES, moe_options, transformer_config
+from moe_exp.engine.model import DTYPES, moe_options, router_problem, transformer_config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernel_choice import KernelFailure as KernelFailure
@@ -23,10 +24,8 @@ from moe_exp.layers.kernel_choice import and_more, choose_routing, failure_of
 from moe_exp.layers.kernels.launch import in_one_line, leave_free, missing, processors
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
-from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.moe_parts import router_config
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy
-from moe_exp.layers.moe_layer import needs_scores
-from moe_exp.layers.router import kernel_problem
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,8 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
             multiprocessor.
     """
     device = runtime.device
-    parts = [part for part in parts_with_kernels(config, device) if can_check(device)]
-    if not parts:
+    parts = parts_with_kernels(config, device)
+    if not parts or not can_check(device):
         return []
     margin, available = config.moe_sm_margin, processors(device)
     if margin >= available:
@@ -58,13 +57,19 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         logger.info(line, margin, margin, available)
     leave_free(margin)
     sizes = sizes_of(config)
-    found = {
-        part: [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
+    found = [
+        [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
         for part in parts
-    }
+    ]
+    if dist.is_initialized():
+        mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
+        of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, mine)
+        # each part's problems, equal on all ranks: those of the first rank that has any
+        found = [next((lines for lines in part if lines), []) for part in zip(*of_ranks, strict=True)]
     return [
         _without_kernels(config, device, part, problems)
-        for part, problems in zip(parts, _of_all_ranks(list(found.values()), runtime), strict=True)
+        for part, problems in zip(parts, found, strict=True)
         if problems
     ]
 
@@ -122,19 +127,18 @@ def _expert_backend(config: Config, device: torch.device, failure: str = "") -> 
 
 def sizes_of(config: Config) -> Sizes:
     """Sizes with which a run calls kernels on each of its ranks."""
-    settings, router = transformer_config(config), None
+    router = None
     num_tokens = config.mbsz * config.seq_len // config.cp // config.tp  # of a micro-batch, routed by a rank
-    if config.use_moe:
-        rules = router_config(settings, moe_options(config)["router"])
-        if not kernel_problem(rules, needs_scores=needs_scores(balancing_losses(settings))):
-            router = {
-                "num_experts": rules.num_experts,
-                "score": rules.score,
-                "pre_softmax": rules.pre_softmax,
-                "normalize": rules.normalizes,
-                "scaling_factor": rules.scaling_factor,
-                "expert_bias": rules.expert_bias,
-            }
+    if config.use_moe and not router_problem(config):
+        rules = router_config(transformer_config(config), moe_options(config)["router"])
+        router = {
+            "num_experts": rules.num_experts,
+            "score": rules.score,
+            "pre_softmax": rules.pre_softmax,
+            "normalize": rules.normalizes,
+            "scaling_factor": rules.scaling_factor,
+            "expert_bias": rules.expert_bias,
+        }
     return Sizes(
         dtype=DTYPES[config.dtype],
         hidden_size=config.expert_hidden_size,
@@ -154,16 +158,6 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:
-    """Each part's problems, equal on all ranks: those of the first rank that has any."""
-    if not dist.is_initialized():
-        return found
-    mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
-    of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, mine)
-    return [next((lines for lines in parts if lines), []) for parts in zip(*of_ranks, strict=True)]
-
-
 def _without_kernels(config: Config, device: torch.device, part: str, problems: list[str]) -> KernelFailure:
     name = PARTS[part]
     if getattr(config, name.lower()) != "auto":
@@ -180,9 +174,13 @@ def _without_kernels(config: Config, device: torch.device, part: str, problems: 
 
 # For `moe-exp doctor --kernels`, which has no model.
 _DOCTOR_SIZES = Sizes(torch.bfloat16, hidden_size=1024, ffn_size=512, num_experts=8, topk=4, vocab_size=32000)
-_DOCTOR_ROUTERS = (
-    {"num_experts": 64, "score": "softmax"},
-    {"num_experts": 256, "score": "sigmoid", "normalize": True, "expert_bias": True},
+_BIASED_ROUTER = {"num_experts": 256, "score": "sigmoid", "normalize": True, "expert_bias": True}
+_DOCTOR_CASES: tuple[dict[str, Any], ...] = (
+    {"router": {"num_experts": 64, "score": "softmax"}},
+    {"dtype": torch.float32, "router": _BIASED_ROUTER},
+    {"activation": "gelu", "gathers": False, "adds": True},
+    {"dtype": torch.float16, "activation": "squared_relu", "gathers": False, "adds": True},
+    {"activation": "clamped_swiglu", "bias": True},
 )
 
 
@@ -193,14 +191,6 @@ def why_unchecked(device: torch.device) -> str:
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
     """Checks of `moe-exp doctor --kernels`, each as soon as it is done: on a GPU all configs are compiled."""
-    for sizes in _doctor_sizes():
-        for part in ["experts"] if sizes.router is None else PARTS:
-            yield from check_kernels(part, sizes, device)
-
-
-def _doctor_sizes() -> Iterator[Sizes]:
-    for router, dtype in zip(_DOCTOR_ROUTERS, (torch.bfloat16, torch.float32), strict=True):
-        yield replace(_DOCTOR_SIZES, dtype=dtype, router=router)
-    for activation, dtype in (("gelu", torch.bfloat16), ("squared_relu", torch.float16)):
-        yield replace(_DOCTOR_SIZES, dtype=dtype, activation=activation, gathers=False, adds=True)
-    yield replace(_DOCTOR_SIZES, activation="clamped_swiglu", bias=True)
+    for changes in _DOCTOR_CASES:
+        for part in PARTS if "router" in changes else ["experts"]:
+            yield from check_kernels(part, replace(_DOCTOR_SIZES, **changes), device)

@@ -5,7 +5,7 @@ A small model of each kind of attention gets two samples of several documents: p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,23 +38,14 @@ _LIMITS = {"fp32": 1e-4, "bf16": 0.05}
 
 @dataclass(frozen=True)
 class Leak:
-    """Result of a kind of attention.
+    """Result of a kind of attention; errors are relative to the documents alone."""
 
-    Args:
-        kernel: as `backends_of` names it.
-        heads: `grouped` or `latent`.
-        dtype: of the model.
-        logits_error: relative error of packed logits, against those of documents alone.
-        gradients_error: the same of all parameters' gradients, together.
-        num_changed: logits of other documents that are not the same bits when one document changes.
-    """
-
-    kernel: str
-    heads: str
+    kernel: str  # as `backends_of` names it
+    heads: str  # `grouped` or `latent`
     dtype: str
     logits_error: float
-    gradients_error: float
-    num_changed: int
+    gradients_error: float  # of all parameters, together
+    num_changed: int  # logits of other documents that are not the same bits when one document changes
 
     @property
     def is_tight(self) -> bool:
@@ -85,7 +76,7 @@ def _leak(config: Config, device: torch.device, model: Any, heads: str) -> Leak:
     weights = torch.randn(2, config.seq_len, config.padded_vocab_size, generator=drawn).to(device)
     packed = _packed(model, tokens)
     packed_gradients = _gradients(model, packed, weights)
-    alone = _alone(model, tokens)
+    alone = torch.cat([_alone(model, row, lengths) for row, lengths in zip(tokens, _LENGTHS, strict=True)])
     alone_gradients = _gradients(model, alone, weights)
     changed, first = tokens.clone(), _LENGTHS[0][0]
     changed[0, :first] = (tokens[0, :first] + 1) % config.vocab_size
@@ -103,15 +94,10 @@ def _packed(model: Any, tokens: Tensor) -> Tensor:
     return found
 
 
-def _alone(model: Any, tokens: Tensor) -> Tensor:
-    rows = []
-    for row, lengths in zip(tokens, _LENGTHS, strict=True):
-        documents = [
-            model(part[None], torch.arange(len(part), device=part.device)[None], None)
-            for part in row.split(lengths)
-        ]
-        rows.append(torch.cat(documents, dim=1))
-    return torch.cat(rows)
+def _alone(model: Any, row: Tensor, lengths: Sequence[int]) -> Tensor:
+    documents = row[None].split(lengths, dim=1)
+    logits = [model(one, torch.arange(one.size(1), device=one.device)[None], None) for one in documents]
+    return torch.cat(logits, dim=1)
 
 
 def _gradients(model: Any, logits: Tensor, weights: Tensor) -> Tensor:

@@ -14,13 +14,15 @@ from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron import rotary
 from moe_exp.layers.megatron.documents import RestartingPositions
+from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
+from moe_exp.layers.moe_layer import needs_scores
+from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,17 +215,34 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
     routing, _ = choose_routing(
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
     )
-    router: dict[str, Any] = {"normalize": normalize, "use_kernels": routing == "triton"}
+    router: dict[str, Any] = {
+        "normalize": normalize,
+        "use_kernels": routing == "triton",
+        "top_p": config.router_top_p,
+        "num_null_experts": config.null_experts,
+    }
     if config.router_bias_rule == "quantile":
         router |= {"expert_bias": True, "bias_rule": "quantile"}
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
-    router |= {"top_p": config.router_top_p, "num_null_experts": config.null_experts}
-    of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
     instead = [failure.backend for failure in kernel_failures if failure.part == "experts"]
-    backend = instead[0] if instead else config.expert_backend
-    of_experts = {"backend": backend, "fp8": config.is_fp8_by_kernels}
-    return {**of_experts, "dispatcher": config.dispatcher, "router": router, **of_layer}
+    return {
+        "backend": instead[0] if instead else config.expert_backend,
+        "fp8": config.is_fp8_by_kernels,
+        "dispatcher": config.dispatcher,
+        "router": router,
+        "min_capacity": config.min_capacity,
+        "token_rounding": config.token_rounding,
+    }
+
+
+def router_problem(config: Config) -> str:
+    """Why the router takes no kernel, see `layers.router.kernel_problem`; empty if it does."""
+    if not config.use_moe:
+        return ""
+    settings = transformer_config(config)
+    rules = router_config(settings, moe_options(config)["router"])
+    return kernel_problem(rules, needs_scores=needs_scores(balancing_losses(settings)))
 
 
 def _device_type() -> str:
@@ -288,7 +307,14 @@ def build_chunk(
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
         settings,
-        _decoder_spec(config, settings, stage, kernel_failures),
+        decoder_spec(
+            settings,
+            use_te=use_te(config),
+            vp_stage=stage,
+            projection_norm=config.qk_norm and config.qk_norm_scope == "all",
+            own_attention=config.document_mask or config.qk_clip > 0,
+            **moe_options(config, kernel_failures),
+        ),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
@@ -305,23 +331,6 @@ def build_chunk(
     if initial_weights:
         initialize_weights(chunk, config)
     return chunk
-
-
-def _decoder_spec(
-    config: Config,
-    settings: TransformerConfig,
-    vp_stage: int | None,
-    kernel_failures: Sequence[KernelFailure],
-) -> TransformerBlockSubmodules:
-    over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
-    return decoder_spec(
-        settings,
-        use_te=use_te(config),
-        vp_stage=vp_stage,
-        projection_norm=over_all_heads,
-        own_attention=config.document_mask or config.qk_clip > 0,
-        **moe_options(config, kernel_failures),
-    )
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:

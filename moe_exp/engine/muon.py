@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_exp.engine.optimizer_classes import MOMENTS, Adam
+from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.host.gloo import all_gather
 from moe_exp.layers.groups import group_size
 
@@ -69,11 +69,8 @@ _Owned = tuple[_Matrices, list[int]]
 class Muon(Adam):
     """Muon for the parameter groups that have a `muon_axis`, AdamW for the others.
 
-    Args:
-        momentum: decay of Muon's running mean.
-        dense: ranks of the matrices of dense groups.
-        experts: those of groups with `is_expert_parallel`, [experts, rows, columns] each.
-        adam: arguments of Adam.
+    `momentum` is the decay of Muon's running mean, `dense` the ranks of dense matrices, `experts` those of
+    groups with `is_expert_parallel`, [experts, rows, columns] each; `adam` are Adam's arguments.
     """
 
     def __init__(self, params: Any, *, momentum: float, dense: Ranks, experts: Ranks, **adam: Any):
@@ -86,9 +83,6 @@ class Muon(Adam):
             super().allocate(p, group)
         elif not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
-
-    def moments(self, p: Tensor) -> dict[str, Tensor]:
-        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -120,13 +114,11 @@ class Muon(Adam):
         owned = _owned(waiting, ranks)
         own = owned[dist.get_rank(ranks.shared)]
         # One at a time: as soon as it is in the buffer, its memory is free.
-        updates = (self._owned_update(each, indices, ranks.split) for each, indices in own)
+        updates = (self._owned_update(each, ranks.split) for each in own)
         _add_gathered(owned, updates, ranks.shared)
 
-    def _owned_update(
-        self, matrices: _Matrices, indices: list[int], split: dist.ProcessGroup | None
-    ) -> Tensor:
-        p, mean, group = matrices
+    def _owned_update(self, own: _Owned, split: dist.ProcessGroup | None) -> Tensor:
+        (p, mean, group), indices = own
         assert p.grad is not None
         gradient = _stacked(p.grad)[indices].lerp(_stacked(mean)[indices], self._momentum)
         return _whole_orthogonalized(gradient, group[AXIS], split)
@@ -173,18 +165,12 @@ def _add_gathered(
 ) -> None:
     """Adds to all parameters -lr times the update of its owner, on all ranks the same bits.
 
-    Args:
-        owned: what each of `ranks` owns.
-        updates: those that this rank owns, in the same order, [matrices, rows, columns] each.
+    `owned` is what each of `ranks` owns, `updates` are this rank's in that order, [matrices, rows, columns].
     """
-    targets = [
-        [
-            (_stacked(each.parameter)[index].view(-1), each.group["lr"])
-            for each, indices in own
-            for index in indices
-        ]
-        for own in owned
-    ]
+    targets: list[list[tuple[Tensor, float]]] = [[] for _ in owned]
+    for of_rank, own in zip(targets, owned, strict=True):
+        for each, indices in own:
+            of_rank += [(_stacked(each.parameter)[index].view(-1), each.group["lr"]) for index in indices]
     longest = max(sum(target.numel() for target, _ in of_rank) for of_rank in targets)
     flat, offset = next(own[0][0].parameter for own in owned if own).new_zeros(longest), 0
     for update in updates:

@@ -29,14 +29,8 @@ class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) like FusedAdam, by torch's fused kernel.
 
     torch's own AdamW keeps a `step` tensor per parameter, which is missing in checkpoints; after a load all
-    parameters share one, which advances once per parameter and gives wrong losses.
-
-    Args:
-        params: parameters or groups.
-        betas: decay of the two moments.
-        eps: added to the denominator.
-        adam_w_mode: must be True.
-        capturable: for CUDA graphs; must be False.
+    parameters share one, which advances once per parameter and gives wrong losses. `adam_w_mode` must be
+    True, and `capturable`, for CUDA graphs, False.
     """
 
     def __init__(
@@ -73,13 +67,13 @@ class Adam(torch.optim.Optimizer):
             self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """The two moments in fp32, in the shape of `p`."""
-        return {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}
+        """The MOMENTS that `p` has, in fp32 and in its shape."""
+        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
         """Stores `values`, which have the format of `moments`."""
-        for name, value in self.moments(p).items():
-            value.copy_(values[name])
+        for name, value in values.items():
+            self.state[p][name].copy_(value)
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
@@ -88,19 +82,17 @@ class Adam(torch.optim.Optimizer):
 def _fused_adamw(
     group: Mapping[str, Any], params: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]]
 ) -> None:
+    if not params:
+        return
     # The kernel increments each step tensor before use.
-    steps = (
-        list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind())
-        if params
-        else []
-    )
+    steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
     adamw(
         list(params),
         [p.grad for p in params if p.grad is not None],
         [moment["exp_avg"] for moment in moments],
         [moment["exp_avg_sq"] for moment in moments],
         [],
-        steps,
+        list(steps.unbind()),
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],
@@ -126,10 +118,6 @@ class Bf16Adam(Adam):
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         return {name: value.float() for name, value in super().moments(p).items()}
-
-    def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        for name in ("exp_avg", "exp_avg_sq"):
-            self.state[p][name].copy_(values[name])
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         for p in params:
@@ -158,25 +146,19 @@ class Adam8bit(Adam):
 
     def _try_kernels(self) -> None:
         """Fails before training, in one line, if the package was built for another device."""
-        device = (
-            self.param_groups[0]["params"][0].device
-            if self.param_groups[0]["params"]
-            else torch.device("cpu")
-        )
+        params = self.param_groups[0]["params"]
+        device = params[0].device if params else torch.device("cpu")
         p = torch.zeros(SMALL, device=device)
         p.grad = torch.ones_like(p)
         try:
             self.allocate(p, self.param_groups[0])
             self._update({**self.param_groups[0], "step": 1, "lr": 0.0}, [p])
         except (RuntimeError, NameError, AttributeError, TypeError, NotImplementedError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            rule = (
-                f"the kernels of the installed bitsandbytes do not run on {device.type}"
-                f" ({type(error).__name__}: {reason})"
-            )
-            raise ValueError(
-                f"OPTIMIZER=adam8bit: {rule}. Fix: install another version, or set OPTIMIZER=adam."
-            ) from error
+            first_line = str(error).strip().partition("\n")[0]
+            reason = f"{type(error).__name__}: {first_line}"
+            rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({reason})"
+            fix = "install another version, or set OPTIMIZER=adam"
+            raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: {fix}.") from error
         finally:
             del self.state[p]
 
@@ -211,11 +193,9 @@ class Adam8bit(Adam):
 
     def _table(self, device: torch.device) -> dict[str, Tensor]:
         if device not in self._tables:
-            tables = {"exp_avg": True, "exp_avg_sq": False}
-            self._tables[device] = {
-                name: self._kernels.create_dynamic_map(signed=signed).to(device)
-                for name, signed in tables.items()
-            }
+            make = self._kernels.create_dynamic_map
+            signed, unsigned = make(signed=True).to(device), make(signed=False).to(device)
+            self._tables[device] = {"exp_avg": signed, "exp_avg_sq": unsigned}
         return self._tables[device]
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
@@ -233,10 +213,7 @@ class Adam8bit(Adam):
 def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
     """`table[codes] * scale` with a scale per 256 values: fp32, flat.
 
-    Args:
-        codes: uint8, n values of any shape.
-        scale: fp32 [ceil(n / 256)].
-        table: fp32 [256], ascending.
+    Of uint8 codes, n of any shape; fp32 scales [ceil(n / 256)]; and an ascending fp32 table [256].
     """
     flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -251,11 +228,7 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
     A block's scale is the smallest that keeps all values in the table's range. bitsandbytes uses the largest
     absolute value, but the lowest value of the signed table is -0.993: requantizing finds our scale again,
-    and so the same codes.
-
-    Args:
-        values: fp32, n values of any shape.
-        table: fp32 [256], ascending, from 0 or below up to 1.
+    and so the same codes. `table` is as in `dequantized`, from 0 or below up to 1.
     """
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
@@ -267,9 +240,8 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         if table[0] < 0:
             scale = torch.maximum(scale, blocks.amin(1) / table[0])
         shares = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
-        codes[start : start + _CHUNK] = (
-            torch.bucketize(shares, bounds).view(-1)[: part.numel()].to(torch.uint8)
-        )
+        nearest = torch.bucketize(shares, bounds).view(-1)[: part.numel()]
+        codes[start : start + _CHUNK] = nearest.to(torch.uint8)
         scales.append(scale)
     return codes, torch.cat(scales) if scales else flat.new_empty(0)
 

@@ -1,7 +1,7 @@
 """Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -35,20 +35,22 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, local_
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
 
 
-def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: float = 0.9) -> tuple[str, str]:
-    """The optimizer that runs, and the reason in words; `momentum` is SGD_MOMENTUM or MUON_MOMENTUM."""
+def choose_optimizer(config: Config) -> tuple[str, str]:
+    """The optimizer that runs, and the reason in words."""
+    name = config.optimizer
     if name == "sgd":
-        return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
+        return "torch SGD", f"OPTIMIZER=sgd, momentum {config.sgd_momentum:g}"
     if name == "muon":
+        momentum = f"OPTIMIZER=muon, momentum {config.muon_momentum:g}"
         return (
             "Muon, AdamW for embeddings, routers, norms and biases",
-            f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32, by one data parallel rank each",
+            f"{momentum}; orthogonalized in fp32, by one data parallel rank each",
         )
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if name != "adam":
         raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
-    if state_dtype == "bf16":
+    if config.optimizer_state_dtype == "bf16":
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
@@ -58,19 +60,14 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
     )
 
 
-def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
-    """The class behind `choose_optimizer`."""
-    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
-    return {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
-
-
 @contextmanager
 def _megatron_builds(config: Config) -> Iterator[None]:
     """Inside, Megatron builds the chosen class, and its distributed optimizer accepts it.
 
     Megatron has no argument for the class: it takes names of its module, which get their values back.
     """
-    chosen = _optimizer_class(config)
+    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
+    chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
     if chosen is Muon:
         dense = Ranks(
@@ -105,14 +102,11 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 def _matrices() -> dict[ParamKey, Any]:
     """Muon's parameter groups by split axis: all matrices except embedding, output layer and routers."""
-    return {
-        ParamKey(
-            with_name_predicate=ParamWithNamePredicate(
-                name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis)
-            )
-        ): {AXIS: axis}
-        for axis in (0, -1, -2)
-    }
+    groups = {}
+    for axis in (0, -1, -2):
+        among = ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))
+        groups[ParamKey(with_name_predicate=among)] = {AXIS: axis}
+    return groups
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
@@ -154,13 +148,9 @@ def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[Pa
         rates = {"max_lr": config.lr * own.lr, "min_lr": config.min_lr * own.lr} if own.lr != 1 else {}
         decay = {"wd_mult": own.wd} if own.wd != 1 else {}
         if rates or decay:
-            among = ParamPredicate(name=str(own), fn=partial(_is_among, ids=parameters))
+            among = ParamPredicate(name=str(own), fn=lambda x, ids=parameters: id(x) in ids)
             overrides[ParamKey(predicate=among)] = rates | decay
     return overrides
-
-
-def _is_among(parameter: torch.Tensor, *, ids: Container[int]) -> bool:
-    return id(parameter) in ids
 
 
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -189,10 +179,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         overrides |= _matrices()
     with _megatron_builds(config):
         optimizer = get_megatron_optimizer(
-            settings,
-            model,
-            config_overrides=overrides,
-            use_gloo_process_groups=False,
+            settings, model, config_overrides=overrides, use_gloo_process_groups=False
         )
     for part in optimizer.chained_optimizers:
         # Before the first step: fp16 may save before any step, and out-of-memory errors come early.
@@ -296,7 +283,7 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
         return
     updates, prepare = [part.grad_scaler.update for part in parts], optimizer.prepare_grads
     for part in parts:
-        part.grad_scaler.update = _not_yet
+        part.grad_scaler.update = lambda found_inf: None  # an overflow in one part alone decides nothing
 
     def prepare_grads() -> bool:
         overflowed = torch.tensor(float(prepare()), device=parts[0].found_inf.device)
@@ -308,10 +295,6 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
     # On the instance: Megatron's own step calls it.
     optimizer.prepare_grads = prepare_grads
-
-
-def _not_yet(found_inf: bool) -> None:
-    """An overflow in one part alone decides nothing."""
 
 
 # Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to get the norm of all,

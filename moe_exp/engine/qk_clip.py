@@ -35,13 +35,9 @@ def clip_attention_logits(
 ) -> None:
     """Makes `optimizer.step` clip, too, whenever it changes the weights.
 
-    Costs the products of queries and keys once more per forward pass, and a reduction of one value per head.
-
-    Args:
-        optimizer: Megatron's, with whole main weights on every rank.
-        model: the chunks of this rank, whose attention cores are `CausalAttention`.
-        threshold: QK_CLIP.
-        replicas: data and context parallel ranks.
+    Costs the products of queries and keys once more per forward pass, and a reduction of one value per head
+    over `replicas`, the data and context parallel ranks. Every rank needs whole main weights, and the model's
+    attention cores must be `CausalAttention`.
     """
     attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
     cores = attention_cores(model)

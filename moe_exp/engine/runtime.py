@@ -3,7 +3,6 @@
 import atexit
 import datetime
 import gc
-import logging
 import os
 import random
 import socket
@@ -25,8 +24,6 @@ from moe_exp.host.megatron_versions import quiet_loggers
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,15 @@ def share_alone(config: Config) -> Runtime:
 
 def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
     """Sets up parallel state and seeds of a rank whose default process group exists, with any backend."""
-    _start_parallel_state(config)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep if config.use_moe else 1,
+        expert_tensor_parallel_size=config.etp if config.use_moe else 1,
+        create_gloo_process_groups=False,
+    )
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return Runtime(rank, local_rank, config.world_size, device, socket.gethostname(), groups)
@@ -208,18 +213,6 @@ def _make_deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(True)
     # Every value is written before it is read: to fill new tensors as well costs writes, and changes nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _start_parallel_state(config: Config) -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tp,
-        pipeline_model_parallel_size=config.pp,
-        virtual_pipeline_model_parallel_size=config.vpp,
-        context_parallel_size=config.cp,
-        expert_model_parallel_size=config.ep if config.use_moe else 1,
-        expert_tensor_parallel_size=config.etp if config.use_moe else 1,
-        create_gloo_process_groups=False,
-    )
 
 
 def seed_everything(config: Config) -> None:

@@ -18,10 +18,8 @@ _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABIL
 # Makes glibc's malloc keep freed memory on a CPU host: returning and re-faulting it for every large tensor
 # costs a third of a layer's time (docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,8 @@ def count_gpus() -> int:
     except OSError:
         return 0
     count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
 
 
 def driver_version() -> str:
@@ -95,10 +92,8 @@ def compute_capability() -> tuple[int, int]:
 
 def rank_place(rank: int | None = None) -> str:
     """Rank (by default torchrun's), host and device for error lines: `rank 11 on node-b (cuda:3)`."""
-    return (
-        f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()}"
-        f" ({device_label()})"
-    )
+    number = os.environ.get("RANK", "0") if rank is None else rank
+    return f"rank {number} on {socket.gethostname()} ({device_label()})"
 
 
 def device_label() -> str:
@@ -111,12 +106,8 @@ def device_name() -> str:
     if not count_gpus():
         return "CPU"
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
-    if (
-        driver.cuDeviceGet(ctypes.byref(device), 0) != 0
-        or driver.cuDeviceGetName(name, len(name), device) != 0
-    ):
-        return "GPU"
-    return name.value.decode(errors="replace")
+    failed = driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(name, len(name), device)
+    return "GPU" if failed else name.value.decode(errors="replace")
 
 
 def peak_resident_bytes() -> int:

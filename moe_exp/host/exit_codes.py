@@ -14,35 +14,20 @@ FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
 # From ranks to their launcher: restart the ranks; not a failure.
 START_AGAIN = 76
 
-# Set by the launcher: where ranks write the exit code of the job.
-EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
-
-# Set by the launcher: this node's folder for the ranks' heartbeats.
-HEARTBEATS = "MOE_EXP_HEARTBEATS"
-
-# Set by the launcher: the run's metrics.jsonl; time of the launch, from `time.monotonic`.
-METRICS_FILE = "MOE_EXP_METRICS_FILE"
-
-LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
-
-# Set by the launcher: token files and tokenizer made of the text that TRAIN_DATA names, as JSON.
-PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"
-
-# Set by the launcher: prefix of names in the job's stores, see launch/rendezvous.py.
-RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"
-
-# Set by `moe_exp.train`: where ranks write the lines with which they end.
-REASONS_FILE = "MOE_EXP_REASONS_FILE"
+# Environment of the ranks, set by the launcher.
+EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"  # where ranks write the exit code of the job
+HEARTBEATS = "MOE_EXP_HEARTBEATS"  # this node's folder for the ranks' heartbeats
+METRICS_FILE = "MOE_EXP_METRICS_FILE"  # the run's metrics.jsonl
+LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"  # from `time.monotonic`
+PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"  # token files and tokenizer made of TRAIN_DATA's text, as JSON
+RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"  # prefix of names in the job's stores, see launch/rendezvous.py
+REASONS_FILE = "MOE_EXP_REASONS_FILE"  # by `moe_exp.train`: where ranks write the lines with which they end
 
 # Messages of torch.distributed on healthy ranks when another rank has died.
 CAUSED_BY_ANOTHER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL",
-    "Timed out waiting",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting",
     "ProcessGroup",
-)
+)  # fmt: skip
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
@@ -85,6 +70,11 @@ def reported_exit_code() -> int | None:
 def alive_file(exit_code_file: str) -> Path:
     """File that the agent touches regularly, next to the exit code's."""
     return Path(exit_code_file).with_name("agent_alive")
+
+
+def settings_file(exit_code_file: str) -> Path:
+    """File with the settings that the launcher has resolved and checked for its ranks, next to it, too."""
+    return Path(exit_code_file).with_name("settings.json")
 
 
 def show_alive() -> None:

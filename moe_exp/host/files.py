@@ -11,7 +11,6 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import xxhash
@@ -86,9 +85,7 @@ def ending(name: str | os.PathLike[str]) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`path` with the home folder for a leading ~, as a shell gives it: as it is where there is no such user,
-    of which `Path.expanduser` makes an error.
-    """
+    """`path` with the home folder for a leading ~, unlike `Path.expanduser` unchanged for an unknown user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -104,9 +101,7 @@ def regular(path: Path) -> Path:
 def read_json(path: Path, *, fix: str = "") -> Any:
     """The value in a JSON file.
 
-    Args:
-        path: of the file.
-        fix: what to do about a damaged file; makes the error message a whole line.
+    `fix`: what to do about a damaged file; makes the error message a whole line.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
@@ -194,9 +189,7 @@ class HashedFile:
     def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._error is not None:
                 # torch.save hides the system's error behind its own

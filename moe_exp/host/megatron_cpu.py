@@ -206,9 +206,8 @@ def _patch_norm(module: Any) -> None:
     def l2_norm(
         chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any
     ) -> tuple[torch.Tensor, None]:
-        norms = [
-            torch.linalg.vector_norm(x, dtype=torch.float64) for tensors in tensor_lists for x in tensors
-        ]
+        tensors = (x for of_list in tensor_lists for x in of_list)
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in tensors]
         return torch.stack(norms).norm().float().view(1), None
 
     module.local_multi_tensor_l2_norm = l2_norm
@@ -226,9 +225,9 @@ def _patch_moe(module: Any) -> None:
     move = module.maybe_move_tensor_to_cpu
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return (
-            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
-        )
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
 
     module.maybe_move_tensor_to_cpu = as_numbers
 

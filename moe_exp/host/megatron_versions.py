@@ -73,10 +73,8 @@ class PartsOfSpec:
 def refuse_cuda_graphs(capturable: bool) -> None:
     """Checks an argument that Megatron passes to Adam from 0.17 on; ValueError if true."""
     if capturable:
-        raise ValueError(
-            "capturable=True: the step counts on the host, which a CUDA graph leaves out. Fix: use"
-            " capturable=False."
-        )
+        rule = "the step counts on the host, which a CUDA graph leaves out"
+        raise ValueError(f"capturable=True: {rule}. Fix: use capturable=False.")
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:

@@ -49,15 +49,10 @@ _reached: set[str] = set()  # protocols
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file at a store.
-
-    Args:
-        bytes: its size.
-        version: changes with its content: an ETag, or what the store has for it.
-    """
+    """A file at a store."""
 
     bytes: int
-    version: str
+    version: str  # changes with its content: an ETag, or what the store has for it
 
 
 class Store:
@@ -69,9 +64,8 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            raise ValueError(
-                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
-            )
+            fix = "give one such as s3://bucket/folder"
+            raise ValueError(f"{url}: is no URL of an object store. Fix: {fix}.")
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
@@ -89,34 +83,31 @@ class Store:
 
     def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
         fs, place = self._place(name)
+
+        def limit_of(error: Exception) -> int | None:
+            is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
+            return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
+
         try:
-            found = patiently(
-                lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=self._limit_of
-            )
+            found = patiently(lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=limit_of)
         except FileNotFoundError:
             _reached.add(self.protocol)
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
         except Exception as error:
-            raise self._explained(name, error) from error
+            kind, rule, fix = _explained(error)
+            raise kind(f"{self._named(name)}: {rule}. Fix: {fix}.") from error
         _reached.add(self.protocol)
         return found
 
     def _named(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def _limit_of(self, error: Exception) -> int | None:
-        is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
-        return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
-
-    def _explained(self, name: str, error: Exception) -> Exception:
-        if _names_of(error) & _NO_ACCESS:
-            fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-            return ValueError(f"{self._named(name)}: no access ({first_line(error)}). Fix: {fix}.")
-        if not _may_pass(error):
-            fix = "check the URL, the region and the package of the store"
-            return ValueError(f"{self._named(name)}: {first_line(error)}. Fix: {fix}.")
-        fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
-        return ConnectionError(f"{self._named(name)}: keeps failing ({first_line(error)}). Fix: {fix}.")
+    def _listed(self, name: str, action: Callable[[Any, str], T], missing: T) -> T:
+        """Result of `action`; `missing` if there is no such file or folder."""
+        try:
+            return self._asked(name, action)
+        except FileNotFoundError:
+            return missing
 
     def files(self) -> dict[str, StoredFile]:
         """All files, by their names below the URL; empty if there is none."""
@@ -126,17 +117,11 @@ class Store:
             names = {path: path[len(root) :].lstrip("/") for path in found if path.startswith(f"{root}/")}
             return {name: _stored(found[path]) for path, name in sorted(names.items())}
 
-        try:
-            return self._asked("", listed)
-        except FileNotFoundError:
-            return {}
+        return self._listed("", listed, {})
 
     def find(self, name: str) -> StoredFile | None:
         """Facts of a file; None if there is none."""
-        try:
-            info = self._asked(name, lambda fs, place: fs.info(place))
-        except FileNotFoundError:
-            return None
+        info = self._listed(name, lambda fs, place: fs.info(place), {"type": "missing"})
         return _stored(info) if info["type"] == "file" else None
 
     def names(self) -> list[str]:
@@ -146,10 +131,7 @@ class Store:
             found = fs.ls(root, detail=True)
             return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
 
-        try:
-            return self._asked("", listed)
-        except FileNotFoundError:
-            return []
+        return self._listed("", listed, [])
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The files of some names that are there."""
@@ -184,9 +166,8 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            raise ValueError(
-                f"{self.url}: there is no such bucket. Fix: create it, or correct the URL."
-            ) from None
+            fix = "create it, or correct the URL"
+            raise ValueError(f"{self.url}: there is no such bucket. Fix: {fix}.") from None
 
     def remove(self, name: str) -> None:
         """Removes a file; there need be none."""
@@ -194,11 +175,8 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file there.
-
-        Raises:
-            FileNotFoundError: there is no file `path`.
-            ConnectionError: what came there has another size.
+        """Copies a file there; FileNotFoundError if there is no `path`, ConnectionError if what came has
+        another size.
         """
         num_bytes = path.stat().st_size
         # s3fs otherwise holds ten parts of each file in memory
@@ -210,10 +188,8 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: call it again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Copies a file here, in parts; continues what a stopped call has left beside `path`.
-
-        Raises:
-            FileNotFoundError, ValueError, ConnectionError: as above; or it is not `known` any more.
+        """Copies a file here, in parts; continues what a stopped call has left beside `path`. Raises as
+        above, and a ConnectionError if it is not `known` any more.
         """
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
@@ -250,6 +226,17 @@ def _may_pass(error: Exception) -> bool:
     return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
 
 
+def _explained(error: Exception) -> tuple[type[Exception], str, str]:
+    """Kind, rule and fix of the one line about an error."""
+    if _names_of(error) & _NO_ACCESS:
+        fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        return ValueError, f"no access ({first_line(error)})", fix
+    if not _may_pass(error):
+        return ValueError, first_line(error), "check the URL, the region and the package of the store"
+    fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
+    return ConnectionError, f"keeps failing ({first_line(error)})", fix
+
+
 def _names_of(error: BaseException | None) -> set[str]:
     """Types of an error and of what it was raised from."""
     names = set[str]()
@@ -263,20 +250,11 @@ def _names_of(error: BaseException | None) -> set[str]:
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
-    """Copies files to a store and publishes them: `manifest`, with `content`, comes last.
+    """Copies `files` (name there to path here) to a store and publishes them: `manifest`, with a `content`
+    that other files do not have, comes last. Returns whether there was anything to do.
 
     A call that was stopped continues with the files that are not there. What another manifest there lists is
     replaced; it is removed first, as a mixture of both would look complete.
-
-    Args:
-        store: where to.
-        files: name there to path here.
-        manifest: name of the file that makes them complete.
-        content: of that file; other files have another one.
-        advance: called with the bytes of every file.
-
-    Returns:
-        Whether there was anything to do.
     """
     begun = f"{manifest}.partial"
     there = store.some([*files, manifest, begun])
@@ -293,10 +271,10 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
         store.write(begun, content)
         same = set()
 
-    def copy(name: str) -> int:
+    def copy(name: str, count: Advance) -> None:
         if name not in same:
             store.upload(files[name], name)
-        return sizes[name]
+        count(sizes[name])
 
     _each(copy, sizes, advance)
     store.write(manifest, content)
@@ -306,6 +284,19 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
 
 def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: Advance) -> None:
     """Copies files of a store into a folder; those that are there with their size stay."""
+
+    def copy(name: str, count: Advance) -> None:
+        path, known = folder / name, files[name]
+        if path.is_file() and path.stat().st_size == known.bytes:
+            count(known.bytes)
+        else:
+            store.download(name, path, known, count)
+
+    _each(copy, {name: known.bytes for name, known in files.items()}, advance)
+
+
+def _each(copy: Callable[[str, Advance], None], sizes: Mapping[str, int], advance: Advance) -> None:
+    """Calls `copy` with name and `advance`, several files at a time, the largest first; ends at an error."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def count(num_bytes: int, now: str = "", /) -> None:
@@ -314,32 +305,13 @@ def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: 
         with lock:
             advance(num_bytes)
 
-    def copy(name: str) -> int:
-        path, known = folder / name, files[name]
-        if path.is_file() and path.stat().st_size == known.bytes:
-            return known.bytes
-        store.download(name, path, known, count)
-        return 0
-
-    _each(copy, {name: known.bytes for name, known in files.items()}, count, stopped)
-
-
-def _each(
-    copy: Callable[[str], int],
-    sizes: Mapping[str, int],
-    advance: Advance,
-    stopped: threading.Event | None = None,
-) -> None:
-    """Copies files, several at a time, the largest first; ends at the first error, and sets `stopped`."""
     with ThreadPoolExecutor(_WORKERS) as pool:
-        copies = [pool.submit(copy, name) for name in sorted(sizes, key=lambda name: (-sizes[name], name))]
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        copies = [pool.submit(copy, name, count) for name in names]
         try:
             for one in copies:
-                advance(one.result())
-        except BaseException:
-            if stopped is not None:
-                stopped.set()
-            raise
+                one.result()
         finally:
+            stopped.set()
             for one in copies:
                 one.cancel()

@@ -151,9 +151,8 @@ def children_of(pid: int) -> list[int]:
     if Path("/proc/self/stat").exists():
         pairs = [(int(stat.parent.name), _parent(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
     else:
-        lines = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        command = ["ps", "-A", "-o", "pid=,ppid="]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         pairs = [(int(child), int(parent)) for child, parent in map(str.split, lines)]
     return [child for child, parent in pairs if parent == pid]
 

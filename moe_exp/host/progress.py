@@ -40,13 +40,8 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
     # this stream, even if a step redirects sys.stderr of a verbose package
     console = Console(file=sys.stderr)
     if console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        said, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+        columns = (said, BarColumn(), rate, TimeElapsedColumn(), TimeRemainingColumn())
         # If stdout is redirected, printed lines go there, too.
         with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
             task = bar.add_task(what, total=total, completed=done, rate="")
@@ -54,8 +49,8 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
             def advance(units: int, now: str = "", /) -> None:
                 counter.done += units
-                said = f"{counter.amount()}, {counter.rate()}" if counter.done > done else ""
-                bar.update(task, advance=units, rate=said, description=f"{what}: {now}" if now else None)
+                speed = f"{counter.amount()}, {counter.rate()}" if counter.done > done else ""
+                bar.update(task, advance=units, rate=speed, description=f"{what}: {now}" if now else None)
 
             yield advance
         return
@@ -97,11 +92,9 @@ class _Counter:
 
     def rate(self) -> str:
         rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
-        return (
-            f"{60 * rate:.1f} {self.unit}/min"
-            if rate < 1 and self.unit != "bytes"
-            else f"{self._size(int(rate))}/s"
-        )
+        if rate < 1 and self.unit != "bytes":
+            return f"{60 * rate:.1f} {self.unit}/min"
+        return f"{self._size(int(rate))}/s"
 
     def log(self, units: int, now: str = "", /) -> None:
         self.done += units

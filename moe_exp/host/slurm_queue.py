@@ -24,60 +24,52 @@ _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
 _HALTED = ("SUSPENDED", "STOPPED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 # Reasons of jobs that will not start by themselves, as in SLURM's job_reason_string; %r has no brackets.
 _NEVER = re.compile(
-    r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued"
-    r" held|"
-    r"(job )?requeued (in )?held("
-    r" state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
-    r"user env retrieval failed requeued held|DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|"
+    r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|"
+    r"NonZeroExitCode|launch failed requeued held|(job )?requeued (in )?held( state)?|"
+    r"user env retrieval failed requeued held|"
+    r"Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|ReservationDeleted|"
+    r"DeadLine|FrontEndDown|AccountingPolicy|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|"
     r"(QOS|Assoc)(Max|Grp)(?!\w*RunMinutes)\w*Minutes\w*|"  # RunMinutes: of running jobs, which end
-    r"ReservationDeleted|FrontEndDown|AccountingPolicy|"
     r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*|QOSMin\w*"
 )
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """One line of squeue.
+    """One line of squeue."""
 
-    Attributes:
-        name: as squeue writes it, 123, 123_4 or 123_[5-20%1].
-        num_tasks: jobs that the line stands for.
-        start: actual, or expected by the scheduler.
-        limit_seconds: of each job; None for none.
-        left_seconds: until the limit of a running job.
-        reason: why it waits.
-    """
-
-    name: str
+    name: str  # as squeue writes it, 123, 123_4 or 123_[5-20%1]
     state: str
-    num_tasks: int
-    start: datetime | None
-    limit_seconds: int | None
-    left_seconds: int | None
-    reason: str
+    start: datetime | None  # actual, or expected by the scheduler
+    limit_seconds: int | None  # of each job; None for none
+    left_seconds: int | None  # until the limit of a running job
+    reason: str  # why it waits
 
     @property
     def text(self) -> str:
-        return f"job {self.name} {self.state.lower()}" + (
-            f" ({self.reason})" if self.reason not in ("None", "") else ""
-        )
+        reason = "" if self.reason in ("None", "") else f" ({self.reason})"
+        return f"job {self.name} {self.state.lower()}{reason}"
+
+    @property
+    def num_tasks(self) -> int:
+        """Jobs that the line stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
+        found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", self.name)
+        total = 0
+        for part in found[1].split(",") if found else ():
+            if numbers := re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part):
+                first, last, step = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 1)
+                total += len(range(first, last + 1, step))
+        return total if found else 1
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The jobs of one name and user, in squeue's order.
+    """The jobs of one name and user, in squeue's order."""
 
-    Attributes:
-        running: have nodes.
-        ending: completing; a requeued job looks like that for a while.
-        coming: wait for nodes or for the job before them.
-        stuck: wait, and need somebody to act before they start.
-    """
-
-    running: list[QueuedJob] = field(default_factory=list)
-    ending: list[QueuedJob] = field(default_factory=list)
-    coming: list[QueuedJob] = field(default_factory=list)
-    stuck: list[QueuedJob] = field(default_factory=list)
+    running: list[QueuedJob] = field(default_factory=list)  # have nodes
+    ending: list[QueuedJob] = field(default_factory=list)  # a requeued job looks like that for a while
+    coming: list[QueuedJob] = field(default_factory=list)  # wait for nodes or for the job before them
+    stuck: list[QueuedJob] = field(default_factory=list)  # wait for somebody to act
 
     @property
     def all_jobs(self) -> list[QueuedJob]:
@@ -98,9 +90,7 @@ class Queue:
     def scheduled_seconds(self) -> float | None:
         """Time left to the run in all of its jobs; None if one has no limit."""
         times = [job.left_seconds for job in self.running]
-        times += [
-            None if job.limit_seconds is None else job.limit_seconds * job.num_tasks for job in self.coming
-        ]
+        times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
         known = [one for one in times if one is not None]
         return sum(known) if len(known) == len(times) else None
 
@@ -124,10 +114,7 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
     try:
         done = _squeue(*([f"--jobs={','.join(job_ids)}"] if job_ids else chosen), f"--format={_FORMAT}")
     except FileNotFoundError:
-        fix = (
-            "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave"
-            " --slurm-name out"
-        )
+        fix = "put its folder on PATH (cron's is short), call this on a login node, or omit --slurm-name"
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
@@ -144,15 +131,8 @@ def parse_queue(text: str) -> Queue:
         if len(fields) < 6:
             continue
         name, state, start, limit, left, reason = fields
-        job = QueuedJob(
-            name,
-            state,
-            num_tasks(name),
-            slurm_time(start),
-            slurm_seconds(limit),
-            slurm_seconds(left),
-            reason.strip("() "),
-        )
+        times = slurm_time(start), slurm_seconds(limit), slurm_seconds(left)
+        job = QueuedJob(name, state, *times, reason.strip("() "))
         if state in _RUNNING:
             queue.running.append(job)
         elif state == "COMPLETING":
@@ -162,20 +142,6 @@ def parse_queue(text: str) -> Queue:
         elif state in _WAITING:
             queue.coming.append(job)
     return queue
-
-
-def num_tasks(name: str) -> int:
-    """Jobs that a squeue name stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
-    found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", name)
-    if not found:
-        return 1
-    total = 0
-    for part in found[1].split(","):
-        numbers = re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", part)
-        if numbers:
-            first, last, step = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 1)
-            total += len(range(first, last + 1, step))
-    return total
 
 
 def slurm_seconds(text: str) -> int | None:
@@ -204,9 +170,10 @@ def job_environment() -> str:
     paths = {"PATH": Path(sys.executable).parent}
     if package_root.name not in ("site-packages", "dist-packages"):
         paths["PYTHONPATH"] = package_root
-    return "; ".join(
+    exports = (
         f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items()
     )
+    return "; ".join(exports)
 
 
 def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
@@ -227,10 +194,8 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        raise ValueError(
-            f"squeue: is not here to report the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node"
-            " of the cluster."
-        )
+        rule = f"is not here to report the SLURM jobs {' '.join(job_ids)}"
+        raise ValueError(f"squeue: {rule}. Fix: call it on a login node of the cluster.")
     fix = "call it again when SLURM answers"
     try:
         found = _squeue("--format=%F", "--jobs", ",".join(job_ids))

@@ -5,7 +5,7 @@ Replicas share the batches as in `score`; sums are in float64 and reduced once a
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import UNKNOWN_DATA, saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.tools.info import iteration_of
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, problem, setting_error
+from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
@@ -30,13 +31,18 @@ from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.eval_report import Evaluation, Row, print_evaluation
-from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
+from moe_exp.inference.eval_report import Evaluation, LayerUsage, RouterCounts, Row, print_evaluation
 from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
-from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use, longest_sample
-from moe_exp.inference.loading import load_model
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.jobs import (
+    Layout,
+    Request,
+    advancing,
+    batch_size_of,
+    config_for_use,
+    planned_quietly,
+    run_rank,
+)
+from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.evaluate")  # by name: torchrun runs this module as __main__
@@ -133,7 +139,10 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
             raise ConfigError(problems)
     token_bytes = None
     if tokenizer:
-        as_in_data = [_as_in_documents(tokenizer, source) for source in sources]
+        ends = [documents_of(source.prefix) for source in sources]
+        as_in_data = [
+            replace(tokenizer, eod_id=one.eod_id, bos_id=one.bos_id) if one else tokenizer for one in ends
+        ]
         tables = {one: TokenBytes(one) for one in as_in_data}
         token_bytes = [tables[one] for one in as_in_data]
         if token_bytes[0].note:
@@ -153,7 +162,7 @@ class _Owner:
         """The error about its data."""
         others = "" if self.named else ", or --data-of, a run"
         name, fix = "data_of" if self.named else "data", f"give --data, prefixes of .bin/.idx files{others}"
-        return ValueError(problem(name, self.named, rule, fix))
+        return setting_error(name, self.named, rule, fix)
 
     def tokenizer(self) -> TextTokenizer | None:
         """Returns the tokenizer of the data of --data-of; None if it is not known."""
@@ -187,9 +196,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
         rule = "the model is dense, it has none"
         problems.append(problem("experts", request.experts, rule, "leave --experts out"))
     if request.capacity and saved.seq_len % request.layout.tp:
-        rule = (
-            f"with --capacity the {saved.seq_len} tokens of a sequence cannot be padded to a multiple of it"
-        )
+        rule = f"must divide the {saved.seq_len} tokens of a sequence with --capacity"
         problems.append(problem("tp", request.layout.tp, rule, "use another TP, or leave --capacity out"))
     if request.data_of and request.data:
         fix = "leave one of the two out"
@@ -203,9 +210,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's, else that of --data-of; None, with a warning, if neither is known and none was requested.
-    ValueError if the two differ.
-    """
+    """The model's, else that of --data-of, else None; ValueError if the two differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -217,7 +222,7 @@ def _tokenizer(
     if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
         rule = f"its tokenizer, {of_data.name}, differs from the model's, {found.name}"
         fix = "name a run with the model's tokenizer, or tokenize its text with that one and give --data"
-        raise ValueError(problem("data_of", request.data_of, rule, fix))
+        raise setting_error("data_of", request.data_of, rule, fix)
     return found
 
 
@@ -270,10 +275,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """ValueError if --data or --data-of is by its manifest of none of `tokenizers`, which give the same ids,
-    or its documents begin or end otherwise than in the training. With --allow-other-data, and for the run's
-    own data, a warning.
-    """
+    """ValueError, or with --allow-other-data, and for the run's own data, a warning."""
     for source in sources:
         facts, documents = tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
@@ -286,14 +288,8 @@ def _compare_tokenizers(
             continue
         name, value = ("data_of", request.data_of) if request.data_of else ("data", " ".join(request.data))
         if value and not request.allow_other_data:
-            raise ValueError(problem(name, value, rule, f"{fix}, or give --allow-other-data"))
+            raise setting_error(name, value, rule, f"{fix}, or give --allow-other-data")
         logger.warning("%s", rule)
-
-
-def _as_in_documents(tokenizer: TextTokenizer, source: HeldOut) -> TextTokenizer:
-    """The tokenizer with the tokens that begin and end the documents of the data, if these are known."""
-    documents = documents_of(source.prefix)
-    return replace(tokenizer, eod_id=documents.eod_id, bos_id=documents.bos_id) if documents else tokenizer
 
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
@@ -314,15 +310,13 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
         Row(source.prefix, len(source), round(count), nats, round(num_bytes) if has_bytes else None)
         for source, (nats, count, num_bytes) in zip(plan.sources, sums.tolist(), strict=True)
     ]
-    usage = [] if counts is None else _usage(plan.config, counts)
+    usage = []
+    if counts is not None:
+        counts_PLE = counts.counts_PLE.cpu().numpy()
+        layers = [layer for layer, is_moe in enumerate(plan.config.moe_layers) if is_moe]
+        usage = [LayerUsage(layer + 1, counts_PLE[:, layer]) for layer in layers]
     iteration = iteration_of(plan.folder, read_common(plan.folder))
     return Evaluation(str(plan.folder), iteration, rows, usage)
-
-
-def _usage(config: Config, counts: RouterCounts) -> list[LayerUsage]:
-    counts_PLE = counts.counts_PLE.cpu().numpy()
-    layers = [layer for layer, is_moe in enumerate(config.moe_layers) if is_moe]
-    return [LayerUsage(layer + 1, counts_PLE[:, layer]) for layer in layers]
 
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
@@ -381,13 +375,13 @@ def _nats(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses).double().sum()
 
 
-def print_evaluated(plan: Plan, rank: Runtime, *, show: Callable[[str], None] = print) -> None:
+def print_evaluated(plan: Plan, rank: Runtime) -> None:
     """Evaluates and prints on rank 0. Called by every rank."""
     result = evaluate(plan, rank)
     if not rank.is_first:
         return
     if plan.request.as_json:
-        show(json.dumps(result.to_json(), allow_nan=False))
+        print(json.dumps(result.to_json(), allow_nan=False))
     else:
         print_evaluation(result, num_experts=plan.request.experts or 0)
 

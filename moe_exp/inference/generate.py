@@ -3,6 +3,7 @@ same loop: the first replica's last stage draws a token and sends it to all.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import sys
@@ -14,21 +15,86 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
+from moe_exp.config.data_stages import longest_sample
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.jobs import Request, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use, longest_sample
-from moe_exp.inference.loading import load_model
-from moe_exp.inference.sampling import Sampler, Sampling
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.jobs import Layout, Request, config_for_use, planned_quietly, run_rank
+from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun runs this module as __main__
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling settings."""
+
+    temperature: float = 0.0  # divides logits; 0: greedy, always the most probable token
+    top_k: int = 0  # draw from the k most probable tokens; 0: from all
+    # after `top_k`, draw from the fewest most probable tokens with this total probability (nucleus sampling,
+    # Holtzman et al. 2020, arXiv:1904.09751); 1: from all
+    top_p: float = 1.0
+    seed: int = 1234
+
+    def check(self) -> None:
+        """Raises ValueError with one line for an invalid value."""
+        draws, all_tokens = self.temperature != 0, "give for instance 0.9, or 1 for all tokens"
+        greedy = "has no effect with the temperature 0, which is greedy"
+        fix = "give --temperature, for instance 0.8, or leave it out"
+        is_number = 0 <= self.temperature < float("inf")
+        for name, holds, rule, way_out in (
+            ("temperature", is_number, "must be a number of at least 0", "give 0 for greedy, or about 0.8"),
+            ("top_k", self.top_k >= 0, "must not be negative", "give a number of tokens, or 0 for all"),
+            ("top_p", 0 < self.top_p <= 1, "must be over 0 and at most 1", all_tokens),
+            ("seed", self.seed >= 0, "must not be negative", "give another number"),
+            ("top_k", draws or not self.top_k, greedy, fix),
+            ("top_p", draws or self.top_p == 1, greedy, fix),
+        ):
+            if not holds:
+                raise setting_error(name, getattr(self, name), rule, way_out)
+
+
+class Sampler:
+    """Draws the tokens of one text, reproducibly on any rank and device; one random stream per text index."""
+
+    def __init__(self, sampling: Sampling, text_index: int = 0):
+        self.sampling = sampling
+        digest = hashlib.sha256(f"{sampling.seed}:{text_index}".encode()).digest()
+        # torch uses at most 32 bits of the seed here
+        self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+
+    def draw(self, logits_V: Tensor) -> tuple[int, float]:
+        """A token and its log-probability in nats, at temperature 1 among all tokens."""
+        log_probs_V = logits_V.double().log_softmax(0)
+        token = int(log_probs_V.argmax()) if not self.sampling.temperature else self._drawn(logits_V)
+        return token, log_probs_V[token].item()
+
+    def _drawn(self, logits_V: Tensor) -> int:
+        probs_K, tokens_K = candidates(logits_V, self.sampling)
+        # inverse CDF of a number from the CPU's stream, as a GPU's streams differ
+        point = torch.rand((), generator=self._stream, dtype=torch.float64).item() * probs_K.sum().item()
+        index = torch.searchsorted(probs_K.cumsum(0), point, right=True).clamp_(max=len(probs_K) - 1)
+        return int(tokens_K[index])
+
+
+def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens that may be drawn, most probable first: probabilities among all tokens, float64 [K]; ids [K]."""
+    logits_V = logits_V.double() / sampling.temperature
+    probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
+    if sampling.top_k:
+        probs_V, tokens_V = probs_V[: sampling.top_k], tokens_V[: sampling.top_k]
+    if sampling.top_p < 1:
+        share_V = probs_V / probs_V.sum()
+        # keeps tokens until those before reach the sum, so always the first
+        kept = int((share_V.cumsum(0) - share_V < sampling.top_p).sum())
+        probs_V, tokens_V = probs_V[:kept], tokens_V[:kept]
+    return probs_V, tokens_V
 
 
 @dataclass(frozen=True)
@@ -77,7 +143,7 @@ def plan_generation(request: GenerateRequest) -> Plan:
     request.sampling.check()
     if request.max_new_tokens < 1:
         fix = "give the number of tokens to generate"
-        raise ValueError(problem("max_new_tokens", request.max_new_tokens, "must be at least 1", fix))
+        raise setting_error("max_new_tokens", request.max_new_tokens, "must be at least 1", fix)
     folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
@@ -99,14 +165,12 @@ def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_
     shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     tokens = encode(tokenizer, text)
     if not tokens:
-        raise ValueError(
-            problem("prompt", shown, "has no token to continue from", "give at least a character")
-        )
+        raise setting_error("prompt", shown, "has no token to continue from", "give at least a character")
     if len(tokens) >= max_positions:
         limit = f"the {max_positions} positions there are"
         rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"
         fix = f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"
-        raise ValueError(problem("prompt", shown, rule, fix))
+        raise setting_error("prompt", shown, rule, fix)
     return tokens
 
 
@@ -118,94 +182,65 @@ def new_tokens(
     with stage.cache(max_positions):
         while num_tokens < max_positions:
             logits = stage.logits(torch.tensor([next_tokens]), last_only=True)
-            token, log_prob = _agreed(stage, logits, sampler)
+            # the first replica's last stage draws, all others contribute zeros
+            draws = stage.writes and stage.rank.groups.dp.rank() == 0
+            token, log_prob = sampler.draw(logits[0, 0]) if draws and logits is not None else (0, 0.0)
+            if stage.rank.world_size > 1:
+                box = torch.tensor([token, log_prob], dtype=torch.float64, device=stage.rank.device)
+                torch.distributed.all_reduce(box)
+                token, log_prob = int(box[0].item()), box[1].item()
             yield token, log_prob
             next_tokens, num_tokens = [token], num_tokens + 1
 
 
-def _agreed(stage: Stage, logits: torch.Tensor | None, sampler: Sampler) -> tuple[int, float]:
-    """The draw of the first replica's last stage, on every rank."""
-    rank, draws = stage.rank, stage.writes and stage.rank.groups.dp.rank() == 0
-    drawn = sampler.draw(logits[0, 0]) if draws and logits is not None else (0, 0.0)
-    if rank.world_size == 1:
-        return drawn
-    # all others contribute zeros
-    box = torch.tensor(drawn, dtype=torch.float64, device=rank.device)
-    torch.distributed.all_reduce(box)
-    return int(box[0].item()), box[1].item()
-
-
 def generate(
-    plan: Plan,
-    rank: Runtime,
-    *,
-    begin: Callable[[str], None] = lambda prompt: None,
-    show: Callable[[str], None] = lambda text: None,
-) -> Iterator[Generated]:
-    """Loads the model and yields a result per prompt. `begin` gets each prompt first, then `show` its text as
-    it comes. Called by every rank.
-    """
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
-    return continue_prompts(plan, stage, begin=begin, show=show)
-
-
-def continue_prompts(
     plan: Plan,
     stage: Stage,
     *,
     begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:
-    """Like `generate`, with a model that is loaded. Called by every rank."""
+    """Yields a result per prompt. `begin` gets each prompt first, then `show` its text as it comes. Called by
+    every rank.
+    """
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
+
+    def grow(result: Generated, text: str) -> None:
+        result.text += text
+        if text:
+            show(text)
+
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
         begin(prompt)
-        clock = _Clock(len(tokens))
+        times = [time.monotonic()]
         drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
         with contextlib.closing(drawn):  # frees the cache
             for token, log_prob in drawn:
-                clock.tick()
+                times.append(time.monotonic())
                 result.tokens.append(token)
                 result.logprobs.append(log_prob)
                 if token == eod_id:
                     result.finish_reason = "end_of_document"
                     break
-                _grow(result, stream.push(token), show)
+                grow(result, stream.push(token))
                 if stream.stopped:
-                    result.finish_reason = "stop"
                     break
-        _grow(result, stream.finish(), show)
+        grow(result, stream.finish())
         if stream.stopped:  # also by what was held back, as it ended in part of a character
             result.finish_reason = "stop"
         yield result
-        logger.info("%s", clock) if stage.rank.is_first else None  # after the caller has ended the line
+        if stage.rank.is_first:
+            logger.info("%s", _speed(times, len(tokens)))  # after the caller has ended the line
 
 
-def _grow(result: Generated, text: str, show: Callable[[str], None]) -> None:
-    result.text += text
-    if text:
-        show(text)
-
-
-class _Clock:
-    """Times the prompt (up to the first token) and the later tokens."""
-
-    def __init__(self, num_prompt: int):
-        self.num_prompt, self.num_tokens = num_prompt, 0
-        self.start = self.first = self.last = time.monotonic()
-
-    def tick(self) -> None:
-        self.last = time.monotonic()
-        self.first = self.last if not self.num_tokens else self.first
-        self.num_tokens += 1
-
-    def __str__(self) -> str:
-        prompt, rest = self.first - self.start, self.last - self.first
-        rate = f", {(self.num_tokens - 1) / rest:,.0f} tokens/s" if rest else ""
-        first = f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens)"
-        return f"{first}, then {self.num_tokens - 1} in {rest:.2f} s{rate}"
+def _speed(times: list[float], num_prompt: int) -> str:
+    """`times`: the start, then that of each token."""
+    prompt, rest, later = times[1] - times[0], times[-1] - times[1], len(times) - 2
+    rate = f", {later / rest:,.0f} tokens/s" if rest else ""
+    first = f"first token after {prompt:.2f} s (prompt of {num_prompt} tokens)"
+    return f"{first}, then {later} in {rest:.2f} s{rate}"
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
@@ -224,7 +259,8 @@ def print_generated(plan: Plan, rank: Runtime) -> None:
             out.write(text)
             out.flush()
 
-    for number, result in enumerate(generate(plan, rank, begin=begin, show=show), 1):
+    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    for number, result in enumerate(generate(plan, stage, begin=begin, show=show), 1):
         if rank.is_first:
             more = number < len(plan.prompt_tokens) and not is_terminal
             print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "\n" * more, flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.config import problem
+from moe_exp.config import problem, setting_error
 from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.text_bytes import TokenBytes
@@ -44,7 +44,7 @@ class HeldOut:
             least = f"a whole sequence of SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
             where = "each of its documents" if cut.by_document else "it"
             rule = f"{where} has fewer tokens than {least}"
-            raise ValueError(problem("data", self.prefix, rule, "give more text"))
+            raise setting_error("data", self.prefix, rule, "give more text")
 
     def _sequences(self, cut: Cut) -> tuple[Int64Array, Int64Array]:
         divided = self.files.sequence_bounds if cut.share_of_sequences else self.files.document_bounds

@@ -14,12 +14,9 @@ from moe_exp.config import setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.generate import Generated, GenerateRequest, continue_prompts, plan_generation
-from moe_exp.inference.jobs import batch_size_of
-from moe_exp.inference.layout import Layout, config_for_use
-from moe_exp.inference.loading import check_files, load_model
-from moe_exp.inference.sampling import Sampling
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.generate import Generated, GenerateRequest, Sampling, generate, plan_generation
+from moe_exp.inference.jobs import Layout, batch_size_of, config_for_use
+from moe_exp.inference.stage import Stage, check_files, load_model
 from moe_exp.inference.text import decoder_of, encode, tokenizer_for
 
 
@@ -90,7 +87,7 @@ class Model:
             tokenizer=self._tokenizer,
             dtype=self._dtype,
         )
-        (result,) = continue_prompts(plan_generation(request), self._stage)
+        (result,) = generate(plan_generation(request), self._stage)
         return result
 
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:

@@ -17,13 +17,20 @@ import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
+from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
-from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use, longest_sample
-from moe_exp.inference.loading import load_model
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.jobs import (
+    Layout,
+    Request,
+    advancing,
+    batch_size_of,
+    config_for_use,
+    planned_quietly,
+    run_rank,
+)
+from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
@@ -40,7 +47,7 @@ class ScoreRequest(Request):
     out: str  # .npy file for the logits
     batch_size: int | None = None  # rows; None: 256 MB of logits, or with `capacity` the training's MBSZ
     dtype: str = ""  # compute type; empty: the training's
-    capacity: bool = False  # drop tokens over capacity as in training, see `layout.config_for_use`
+    capacity: bool = False  # drop tokens over capacity as in training, see `jobs.config_for_use`
     document_mask: bool | None = None  # tokens see their document only; None: as in training
     eod_id: int | None = None  # the token that ends a document; None: that of the training's tokenizer
     overwrite: bool = False  # replace an existing `out`
@@ -84,10 +91,10 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
         fix = "give the number of rows at a time"
-        raise ValueError(problem("batch_size", request.batch_size, "must be positive", fix))
+        raise setting_error("batch_size", request.batch_size, "must be positive", fix)
     if request.capacity and ids.shape[1] % config.tp:
         rule = f"with --capacity the {ids.shape[1]} tokens of a row cannot be padded to a multiple of it"
-        raise ValueError(problem("tp", config.tp, rule, "use another TP, or leave --capacity out"))
+        raise setting_error("tp", config.tp, rule, "use another TP, or leave --capacity out")
     most, seq_len = ids.shape
     size = request.batch_size or batch_size_of(saved, seq_len, most, capacity=request.capacity)
     plan = Plan(folder, config, ids, Path(request.out), size, eod_id)
@@ -108,13 +115,13 @@ def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
         try:
             found = tokenizer_for(saved, "", order=saved_order(folder)).eod_id
         except ValueError as error:
-            raise ValueError(problem("eod_id", "", f"has to be given: {error}", "give --eod-id")) from None
+            raise setting_error("eod_id", "", f"has to be given: {error}", "give --eod-id") from None
     if found is None or not 0 <= found < saved.vocab_size:
         rule = "the training's tokenizer has no end-of-document token"
         if found is not None:
             rule = f"the model has the ids 0 to {saved.vocab_size - 1}"
         fix = "give --eod-id, the id that ends a document, or --no-document-mask"
-        raise ValueError(problem("eod_id", "" if found is None else found, rule, fix))
+        raise setting_error("eod_id", "" if found is None else found, rule, fix)
     return found
 
 
@@ -123,15 +130,15 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise ValueError(problem("tokens", path, "does not exist", fix)) from None
+        raise setting_error("tokens", path, "does not exist", fix) from None
     except (OSError, ValueError, EOFError) as error:
         reason = "is a folder" if path.is_dir() else f"cannot be read ({' '.join(str(error).split())[:120]})"
-        raise ValueError(problem("tokens", path, reason, fix)) from None
+        raise setting_error("tokens", path, reason, fix) from None
     if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
         kind = getattr(ids, "dtype", "several arrays")
-        raise ValueError(problem("tokens", path, f"holds {kind}, not integers", fix))
+        raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
     if ids.ndim != 2 or not ids.size:
-        raise ValueError(problem("tokens", path, f"has the shape {list(ids.shape)}", fix))
+        raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
     _check_range(ids, path, vocab_size)
     return ids
 
@@ -145,25 +152,25 @@ def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int)
                 row, column = (int(index) for index in np.argwhere(block == value)[0])
                 place = f"row {first + row}, column {column}"
                 rule = f"has the id {value} in {place}, the model has 0 to {vocab_size - 1}"
-                raise ValueError(problem("tokens", path, rule, "tokenize with the tokenizer of the training"))
+                raise setting_error("tokens", path, rule, "tokenize with the tokenizer of the training")
 
 
 def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
     out, folder = plan.out, plan.out.absolute().parent
     if out.is_dir():
-        raise ValueError(problem("out", out, "is a folder", "give the name of a file"))
+        raise setting_error("out", out, "is a folder", "give the name of a file")
     if out.exists() and tokens.exists() and out.samefile(tokens):
-        raise ValueError(problem("out", out, "is the file with the tokens", "give another name"))
+        raise setting_error("out", out, "is the file with the tokens", "give another name")
     if out.exists() and not overwrite:
-        raise ValueError(problem("out", out, "exists", "give another name, or --overwrite"))
+        raise setting_error("out", out, "exists", "give another name, or --overwrite")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         state = "cannot be written to" if folder.is_dir() else "does not exist"
         fix = "give a file in a folder that you can write to"
-        raise ValueError(problem("out", out, f"its folder {state}", fix))
+        raise setting_error("out", out, f"its folder {state}", fix)
     needed, free = 4 * int(np.prod(plan.shape, dtype=np.int64)), shutil.disk_usage(folder).free
     if needed > free:
         rule = f"its {list(plan.shape)} float32 values need {bytes_text(needed)}, {bytes_text(free)} are free"
-        raise ValueError(problem("out", out, rule, "score fewer rows, or free some space"))
+        raise setting_error("out", out, rule, "score fewer rows, or free some space")
 
 
 def score(plan: Plan, rank: Runtime) -> None:
@@ -221,7 +228,7 @@ def _make_file(plan: Plan) -> None:
                 os.truncate(file.fileno(), num_bytes)
     except FileExistsError:
         rule = f"another call writes it, or was killed while it did: {plan.partial} is there"
-        raise ValueError(problem("out", plan.out, rule, "wait for it, or remove that file")) from None
+        raise setting_error("out", plan.out, rule, "wait for it, or remove that file") from None
     except OSError:
         plan.partial.unlink()
         raise

@@ -1,16 +1,33 @@
-"""One pipeline stage of a model: token ids in, logits out, with or without a key/value cache.
+"""One pipeline stage of a model: loads its weights, and turns token ids into logits, with or without a
+key/value cache. Called by every rank.
 
-Called by every rank. Shapes: B batch, S tokens, V vocabulary, D hidden.
+The weights of a checkpoint go into a model without optimizer, in any layout; each rank reads its own pieces,
+one at a time, without megatron-core, which would unpickle whatever the files contain.
+
+Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_exp.checkpoint.format.folders import Manifest, damages
+from moe_exp.checkpoint.format.keys import (
+    CheckpointKeys,
+    check_tensors,
+    model_state,
+    sharded_tensors,
+    zero_missing_biases,
+)
+from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
+from moe_exp.checkpoint.state import sharding_metadata
 from moe_exp.config import Config
+from moe_exp.engine.kernel_checks import check_run
+from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.megatron.attention import KeyValueCache
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
@@ -18,15 +35,52 @@ from moe_exp.layers.megatron.documents import Documents, document_lengths, docum
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import Float16Module
+
+
+def check_files(folder: Path) -> None:
+    """Compares the files with weights with the manifest; ValueError if one differs."""
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        return  # written by Megatron-LM
+    reader, keys = CheckpointReader(folder), CheckpointKeys.read(folder)
+    needed = {chunk.file for key in keys.tensors for chunk in reader.tensors[key].chunks}
+    needed |= {COMMON, METADATA}
+    entries = {name: entry for name, entry in manifest.files.items() if name in needed}
+    if damage := next(damages(folder, entries), ""):
+        raise ValueError(f"{damage}. Fix: use another checkpoint.")
+
+
+def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
+    """This rank's stage with the weights of `folder`, in eval mode, after the self-test of its kernels;
+    ValueError if the weights do not fit.
+    """
+    settings = transformer_config(config)
+    failures = check_run(config, rank)
+    model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)
+    model.to(rank.device)
+    if config.dtype != "fp32":
+        Float16Module(settings, model)  # converts to half precision in place, as for training
+    model.eval().requires_grad_(False)
+    keys, reader = CheckpointKeys.read(folder), CheckpointReader(folder, keep_bytes=1)
+    state = model_state(model, sharding_metadata(rank), keys)
+    check_tensors(state, keys, folder)
+    zero_missing_biases(model, keys)
+    for shard in sharded_tensors(state):
+        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        values = reader.read(shard.key, shard.global_offset, sizes)
+        # `data` is a view of the parameter, even if it consists of several shards
+        shard.data.copy_(values.view(shard.data.shape))
+    return model
 
 
 class Stage:
     """Runs this rank's part of a model together with the others.
 
     Args:
-        config: from `layout.config_for_use`.
+        config: from `jobs.config_for_use`.
         rank: this one.
-        model: from `loading.load_model`.
+        model: from `load_model`.
         eod_id: the token that ends a document; required with DOCUMENT_MASK.
     """
 
@@ -83,7 +137,10 @@ class Stage:
         padding = -num_tokens % self.config.tp
         # Padding does not change logits before it: attention is causal, and no token is dropped.
         tokens = nn.functional.pad(tokens, (0, padding))
-        documents = self._documents(tokens)
+        documents = None
+        if self._eod_id is not None:
+            lengths = document_lengths(tokens.cpu(), self._eod_id)
+            documents = Documents(lengths, document_positions(lengths).to(self.rank.device))
         tokens = tokens.to(self.rank.device)
         hidden = self._decode(self._input(tokens), tokens.size(1), documents)
         for cache in self._caches:
@@ -91,20 +148,17 @@ class Stage:
         if self._context is not None:
             self._context.increment_sequence_len_offset(num_tokens)
         if not self.is_last:
-            self._send(hidden)
+            pp = self.rank.groups.pp
+            torch.distributed.send(hidden.contiguous(), group=pp, group_dst=pp.rank() + 1)
             return None
         if self.config.tp > 1:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.rank.groups.tp
             )
         hidden = hidden[num_tokens - 1 : num_tokens] if last_only else hidden[:num_tokens]
-        return self._vocabulary(hidden)
-
-    def _documents(self, tokens: Tensor) -> Documents | None:
-        if self._eod_id is None:
-            return None
-        lengths = document_lengths(tokens.cpu(), self._eod_id)
-        return Documents(lengths, document_positions(lengths).to(self.rank.device))
+        weight = self.model.shared_embedding_or_output_weight() if self.config.tie_embeddings else None
+        logits, _ = self.model.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        return logits[..., : self.config.vocab_size].transpose(0, 1).float()
 
     def _input(self, tokens: Tensor) -> Tensor:
         """[S / TP, B, D]: the embedding, or received from the previous stage."""
@@ -116,10 +170,6 @@ class Stage:
         hidden = torch.empty(shape, dtype=self.model.config.pipeline_dtype, device=self.rank.device)
         torch.distributed.recv(hidden, group=pp, group_src=pp.rank() - 1)
         return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        pp = self.rank.groups.pp
-        torch.distributed.send(hidden.contiguous(), group=pp, group_dst=pp.rank() + 1)
 
     def _decode(self, hidden: Tensor, num_tokens: int, documents: Documents | None) -> Tensor:
         start = self._caches[0].length if self._caches else 0
@@ -148,8 +198,3 @@ class Stage:
         # YaRN also returns its factor, which attention has
         found: Tensor = angles[0] if isinstance(angles, tuple) else angles
         return found
-
-    def _vocabulary(self, hidden: Tensor) -> Tensor:
-        weight = self.model.shared_embedding_or_output_weight() if self.config.tie_embeddings else None
-        logits, _ = self.model.output_layer(hidden, weight=weight, runtime_gather_output=True)
-        return logits[..., : self.config.vocab_size].transpose(0, 1).float()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import DocumentTokens, trained_documents
@@ -26,27 +26,20 @@ _GIVE = "give --tokenizer, a folder with tokenizer.json or that file"
 def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """The tokenizer that a model was trained with, for documents as in its training.
-
-    Args:
-        saved: settings of the run.
-        name: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`, in place of the run's.
-        order: as of `saved_order`, if the run has one.
-        allow_special: parse special tokens in text, such as <s>.
-
-    Raises:
-        ValueError: no tokenizer is found, it has ids that the model has not, or lacks the token that ends a
-            document.
+    """The tokenizer of the run with the settings `saved` and the `saved_order` `order`, for documents as in
+    its training. `name`: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`, in place of
+    the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if there is none, or it
+    has ids that the model has not, or lacks the token that ends a document.
     """
     trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
-        raise ValueError(problem("tokenizer", path, "does not exist", _GIVE))
+        raise setting_error("tokenizer", path, "does not exist", _GIVE)
     documents = trained_documents(saved, order or {})
     tokenizer = (documents or DocumentTokens()).tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
         rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
-        raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))
+        raise setting_error("tokenizer", path, rule, "give --tokenizer, the one of the training")
     if tokenizer.vocab_size < saved.vocab_size:
         text = "tokenizer %s has %d of the model's %d tokens; the others have no text"
         logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
@@ -56,12 +49,12 @@ def tokenizer_for(
 def _embedded(saved: Config) -> str:
     """The tokenizer of the embedded corpus, used by runs that name no data."""
     if saved.train_data:
-        raise ValueError(problem("tokenizer", "", "the training did not name one", _GIVE))
+        raise setting_error("tokenizer", "", "the training did not name one", _GIVE)
     path = embedded_folder(Path(saved.data_dir)) / "tokenizer.json"
     if not path.is_file():
         rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
         fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"
-        raise ValueError(problem("tokenizer", "", rule, fix))
+        raise setting_error("tokenizer", "", rule, fix)
     return str(path)
 
 

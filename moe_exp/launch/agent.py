@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -112,10 +112,8 @@ class Agent(LocalElasticAgent):
         except RendezvousError as error:
             if not self._received:
                 complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
-        except DistError as error:
-            complain(f"node 0 is gone: {str(error).splitlines()[0]}")
-        except ConnectionError as error:
-            complain(f"node 0 is gone: {error.strerror}")
+        except (DistError, ConnectionError) as error:
+            complain(f"node 0 is gone: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}")
         self._stop_workers(self.get_worker_group())
         return failed
 
@@ -126,9 +124,8 @@ class Agent(LocalElasticAgent):
         except DistError as error:
             is_back = self._rounds.reconnect()
             if not is_back and not self._is_parted:
-                complain(
-                    f"warning: node 0 does not answer ({str(error).splitlines()[0]}); the ranks continue"
-                )
+                reason = str(error).splitlines()[0]
+                complain(f"warning: node 0 does not answer ({reason}); the ranks continue")
             elif is_back:
                 complain("node 0 answers again")
             self._is_parted = not is_back
@@ -181,8 +178,7 @@ class Agent(LocalElasticAgent):
     def _described(self, rank: int) -> dict[str, Any]:
         """What node 0 is told of a failed rank."""
         pcontext: Any = self._pcontext
-        workers = enumerate(self.get_worker_group().workers)
-        number = next(number for number, worker in workers if worker.global_rank == rank)
+        number = [worker.global_rank for worker in self.get_worker_group().workers].index(rank)
         process = pcontext.subprocess_handlers[number].proc
         failure = ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
         device = f"cuda:{number}" if count_gpus() else "cpu"
@@ -208,7 +204,10 @@ class Agent(LocalElasticAgent):
         records = self._last_records()
         trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
         iteration = max(trained, default=0)
-        for failure in _blamed(self._rounds.said(ended)):
+        # Not those caused by a lost peer, or by a hang, which has its own event.
+        failures = self._rounds.said(ended)
+        own = [one for one in failures if not any(text in one["cause"] for text in CAUSED_BY_ANOTHER)]
+        for failure in (one for one in own or failures if one["cause"] != _HUNG):
             self._event("rank_failed", iteration, **failure)
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
             complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
@@ -266,13 +265,10 @@ class Agent(LocalElasticAgent):
                     self._signalled.add((pid, number))
                     send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if os.getppid() != self._parent:
-            self._end_orphaned()
-
-    def _end_orphaned(self) -> None:
-        """The launcher was killed (reported by SIGTERM): nobody else would end ranks that hang."""
-        self._orphaned_at = self._orphaned_at or time.monotonic()
-        if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
-            self._rounds.set_closed()
+            # The launcher was killed (reported by SIGTERM): nobody else would end ranks that hang.
+            self._orphaned_at = self._orphaned_at or time.monotonic()
+            if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
+                self._rounds.set_closed()
 
     # Overrides of torchrun's agent
 
@@ -327,12 +323,6 @@ def _quiet_if_explained() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _blamed(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Failures that were not caused by a lost peer or a hang, which has its own event."""
-    own = [failure for failure in failures if not any(text in failure["cause"] for text in CAUSED_BY_ANOTHER)]
-    return [failure for failure in own or failures if failure["cause"] != _HUNG]
 
 
 def _has_trained(records: Sequence[dict[str, Any]]) -> bool:

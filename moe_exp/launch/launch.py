@@ -7,7 +7,6 @@ import shlex
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,30 +36,13 @@ from moe_exp.host.exit_codes import (
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
 from moe_exp.launch.data_use import data_warnings
-from moe_exp.launch.machine_checks import (
-    check_environment,
-    check_files,
-    check_machine,
-    data_problems,
-)
+from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, data_problems
 from moe_exp.launch.room import disk_problems, disk_warnings, memory_warnings
 from moe_exp.launch.source_checks import source_problems, stage_lines, start_of
-from moe_exp.launch.torchrun_job import (
-    STOPPING,
-    TRAIN_MODULE,
-    child_environment,
-    run_job,
-    shared_key,
-    torchrun_command,
-)
+from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
-from moe_exp.runs.run_folder import (
-    RunFolder,
-    changes_of_resume,
-    changes_text,
-    run_folder_problems,
-)
+from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
 from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
@@ -101,12 +83,13 @@ def train(
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         start = start_of(config)
-        if not dry_run:
-            _warn(_warnings(config, start))
-            _report_changes(config)
-            if vocabulary and config.node_rank == 0:
-                print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
-        return _dry_run(config, given, sources, start) if dry_run else launch(config, given, command=command)
+        if dry_run:
+            return _dry_run(config, given, sources, start)
+        _warn(_warnings(config, start))
+        _report_changes(config)
+        if vocabulary and config.node_rank == 0:
+            print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
+        return launch(config, given, command=command)
     except ConfigError as error:
         if raises:
             raise
@@ -125,10 +108,8 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
-        rule = "is no run folder, as it has no config.yaml"
-        raise ConfigError(
-            [problem("resume", folder, rule, f"name one, as in --resume {shlex.quote(str(near))}")]
-        )
+        fix = f"name one, as in --resume {shlex.quote(str(near))}"
+        raise ConfigError([problem("resume", folder, "is no run folder, as it has no config.yaml", fix)])
     for name in ("config", "run_dir", "run_name"):
         if flags.get(name) is not None:
             rule = f"--resume {folder} already says which settings and which folder"
@@ -161,12 +142,12 @@ def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable
     return {name: value for name, value in given.items() if name not in same - kept}
 
 
-def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE, *, command: str = "") -> int:
+def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
     Args:
-        flags: command line settings, which the ranks resolve again together with the environment.
-        module: what each rank runs.
+        config: checked settings, which the ranks take as they are.
+        flags: settings of the command line, for the commands that are shown and recorded.
         command: see `train`.
 
     Raises:
@@ -179,13 +160,12 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     prepared = _with_text(config)
-    if module == TRAIN_MODULE and (config.remote_dir or is_url(config.load_dir)):
+    if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
-    if config.preflight and module == TRAIN_MODULE:
-        # imported here, as it uses functions of this module
+    if config.preflight:
         from moe_exp.launch.preflight.report import passes
 
-        if not passes(config, flags):
+        if not passes(config):
             return FAILED
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config)
@@ -196,12 +176,10 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
             environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
         except (OSError, ValueError) as error:
             raise ConfigError([str(error)]) from None
-    stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    arguments = rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags)
-    agent = torchrun_command(config, arguments, module)
-    with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
-        environ |= watch.environment if watch else {}
-        code = run_job(agent, environ, stopping=stopping, poll=watch.poll if watch else None)
+    agent = torchrun_command(config, rank_arguments(config, flags))
+    of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
+    with HangWatch(config, folder) as watch:
+        code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
     with signals_handled(signal.SIG_IGN):  # schedulers send several
@@ -237,9 +215,7 @@ def _with_text(config: Config) -> Config:
 
 
 def _fetch_checkpoints(config: Config) -> None:
-    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit.
-    Nodes that share the run folder wait for the one that copies.
-    """
+    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit."""
     from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
 
     try:
@@ -254,14 +230,8 @@ def _fetch_checkpoints(config: Config) -> None:
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
-    return module_arguments(
-        {**flags, "master_addr": config.master_addr, "master_port": config.rendezvous_port}
-    )
-
-
-_STOPPING_UNSAVED = (
-    "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it"
-)
+    rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
+    return module_arguments({**flags, **rendezvous})
 
 
 def _warnings(config: Config, start: Start) -> list[str]:
@@ -272,7 +242,7 @@ def _warnings(config: Config, start: Start) -> list[str]:
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
-    print(dry_run_text(config, flags, sources=sources, start=start), flush=True)
+    print(dry_run_text(config, flags, sources, start), flush=True)
     problems = check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
@@ -297,26 +267,18 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def dry_run_text(
-    config: Config,
-    flags: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-    *,
-    sources: Mapping[str, str] | None = None,
-    start: Start = BEGIN,
+    config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
     """Merged settings with their sources (none: default), the torchrun command and the start-up report.
 
     Args:
         flags: settings of the command line.
-        environ: os.environ by default.
-        sources: of settings that are from neither; they win over those found here.
+        sources: of settings that are neither from there nor from the environment; they win over those.
         start: where training starts.
     """
-    flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
-        found = _source(name, value, config.preset, flags, os.environ if environ is None else environ)
-        source = (sources or {}).get(name, found)
+        source = sources.get(name) or _source(name, value, config.preset, flags)
         setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
@@ -325,12 +287,10 @@ def dry_run_text(
     return "\n".join([*lines, "", folder, command, "", *report])
 
 
-def _source(
-    name: str, value: object, preset: str, flags: Mapping[str, Any], environ: Mapping[str, str]
-) -> str:
-    if name in flags:
+def _source(name: str, value: object, preset: str, flags: Mapping[str, Any]) -> str:
+    if flags.get(name) is not None:
         return "command line"
-    if environ.get(name.upper()):
+    if os.environ.get(name.upper()):
         return "environment"
     default = preset_values(preset).get(name, Config.model_fields[name].default)
     if name in ("warmup_iters", "decay_iters") and value != default:

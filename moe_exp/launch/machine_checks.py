@@ -25,12 +25,7 @@ from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
 from moe_exp.data.tokens.document_ends import check_ends, tokenizer_problems
-from moe_exp.data.tokens.files import (
-    Share,
-    TokenFiles,
-    parse_split,
-    part_tokens,
-)
+from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
@@ -51,8 +46,7 @@ def check_machine(config: Config) -> list[str]:
     return [
         *_devices(config),
         *(environment_problems(config, os.environ) if count_gpus() else ()),
-        *_snapshot(config),
-        *_traced_modules(config),
+        *_debugging(config),
         *_packages(config),
         *_prometheus(config),
         *_port(config),
@@ -87,20 +81,16 @@ def _devices(c: Config) -> Iterator[str]:
         yield problem("torch", importlib.metadata.version("torch"), rule, fix)
     if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        yield problem("gpus_per_node", c.gpus_per_node, has, fix)
+        yield c.problem("gpus_per_node", has, fix)
 
 
-def _snapshot(c: Config) -> Iterator[str]:
+def _debugging(c: Config) -> Iterator[str]:
     if c.memory_snapshot and not count_gpus():
         rule = "records the allocations on a CUDA device, this host has none"
         fix = "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU"
-        yield problem("memory_snapshot", c.memory_snapshot, rule, fix)
-
-
-def _traced_modules(c: Config) -> Iterator[str]:
-    """Checks only packages, since finding a module in one would import it."""
+        yield c.problem("memory_snapshot", rule, fix)
     for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
-        package = name.strip().partition(".")[0]
+        package = name.strip().partition(".")[0]  # finding a module inside would import it
         if not package.isidentifier() or importlib.util.find_spec(package) is None:
             rule, fix = "no package of that name is installed", "name packages or modules, with commas"
             yield problem("trace_calls_in", name, rule, fix)
@@ -121,44 +111,48 @@ def training_problem() -> str:
 def _packages(c: Config) -> Iterator[str]:
     if lacking := training_problem():
         yield lacking
-    if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if c.impl == "te" and not has_te:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
-        yield problem("impl", "te", "transformer_engine is not installed", fix)
-    yield from _expert_backend(c)
+        yield c.problem("impl", "transformer_engine is not installed", fix)
+    if c.expert_backend != "auto":
+        yield from _expert_backend(c)
     yield from _kernels(c)
-    yield from _fp8(c)
-    yield from _optimizer(c)
+    # FP8 without its package or a GPU: Megatron silently uses bf16; the layer checks the GPU's generation.
+    if c.fp8 != "none" and not c.is_fp8_by_kernels and not has_te:
+        fix = f"{EXPERT_BACKENDS['te'].install}, or set FP8=none"
+        yield c.problem("fp8", "is computed by Transformer Engine, which is not installed", fix)
+    elif c.fp8 != "none" and not c.is_fp8_by_kernels and not count_gpus():
+        yield c.problem("fp8", _NO_CUDA, "set FP8=none")
+    device = "GPU" if count_gpus() else "CPU"
+    if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
+        fix = f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam"
+        yield c.problem("optimizer", reason, fix)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         fix = "pip install wandb, or set WANDB_MODE=disabled"
-        yield problem("wandb_project", c.wandb_project, "wandb is not installed", fix)
+        yield c.problem("wandb_project", "wandb is not installed", fix)
 
 
 def _prometheus(c: Config) -> Iterator[str]:
     path = Path(c.prometheus_file)
     if not c.prometheus_file or c.node_rank:  # rank 0 writes it
         return
+    fix = "name a file such as NAME.prom in the folder of node_exporter's --collector.textfile.directory"
     if path.suffix != ".prom" or path.is_dir():
-        yield problem(
-            "prometheus_file", path, "must be a file *.prom, as node_exporter reads no other", _PROM
-        )
+        yield c.problem("prometheus_file", "must be a file *.prom, as node_exporter reads no other", fix)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'no folder'}"
-        yield problem("prometheus_file", path, rule, _PROM)
-
-
-_PROM = "name a file such as NAME.prom in the folder of node_exporter's --collector.textfile.directory"
+        yield c.problem("prometheus_file", rule, fix)
 
 
 def _expert_backend(c: Config) -> Iterator[str]:
-    if c.expert_backend == "auto":
-        return
     backend = EXPERT_BACKENDS[c.expert_backend]
     if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
-        yield problem("expert_backend", c.expert_backend, rule, fix)
+        yield c.problem("expert_backend", rule, fix)
     elif backend.modules and count_gpus() == 0:
-        yield problem("expert_backend", c.expert_backend, _NO_CUDA, "set EXPERT_BACKEND=auto")
+        yield c.problem("expert_backend", _NO_CUDA, "set EXPERT_BACKEND=auto")
 
 
 _NO_CUDA = "needs a CUDA device, this host has none"
@@ -178,7 +172,7 @@ def _kernels(c: Config) -> Iterator[str]:
     elif compute_capability() < OLDEST_GPU:
         rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
-        yield from (problem(name, "triton", rule, f"{fix}set {name.upper()}=auto") for name in asked)
+        yield from (c.problem(name, rule, f"{fix}set {name.upper()}=auto") for name in asked)
 
 
 def _triton_version() -> Version:
@@ -187,17 +181,6 @@ def _triton_version() -> Version:
         return Version(importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         return OLDEST_TRITON
-
-
-def _fp8(c: Config) -> Iterator[str]:
-    """Without its package or a GPU Megatron silently uses bf16; the layer checks the GPU's generation."""
-    if c.fp8 == "none" or c.is_fp8_by_kernels:
-        return
-    if importlib.util.find_spec("transformer_engine") is None:
-        fix = f"{EXPERT_BACKENDS['te'].install}, or set FP8=none"
-        yield problem("fp8", c.fp8, "is computed by Transformer Engine, which is not installed", fix)
-    elif count_gpus() == 0:
-        yield problem("fp8", c.fp8, _NO_CUDA, "set FP8=none")
 
 
 # The oldest bitsandbytes whose 8-bit kernels support our Adam8bit.
@@ -213,30 +196,20 @@ def bitsandbytes_problem(device: str) -> str:
     return ""
 
 
-def _optimizer(c: Config) -> Iterator[str]:
-    device = "GPU" if count_gpus() else "CPU"
-    if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
-        fix = f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam"
-        yield problem("optimizer", "adam8bit", reason, fix)
-
-
 def _port(c: Config) -> Iterator[str]:
-    if c.node_rank == 0 and (reason := _port_problem(c.rendezvous_port)):
-        yield port_problem(c.rendezvous_port, reason, num_nodes=c.nnodes)
-
-
-def _port_problem(port: int) -> str:
-    """Why rank 0 cannot listen on a TCP port, or ''."""
+    if c.node_rank:
+        return
     with socket.socket() as probe:
         # A port with lingering connections of the last run (TIME_WAIT) is free for a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
-        except PermissionError:
-            return "may not be opened by this user"
-        except OSError:
-            return "is in use by another program on this host"
-    return ""
+            probe.bind(("", c.rendezvous_port))
+        except OSError as error:
+            is_denied = isinstance(error, PermissionError)
+            rule = (
+                "may not be opened by this user" if is_denied else "is in use by another program on this host"
+            )
+            yield port_problem(c.rendezvous_port, rule, num_nodes=c.nnodes)
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -254,7 +227,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
         needed, free = bytes_text(needed_bytes), bytes_text(free_bytes)
         rule = f"its batches need {needed} of shared memory on this node, {_SHARED_MEMORY} has {free}"
         fix = f"set NUM_WORKERS=0, or start the container with --shm-size={-(-2 * needed_bytes // 2**20)}m"
-        yield problem("num_workers", c.num_workers, rule, fix)
+        yield c.problem("num_workers", rule, fix)
 
 
 def data_problems(c: Config) -> Iterator[str]:
@@ -330,7 +303,7 @@ def _vocabulary_fix(c: Config, size: int) -> str:
 def _prepend_bos(c: Config) -> Iterator[str]:
     if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *stage_blends(c)))):
         fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
-        yield problem("prepend_bos", "true", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
+        yield c.problem("prepend_bos", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
@@ -338,7 +311,7 @@ def _tokenizer(c: Config) -> Iterator[str]:
         return
     if not Path(c.tokenizer).exists():
         fix = "set TOKENIZER to a folder with tokenizer.json, or to that file"
-        yield problem("tokenizer", c.tokenizer, "does not exist", fix)
+        yield c.problem("tokenizer", "does not exist", fix)
         return
     try:
         size = tokenizer_vocab_size(c.tokenizer)
@@ -347,15 +320,15 @@ def _tokenizer(c: Config) -> Iterator[str]:
         return
     if size > c.vocab_size:
         rule = f"has {size} tokens, more than VOCAB_SIZE={c.vocab_size}"
-        yield problem("tokenizer", c.tokenizer, rule, _vocabulary_fix(c, size))
+        yield c.problem("tokenizer", rule, _vocabulary_fix(c, size))
 
 
 def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
-        yield problem("remote_dir", c.remote_dir, "is no URL", "give one such as s3://bucket/runs")
+        yield c.problem("remote_dir", "is no URL", "give one such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
         rule = "the hub makes a commit of every file"
-        yield problem("remote_dir", c.remote_dir, rule, "give an s3:// or gs:// URL")
+        yield c.problem("remote_dir", rule, "give an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
             if line := ahead_problem(c):
@@ -376,7 +349,7 @@ def _load_dir(c: Config) -> Iterator[str]:
     if c.load_dir and not any((folder / name).is_file() for name in names):
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
         rule = f"is not a folder with checkpoints, it has no {LATEST}"
-        yield problem("load_dir", c.load_dir, rule, f"{fix}, or leave it empty")
+        yield c.problem("load_dir", rule, f"{fix}, or leave it empty")
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
@@ -386,7 +359,7 @@ def _data_of_converted(c: Config) -> Iterator[str]:
             value = getattr(c, name)
             if value and not is_url(value) and is_converted(one_checkpoint(expanded(value))):
                 rule = f"{name.upper()}={value} has other tokens than the embedded corpus"
-                yield problem("train_data", "", rule, "set TRAIN_DATA, to text or token files")
+                yield c.problem("train_data", rule, "set TRAIN_DATA, to text or token files")
 
 
 def _upcycle_from(c: Config) -> list[str]:
@@ -414,4 +387,4 @@ def _data_dir(c: Config) -> Iterator[str]:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         rule = f"{what} there, but {place} is {'not writable' if place.is_dir() else 'a file'}"
         fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
-        yield problem("data_dir", c.data_dir, rule, fix)
+        yield c.problem("data_dir", rule, fix)

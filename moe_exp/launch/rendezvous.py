@@ -159,19 +159,16 @@ class RestartRendezvous(RendezvousHandler):
 
     def fail(self) -> None:
         """Ends the round because of failed ranks; beyond MAX_RESTARTS the job is over."""
-        if (
-            int(self._store.add(f"failed/{self.round}", 1)) == 1
-            and int(self._store.add("failures", 1)) > self._max_restarts
-        ):
-            self._store.set("over", "1")
+        is_first = int(self._store.add(f"failed/{self.round}", 1)) == 1
+        if is_first and int(self._store.add("failures", 1)) > self._max_restarts:
+            self.set_closed()
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
         """The valid reports on failures in round `number` so far."""
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
-        return [
-            failure for key in keys if self._store.check([key]) for failure in _failures(self._store.get(key))
-        ]
+        reports = [self._store.get(key) for key in keys if self._store.check([key])]
+        return [failure for report in reports for failure in _failures(report)]
 
     def move_on(self) -> None:
         """Ends the round for all nodes; the next one starts when all have joined."""
@@ -184,16 +181,17 @@ class RestartRendezvous(RendezvousHandler):
     @property
     def is_done(self) -> bool:
         """Whether some node's ranks have finished in this round."""
-        return int(self._store.add(f"done/{self.round}", 0)) > 0
+        return self._num_done > 0
+
+    @property
+    def _num_done(self) -> int:
+        return int(self._store.add(f"done/{self.round}", 0))
 
     def wait_until_all_are_done(self) -> None:
         """Keeps node 0's store for nodes whose ranks finish a little later."""
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left
-            while (
-                int(self._store.add(f"done/{self.round}", 0)) < self._num_nodes
-                and time.monotonic() < deadline
-            ):
+            while self._num_done < self._num_nodes and time.monotonic() < deadline:
                 self._is_stopping()
                 time.sleep(_POLL_SECONDS)
 
@@ -270,9 +268,8 @@ class RestartRendezvous(RendezvousHandler):
                     from moe_exp.launch.torchrun_job import port_problem  # an agent starts without settings
 
                     rule = f"node 0 cannot listen on it ({str(error).splitlines()[0]})"
-                    raise RendezvousConnectionError(
-                        port_problem(port, rule, num_nodes=self._num_nodes)
-                    ) from error
+                    line = port_problem(port, rule, num_nodes=self._num_nodes)
+                    raise RendezvousConnectionError(line) from error
                 self._wait(deadline)
             else:
                 store.set_timeout(timedelta(seconds=self._join_seconds))
@@ -308,10 +305,7 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts on connections to `port`, from which torch's store reads without a limit (Linux only).
-
-    They limit unacknowledged data, and silence on an idle connection.
-    """
+    """Limits unacknowledged data and silence on connections to `port`, as torch does not (Linux only)."""
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     options = {
@@ -336,10 +330,10 @@ def _failures(text: bytes) -> list[dict[str, Any]]:
         said = json.loads(text)
     except ValueError:
         return []
-    return [
-        failure
-        for failure in (said if isinstance(said, list) else [])
-        if isinstance(failure, dict)
-        and {name: type(value) for name, value in failure.items()} == _FAILURE
-        and all(len(str(value)) <= _MOST_CHARACTERS for value in failure.values())
-    ]
+
+    def is_valid(failure: object) -> bool:
+        if not isinstance(failure, dict) or {name: type(one) for name, one in failure.items()} != _FAILURE:
+            return False
+        return all(len(str(value)) <= _MOST_CHARACTERS for value in failure.values())
+
+    return [failure for failure in said if is_valid(failure)] if isinstance(said, list) else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config
 from moe_exp.host.devices import count_gpus, device_name
 from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
@@ -29,7 +29,7 @@ def memory_warnings(config: Config) -> list[str]:
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
     rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"
     fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"
-    return [problem("gpus_per_node", config.gpus_per_node, rule, fix)]
+    return [config.problem("gpus_per_node", rule, fix)]
 
 
 def disk_warnings(config: Config) -> list[str]:
@@ -68,7 +68,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for its next checkpoint, and its records until then" if there else ""
         fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else _LARGER_DISK
-        refused.append(problem("run_dir", c.run_dir, f"{has} {bytes_text(next_bytes)}{what}", fix))
+        refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rest.append(_until_end(c, until_end, has, free_bytes, there))
     return there, refused, rest
@@ -88,4 +88,4 @@ def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[i
             fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{_BY_HAND}"
         elif free_bytes >= checkpoint_bytes(c):
             fix += _BY_HAND
-    return problem("run_dir", c.run_dir, rule, fix)
+    return c.problem("run_dir", rule, fix)

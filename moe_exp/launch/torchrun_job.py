@@ -23,7 +23,7 @@ from types import FrameType
 from moe_exp.config import Config, problem
 from moe_exp.config.checks.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain, settings_file
 from moe_exp.host.processes import (
     children_of,
     end_with_parent,
@@ -105,14 +105,18 @@ _STILL_SECONDS = 60.0  # limit for an agent that should end its ranks
 _SAVE_SECONDS = 600.0
 _KILL_SECONDS = 30.0  # from SIGKILL until a process ends
 
-STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
+# Said at the first signal, by SAVE_AT_END.
+_STOPPING = {
+    True: "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it",
+    False: "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it",
+}
 
 
 def run_job(
     command: Sequence[str],
     environ: Mapping[str, str],
     *,
-    stopping: str = STOPPING,
+    config: Config | None = None,
     poll: Callable[[bool], bool] | None = None,
 ) -> int:
     """Runs the agent, passes signals on (see the top of this file), and returns the ranks' exit code.
@@ -120,7 +124,8 @@ def run_job(
     If a signal ends the job before its ranks report one, returns 128 + the signal's number, as a shell does.
 
     Args:
-        stopping: message at the first signal; empty: the ranks have nothing to save, and it kills them.
+        config: checked settings of a training run, which its ranks take as they are; None: the ranks have
+            nothing to save, and the first signal kills them.
         poll: called every 0.2 s, with whether the job was asked to stop now; returns whether it ended the
             ranks because of a hang. Must be fast.
     """
@@ -132,6 +137,8 @@ def run_job(
 
     with signals_handled(receive), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
+        if config:
+            settings_file(str(code_file)).write_text(config.model_dump_json())
         # torchrun would leave a folder of its own for its error files in that for temporary files
         environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
         with signals_blocked():  # signals during its imports wait until it can pass them on
@@ -139,16 +146,16 @@ def run_job(
         stillness = _Stillness(alive_file(str(code_file)))
         before, orphans = set(children_of(os.getpid())), _Orphans()
         while (code := _wait(agent)) is None or orphans.are_left(code, before):
-            if received.count(signal.SIGINT) > 1 or (received and not stopping):
-                _kill_job([agent.pid] if code is None else orphans.pids)
+            pids = [agent.pid] if code is None else orphans.pids
+            if received.count(signal.SIGINT) > 1 or (received and config is None):
+                _kill_job(pids)
             for number in received[num_sent:]:
-                if num_sent == 0 and stopping:
-                    complain(stopping)
+                if num_sent == 0 and config:
+                    complain(_STOPPING[config.save_at_end])
                 num_sent += 1
-                for pid in orphans.pids if code is not None else [agent.pid]:
-                    send_signal(
-                        pid, signal.SIGTERM if code is not None and number == signal.SIGHUP else number
-                    )
+                for pid in pids:
+                    is_rank = code is not None
+                    send_signal(pid, signal.SIGTERM if is_rank and number == signal.SIGHUP else number)
             has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
             if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
                 complain(f"the agent has not moved for {_STILL_SECONDS:.0f} s: it and its ranks are killed")

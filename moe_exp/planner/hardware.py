@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from moe_exp.host.devices import Nodes
 from moe_exp.host.files import read_json
@@ -16,35 +18,42 @@ _ALIASES = {
     "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB",
     "gb200": "GB200-186GB", "b300": "B300-288GB", "gb300": "GB300-288GB", "mi300x": "MI300X-192GB",
 }  # fmt: skip
-_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(gt=0, strict=True)]
+
+
+def _of_all_types(flops: dict[str, float]) -> dict[str, float]:
+    if not flops.keys() >= {"fp32", "bf16", "fp16"}:
+        raise ValueError("must have a number for each of fp32, bf16 and fp16")
+    return flops
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One device and what connects it with others."""
 
-    name: str  # as a CSV or `--gpu` gives it
-    architecture: str  # volta, ampere, hopper, blackwell, blackwell_ultra, cdna3, or cpu
-    memory_bytes: float  # memory of the device
+    name: Annotated[str, Field(min_length=1)]  # as a CSV or `--gpu` gives it
+    architecture: Literal["volta", "ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu"]
+    memory_bytes: Count | Positive  # memory of the device
     # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
     # counted as two, in FLOP/s
-    dense_flops: dict[str, float]
-    memory_bytes_per_second: float  # bandwidth of the device's memory
+    dense_flops: Annotated[dict[str, Positive], AfterValidator(_of_all_types)]
+    memory_bytes_per_second: Positive  # bandwidth of the device's memory
     # streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors
-    num_units: int
-    node_bytes_per_second: float  # what one device sends to others of its node, in one direction (NVLink)
-    network_bytes_per_second: float  # what one device sends to other nodes, in one direction
-    node_latency_seconds: float  # of a message inside a node
-    network_latency_seconds: float  # of a message between nodes
-    gpus_per_node: int  # devices of the usual node
+    num_units: Count
+    node_bytes_per_second: Positive  # what one device sends to others of its node, in one direction (NVLink)
+    network_bytes_per_second: Positive  # what one device sends to other nodes, in one direction
+    node_latency_seconds: Positive  # of a message inside a node
+    network_latency_seconds: Positive  # of a message between nodes
+    gpus_per_node: Count  # devices of the usual node
     # share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters
-    network_share: float
-    matrix_share: float  # share of dense_flops that large products reach, in that of an A100
+    network_share: Positive
+    matrix_share: Positive  # share of dense_flops that large products reach, in that of an A100
     # devices that are connected as those of one node are: 72 for NVL72; not given: those of a node
-    gpus_per_link_domain: int = 0
+    gpus_per_link_domain: Count = 0
     # of softmax, by the special function units (MUFU.EX2); 0: not counted beside attention's products
-    exponentials_per_second: float = 0.0
-    watts: float = 1000.0  # power limit, where the speed of products depends on it: Blackwell
+    exponentials_per_second: Positive = 0.0
+    watts: Positive = 1000.0  # power limit, where the speed of products depends on it: Blackwell
 
     @property
     def is_recent(self) -> bool:
@@ -106,48 +115,24 @@ def load_hardware(name: str) -> Hardware:
     if path.suffix != ".json" or not path.exists():
         fix = f"use one of {', '.join(by_name.values())}, or the path of a JSON file of that form"
         raise ValueError(f"GPU={name}: is not a known device. Fix: {fix}.")
-    return _read(path)
-
-
-def _read(path: Path) -> Hardware:
-    try:
-        content = read_json(path)
-    except ValueError:
-        raise ValueError(f"{path}: is not JSON. Fix: write it as the profiles of the package are.") from None
+    fix = "write it as the profiles of the package are"
+    content = read_json(path, fix=fix)
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a JSON object. Fix: write it as the profiles of the package are.")
-    values: dict[str, Any] = {}
-    for field in fields(Hardware):
-        if field.name not in content and field.default is not MISSING:
-            continue
-        if field.name not in content:
-            raise ValueError(
-                f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it."
-            )
-        # Every number stands with its source: {"value": ..., "source": "..."}.
-        entry = content[field.name]
-        values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
-        if problem := _value_problem(field.name, value):
-            raise ValueError(f"{path}: {field.name}={value}: {problem}. Fix: correct it.")
-    return Hardware(**values)
+        raise ValueError(f"{path}: is not a JSON object. Fix: {fix}.")
+    # Every number stands with its source: {"value": ..., "source": "..."}.
+    values = {
+        name: entry["value"] if isinstance(entry, dict) and "value" in entry else entry
+        for name, entry in content.items()
+    }
+    try:
+        return _FORM.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, rule = str(first["loc"][0]), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            raise ValueError(f"{path}: {field} is missing. Fix: {fix}.") from None
+        rule = rule.replace("Input should", "must")
+        raise ValueError(f"{path}: {field}={values[field]}: {rule}. Fix: {fix}.") from None
 
 
-def _value_problem(name: str, value: Any) -> str:
-    """Problem with a number of a profile, or empty."""
-    holds, rule = _is_positive(value), "a number more than 0"
-    if name == "name":
-        holds, rule = isinstance(value, str) and bool(value), "a word"
-    elif name == "architecture":
-        holds, rule = value in _ARCHITECTURES, f"one of {', '.join(_ARCHITECTURES)}"
-    elif name == "dense_flops":
-        has_types = isinstance(value, dict) and value.keys() >= {"fp32", "bf16", "fp16"}
-        if has_types and all(map(_is_positive, value.values())):
-            return ""
-        return "must have a number more than 0 for each of fp32, bf16 and fp16"
-    elif name in ("num_units", "gpus_per_node", "gpus_per_link_domain"):
-        holds, rule = holds and isinstance(value, int), "a number more than 0, and whole"
-    return "" if holds else f"must be {rule}"
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+_FORM = TypeAdapter(Hardware)

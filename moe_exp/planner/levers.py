@@ -35,10 +35,8 @@ class Lever:
 
 
 def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
-    """All changes of one setting that may save memory, those that save most first, then those refused.
-
-    Args:
-        prediction: of `config`.
+    """All changes of one setting of the run with this prediction that may save memory, those that save most
+    first, then those refused.
     """
     found = [
         _lever(setting, config.model_copy(update=changes), hardware, constants, prediction)

@@ -93,8 +93,9 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
         return Constants(
             memory=_filled(MemoryConstants, content["constants"]["memory"]),
             time=_filled(TimeConstants, content["constants"]["time"]),
-            memory_error=_error(content["fit"]["memory"]),
-            time_error=_error(content["fit"]["time"]),
+            # not a number where it had no rows
+            memory_error=float(content["fit"]["memory"]["left_out_90_percent_within"]),
+            time_error=float(content["fit"]["time"]["left_out_90_percent_within"]),
             hardware=tuple(content["hardware"]),
             published={
                 kind: PublishedError(kind, int(of["rows"]), float(of["mean_error"]))
@@ -105,11 +106,6 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
         raise ValueError(
             f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew."
         ) from None
-
-
-def _error(fit: dict[str, float]) -> float:
-    """The error of one half of a fit; not a number where it had no rows."""
-    return float(fit["left_out_90_percent_within"])
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:

@@ -38,9 +38,9 @@ def describe_run(
             "most_loaded_stage": stage,
         },
         "counted_as": counted_as(config, hardware),
-        "memory": describe_memory(prediction),
-        "time": describe_time(config, hardware, prediction),
-        "cost": describe_cost(cost),
+        "memory": _memory(prediction),
+        "time": _time(config, hardware, prediction),
+        "cost": asdict(cost) | {"days": cost.days},
         "goodput": asdict(goodput) if goodput else None,
         "error": {  # relative, to expect
             "memory": prediction.memory_error,
@@ -54,7 +54,7 @@ def describe_run(
     }
 
 
-def describe_memory(prediction: Prediction) -> dict[str, Any]:
+def _memory(prediction: Prediction) -> dict[str, Any]:
     """Bytes of every stage by part, the stage that needs most, and what is left."""
     return {
         "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
@@ -66,15 +66,10 @@ def describe_memory(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def describe_time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
+def _time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
     """Seconds of an iteration by part, and the speed that follows."""
     parts = {"parts": prediction.time.parts(), "bound_by": bound_by(prediction.time)}
     return asdict(speed_of(config, hardware, prediction.time.total)) | parts
-
-
-def describe_cost(cost: Cost) -> dict[str, Any]:
-    """Cost of the whole run."""
-    return asdict(cost) | {"days": cost.days}
 
 
 def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
@@ -89,7 +84,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
         "stage_layers": config.stage_layers,
         "peak_bytes": prediction.peak_bytes,
         "margin_bytes": prediction.margin_bytes,
-        **describe_time(config, hardware, prediction),
+        **_time(config, hardware, prediction),
         "slower_than_best": candidate.seconds / best - 1,
         "runner_up": place > 1 and candidate.seconds <= (1 + RUNNER_UP) * best,
         "filling_batch": candidate.filling_batch,
@@ -124,5 +119,5 @@ def describe_explanation(explained: Explanation, found: Search, hardware: Hardwa
     if explained.candidate is not None:
         report["losses_seconds"] = explained.losses
         report["layout"] = describe_candidate(explained.candidate, found, hardware, explained.place)
-        report["memory"] = describe_memory(explained.candidate.prediction)
+        report["memory"] = _memory(explained.candidate.prediction)
     return report

@@ -77,15 +77,14 @@ def plan_run(
     price_per_gpu_hour: float | None = None,
     failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any.
-
-    Raises:
-        ConfigError: the settings cannot run.
+    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any. ConfigError if
+    the settings cannot run.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
-    budget: dict[str, Any] = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
-    cost = cost_of(config, hardware, constants=constants, **budget)
+    cost = cost_of(
+        config, hardware, num_tokens=num_tokens, price_per_gpu_hour=price_per_gpu_hour, constants=constants
+    )
     prediction = predict(Job.of(config), hardware, constants)
     times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
     goodput = goodput_of(config, **times, **failures) if failures else None
@@ -98,13 +97,8 @@ def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None)
     settings = dict(flags)
     if gpus is not None:
         per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
-        size = _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
-        settings |= world_of(gpus, size)
+        if per_node and not str(per_node).isdecimal():
+            rule = "must be a whole number of at least 1"
+            raise setting_error("gpus_per_node", per_node, rule, "give GPUS_PER_NODE as a number")
+        settings |= world_of(gpus, int(per_node or hardware.gpus_per_node))
     return settings
-
-
-def _whole(name: str, text: str | int) -> int:
-    if not str(text).isdecimal():
-        rule = "must be a whole number of at least 1"
-        raise setting_error(name, text, rule, f"give {name.upper()} as a number")
-    return int(text)

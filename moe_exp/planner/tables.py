@@ -11,7 +11,6 @@ from typing import Any, Literal, TextIO
 from rich.box import HEAVY_HEAD, SIMPLE
 from rich.table import Table
 
-from moe_exp.config import Config
 from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
 from moe_exp.planner.costs.code_paths import counted_as
@@ -83,8 +82,12 @@ class PlanPrinter:
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
         """The fastest layouts, how far runner-ups are, and what was refused."""
         if found.ranked:
-            self._print(model_words(found.ranked[0].config, hardware))
-            for part, words in counted_as(found.ranked[0].config, hardware).items():
+            config = found.ranked[0].config
+            count, batch = count_parameters(config), f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
+            size = f"{count_text(count.total)} parameters, {count_text(count.active_per_token)} active"
+            model = f"PRESET={config.preset}, {size}, {config.dtype}, {batch}"
+            self._print(f"{model}; {config.world_size} x {hardware.name}")
+            for part, words in counted_as(config, hardware).items():
                 self._print(f"{part}: {words}")
             self._console.print(self._layouts(found, hardware, top))
             if self._console.width >= _WIDE:
@@ -189,11 +192,8 @@ class PlanPrinter:
             peak = "peak" if first <= prediction.peak_stage <= last else ""
             sizes = (f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total"))
             rows.append((name, *sizes, peak))
-        title, columns = (
-            f"memory of a rank, GiB: {_verdict(prediction)}",
-            ("stage", *_MEMORY_PARTS, "total", ""),
-        )
-        self.table(title, columns, rows, justify="right")
+        title = f"memory of a rank, GiB: {_verdict(prediction)}"
+        self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, justify="right")
         self._print(f"left: {_LEFT}")
 
     def _activations(self, prediction: Prediction) -> None:
@@ -201,7 +201,9 @@ class PlanPrinter:
         stage = prediction.stages[prediction.peak_stage]
         title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
         parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
-        rows = {name: _share(size, stage.activations) for name, size in parts if size}
+        rows = {
+            name: f"{size / _GIBIBYTE:.2f}, {size / stage.activations:.1%}" for name, size in parts if size
+        }
         self._rows(title, rows | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
@@ -245,14 +247,6 @@ class PlanPrinter:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-
-
-def model_words(config: Config, hardware: Hardware) -> str:
-    """Description of the searched model in one line."""
-    count = count_parameters(config)
-    size = f"{count_text(count.total)} parameters, {count_text(count.active_per_token)} active"
-    batch = f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
-    return f"PRESET={config.preset}, {size}, {config.dtype}, {batch}; {config.world_size} x {hardware.name}"
 
 
 def short_stages(stage_layers: Sequence[int]) -> str:
@@ -320,10 +314,6 @@ def _verdict(prediction: Prediction) -> str:
         words = f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
     sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
     return words + sure
-
-
-def _share(size: float, of: float) -> str:
-    return f"{size / _GIBIBYTE:.2f}, {size / of:.1%}"
 
 
 def _whole(cost: Cost) -> str:

@@ -1,6 +1,4 @@
-"""Compares runs: settings that they share, settings and sizes that differ, and the cost of reaching a
-loss.
-"""
+"""Compares runs: settings that differ, and the cost of reaching a loss."""
 
 from __future__ import annotations
 
@@ -92,12 +90,9 @@ def tokenizer_of(run: Run) -> str | None:
 
 def bits_per_nat(run: Run) -> float:
     """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
-    both = np.flatnonzero(np.isfinite(run.valid["lm_loss_bits_per_byte"]) & (run.valid["lm_loss"] > 0))
-    return (
-        float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]])
-        if len(both)
-        else float("nan")
-    )
+    bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
+    both = np.isfinite(bits) & (nats > 0)
+    return float(bits[both][-1] / nats[both][-1]) if both.any() else float("nan")
 
 
 def has_loss(run: Run) -> bool:
@@ -117,29 +112,24 @@ def loss_unit(runs: Sequence[Run]) -> str | None:
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
-def losses(run: Run, unit: str) -> Floats:
-    """Training loss of each record, in `unit`."""
-    return run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
-
-
 def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
     """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
-    return np.round(trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens), 9)
+    losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
+    return np.round(trailing_mean(run.train["consumed_tokens"], losses, window_tokens), 9)
 
 
 def window_of(runs: Sequence[Run]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, at least 1% of the longest.
 
-    Runs below that 1% are ignored, so that one that has just begun does not change the other curves.
+    Runs below that 1% are ignored, so that one that has just begun does not change the other curves. Tokens
+    before the checkpoint of LOAD_DIR do not count.
     """
-    tokens = [count for run in runs if has_loss(run) and np.isfinite(count := _trained_tokens(run))]
+    counts = (
+        run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)
+    )
+    tokens = [count for count in counts if np.isfinite(count)]
     fewest = _FEWEST_SHARE * max(tokens, default=0.0)
     return max(SMOOTHED_SHARE * min((count for count in tokens if count >= fewest), default=0.0), fewest)
-
-
-def _trained_tokens(run: Run) -> float:
-    """Tokens that the records cover, without those before the checkpoint of LOAD_DIR."""
-    return run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"])
 
 
 def why_not_compared(run: Run, window_tokens: float) -> str:
@@ -187,10 +177,8 @@ def seed_groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """The mean of `run_curve` over the runs that have one; None without one, or with no tokens in common.
-
-    It reaches from where the last of them begins to where the first ends, at the points of all, each run on
-    the straight line between two of its points.
+    """The mean of `run_curve` over the runs that have one, as far as all have come; None without one, or with
+    no tokens in common.
     """
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
@@ -280,21 +268,14 @@ def parity_text(found: Parity) -> str:
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."
     parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
-    cost = (
-        in_words([f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)])
-        or "an unknown share of the FLOPs"
-    )
+    shares = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
+    cost = in_words(shares) or "an unknown share of the FLOPs"
     loss = found.what if found.what == VALIDATION else "loss"
     if found.is_reached:
-        return (
-            f"{name} reaches the {loss} of {other} ({found.loss:.4f} {found.unit}, the lowest that both"
-            f" reach) in {cost}."
-        )
-    at = f"{found.other_lowest:.4f} {found.unit}"
-    return (
-        f"{name} does not reach the {loss} of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed"
-        f" {cost} that {other} needed."
-    )
+        lowest_text = f"{found.loss:.4f} {found.unit}, the lowest that both reach"
+        return f"{name} reaches the {loss} of {other} ({lowest_text}) in {cost}."
+    missed = f"{name} does not reach the {loss} of {other} ({found.other_lowest:.4f} {found.unit})"
+    return f"{missed}; to its own lowest, {found.loss:.4f}, it needed {cost} that {other} needed."
 
 
 def in_words(parts: Sequence[str]) -> str:
@@ -303,16 +284,17 @@ def in_words(parts: Sequence[str]) -> str:
 
 
 def is_validated_alike(runs: Sequence[Run]) -> bool:
-    """Whether the validation losses of these runs are of the same data, as far as settings are known."""
-    return len({_validated_on(run) for run in runs if run.settings}) < 2
+    """Whether the validation losses of these runs are of the same data, as far as settings are known: files,
+    order, length and number of the samples, and which of their tokens count and see each other.
+    """
 
+    def data_of(run: Run) -> tuple[str, ...]:
+        data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
+        names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
+        samples = run.config.eval_iters * run.config.gbsz if run.config else ""
+        return (str(samples), *(str(run.settings.get(name) or "") for name in names))
 
-def _validated_on(run: Run) -> tuple[str, ...]:
-    """Files, order, length and number of the samples, and which of their tokens count and see each other."""
-    data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
-    names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
-    samples = run.config.eval_iters * run.config.gbsz if run.config else ""
-    return (str(samples), *(str(run.settings.get(name) or "") for name in names))
+    return len({data_of(run) for run in runs if run.settings}) < 2
 
 
 def _throughput_note(run: Run) -> str:
@@ -324,10 +306,8 @@ def _throughput_note(run: Run) -> str:
     low, median, high = np.percentile(rates, [5, 50, 95])
     if not median or high - low <= _STEADY * median:
         return ""
-    return (
-        f"{run.name} by {(high - low) / median:.0%} of its median, from {rate_text(low)} to {rate_text(high)}"
-        " tokens/s"
-    )
+    rates_text = f"from {rate_text(low)} to {rate_text(high)} tokens/s"
+    return f"{run.name} by {(high - low) / median:.0%} of its median, {rates_text}"
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -341,11 +321,9 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
         values = [_value(run, name) for run in runs]
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
-        is_chosen = (
-            _NO_EXPERTS in values
-            and known
-            and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
-        )
+        is_chosen = False
+        if known and _NO_EXPERTS in values:
+            is_chosen = name in _ALWAYS or known != {_shown(Config.model_fields[name].default)}
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
@@ -374,27 +352,20 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
     found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))
-        unit = loss_unit(runs)
-        use = (
-            "losses are compared in bits per byte"
-            if unit == BITS
-            else "losses per token do not compare, and bits per byte are not known"
-        )
+        use = "losses per token do not compare, and bits per byte are not known"
+        if loss_unit(runs) == BITS:
+            use = "losses are compared in bits per byte"
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
         found.append("The runs were validated on different data: they are ranked by their training losses.")
     if uneven := [note for run in runs if (note := _throughput_note(run))]:
-        found.append(
-            "Throughput varied by more than 20% (5th to 95th percentile) within a run, so that its times say"
-            f" little about the model: {'; '.join(uneven)}."
-        )
+        rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
+        found.append(f"{rule}, so that its times say little about the model: {'; '.join(uneven)}.")
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
-            found.append(
-                f"{run.name}: {num} of {run.num_records} records have a loss that is not a number; they are"
-                " gaps in the curve."
-            )
+            gaps = f"{num} of {run.num_records} records have a loss that is not a number"
+            found.append(f"{run.name}: {gaps}; they are gaps in the curve.")
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):

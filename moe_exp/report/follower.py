@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.runs.records import Record, fast_record
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.status import ended_status
 
 LAST_RECORDS = 2000  # losses kept for the plot
 _LAST_EVENTS = 20
@@ -25,6 +25,7 @@ _INTERVALS = 50  # for the median
 _CHUNK_BYTES = 1 << 22
 _TAIL_BYTES = 8192  # a whole record of a small model: the end alone may equal that of another one
 _DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
+_LAYER_KEYS = ("max_over_mean", "dropped_fraction", "router_entropy")
 # The floor is for small runs, where an evaluation or a checkpoint takes longer than ten iterations.
 _LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
 
@@ -74,7 +75,7 @@ class Watched:
             return True
         self.iteration = iteration
         if record.get("kind") == "train":
-            self._take_train(dict(record), iteration - self.since_iteration)
+            self._take_train(dict(record))
         elif record.get("kind") == "valid":
             self.valid = dict(record)
         return True
@@ -89,7 +90,8 @@ class Watched:
             return
         self.iteration = iteration
 
-    def _take_train(self, record: Record, num_iterations: int) -> None:
+    def _take_train(self, record: Record) -> None:
+        num_iterations = record["iteration"] - self.since_iteration
         self.num_train += 1
         self.train, self.since_iteration = record, record["iteration"]
         loss = number(record.get("lm_loss"))
@@ -138,7 +140,6 @@ class Follower:
         self.trouble = None
         try:
             with regular(self.folder.metrics).open("rb") as file:
-                self._find_place(file)
                 self._read_on(file)
                 self.modified = self.folder.metrics.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
@@ -147,17 +148,15 @@ class Follower:
         except OSError as error:
             self.trouble = error.strerror or str(error)
 
-    def _find_place(self, file: Any) -> None:
-        """Seeks to the last position, or to 0 if the bytes before it show a rewritten file."""
-        file.seek(self._offset - len(self._tail))
-        if file.read(len(self._tail)) != self._tail:
-            self._start_over()
-        file.seek(self._offset)
-
     def _start_over(self) -> None:
         self.watched, self._offset, self._tail = Watched(), 0, b""
 
     def _read_on(self, file: Any) -> None:
+        """Reads from the last position, or from 0 if the bytes before it show a rewritten file."""
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) != self._tail:
+            self._start_over()
+        file.seek(self._offset)
         while chunk := file.read(_CHUNK_BYTES):
             whole = chunk[: chunk.rfind(b"\n") + 1]
             if not whole:  # an incomplete line, or one longer than a chunk
@@ -165,19 +164,16 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return
                 whole = line
-            for line in whole.splitlines():
-                self._take_line(line)
+            for line in filter(bytes.strip, whole.splitlines()):
+                record = fast_record(line)
+                if record is None:
+                    self.watched.num_unreadable_lines += 1
+                elif self.watched.take(record):
+                    self._also(record)
             self._advance(len(whole))
             self._offset += len(whole)
             self._tail = (self._tail + whole)[-_TAIL_BYTES:]
             file.seek(self._offset)
-
-    def _take_line(self, line: bytes) -> None:
-        if (record := fast_record(line)) is not None:
-            if self.watched.take(record):
-                self._also(record)
-        elif line.strip():
-            self.watched.num_unreadable_lines += 1
 
     def settings(self) -> dict[str, Any]:
         """The run's config.yaml, read again when it changed; empty if missing or unreadable."""
@@ -198,24 +194,36 @@ class Follower:
         return None if self.modified is None else max(0.0, time.time() - self.modified)
 
     def status(self) -> str | None:
-        """How the run ended: finished, stopped or failed; None if it may still be running."""
-        return ended_status(
-            self.folder,
-            modified=self.modified,
-            start_time=self.watched.start_time,
-            end=self.watched.end,
-            read_json=self._content,
-        )
+        """How the run ended: finished, stopped or failed; None if it may still be running.
+
+        A killed process writes no `end` event; then the summary decides, which its launcher writes after the
+        last record.
+        """
+        if self.modified is None or self._is_starting():
+            return None
+        if self.watched.end:
+            return self.watched.end
+        try:
+            is_of_this_start = self.folder.summary.stat().st_mtime >= self.modified
+        except OSError:
+            return None
+        status = self._content(self.folder.summary).get("status")
+        return str(status) if status and is_of_this_start else None
+
+    def _is_starting(self) -> bool:
+        """Whether the latest start has no record yet, so that an `end` belongs to the start before."""
+        try:
+            latest = self._content(self.folder.provenance)["starts"][-1]["time"]
+            return datetime.fromisoformat(latest) > datetime.fromisoformat(self.watched.start_time)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return False
 
     def is_late(self) -> bool:
         """Whether a run that has not ended wrote nothing for 10 times its usual interval, and for 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
-        return (
-            age is not None
-            and usual is not None
-            and self.status() is None
-            and age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
-        )
+        if age is None or usual is None or self.status():
+            return False
+        return age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
 
 
 def number(value: Any) -> float | None:
@@ -234,19 +242,12 @@ def dead_experts(tokens_per_expert: Sequence[float]) -> int:
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     """The MoE layers of a train record, the one with the busiest expert first."""
     found = []
-    for layer in _list(record.get("experts")):
-        if isinstance(layer, dict):
-            tokens = [
-                count for count in map(number, _list(layer.get("tokens_per_expert"))) if count is not None
-            ]
-            values = (number(layer.get(key)) for key in ("dropped_fraction", "router_entropy"))
-            index = layer.get("layer")
-            index = index if isinstance(index, int) else 0
-            found.append(
-                WorstLayer(
-                    index, number(layer.get("max_over_mean")), dead_experts(tokens), len(tokens), *values
-                )
-            )
+    for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):
+        counts = map(number, _list(layer.get("tokens_per_expert")))
+        tokens = [count for count in counts if count is not None]
+        peak, dropped, entropy = (number(layer.get(key)) for key in _LAYER_KEYS)
+        index = layer["layer"] if isinstance(layer.get("layer"), int) else 0
+        found.append(WorstLayer(index, peak, dead_experts(tokens), len(tokens), dropped, entropy))
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
 
 

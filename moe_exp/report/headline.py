@@ -100,9 +100,8 @@ def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | No
         curves = {id(run): _curve(run, what, unit, window, axis) for run in runs}
         left_out = [tuple(run for run in group.runs if not len(curves[id(run)][0])) for group in groups]
         at = _shared_end([curve for curve in curves.values() if len(curve[0])])
-        if at is not None and all(
-            len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True)
-        ):
+        is_whole = all(len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True))
+        if at is not None and is_whole:
             break
     else:
         return None
@@ -151,33 +150,25 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
     best, second = found.standings[:2]
     number, after = len(found.standings), f"after {amount_text(found.axis, found.at)} each"
     losses = f"{found.what} {loss_text(best.loss)} against {loss_text(second.loss)} {found.unit}, {after}"
+    lead = f"by {found.lead:.4f} at equal tokens"
     if not found.lead:
-        others = in_words(
-            [one.group.name for one in found.standings if f"{one.loss:.4f}" == f"{best.loss:.4f}"]
-        )
-        text = f"{others} have the same {found.what}, {loss_text(best.loss)} {found.unit}, {after}"
+        level = [one.group.name for one in found.standings if loss_text(one.loss) == loss_text(best.loss)]
+        text = f"{in_words(level)} have the same {found.what}, {loss_text(best.loss)} {found.unit}, {after}"
     elif number == 2:
-        text = (
-            f"{best.group.name} is better than {second.group.name} by {found.lead:.4f} at equal tokens:"
-            f" {losses}"
-        )
+        text = f"{best.group.name} is better than {second.group.name} {lead}: {losses}"
     else:
-        text = (
-            f"{best.group.name} is the best of {number} by {found.lead:.4f} at equal tokens, before"
-            f" {second.group.name}: {losses}"
-        )
+        text = f"{best.group.name} is the best of {number} {lead}, before {second.group.name}: {losses}"
     refused = _refused(runs)
     left_out = f"Left out: {'; '.join(refused)}." if refused else ""
     return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
 
 def _single(run: Run) -> str:
-    known = np.flatnonzero(np.isfinite(run.valid["lm_loss"]))
-    if len(known):
-        loss, tokens = run.valid["lm_loss"][known[-1]], run.valid["consumed_tokens"][known[-1]]
+    loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
+    known = np.isfinite(run.valid["lm_loss"])
+    if known.any():
+        loss, tokens = run.valid["lm_loss"][known][-1], run.valid["consumed_tokens"][known][-1]
         what = "a validation loss"
-    else:
-        loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
     if not np.isfinite(loss):
         return f"{run.name} has no loss yet."
     after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
@@ -203,11 +194,8 @@ def _seeds(best: Standing, second: Standing) -> str:
     left_out = [f"Without a validation, and left out: {in_words(missing)}."] if missing else []
     if not (best.has_seeds or second.has_seeds):
         return " ".join(left_out)
-    ranges = [
-        f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}"
-        for one in (best, second)
-        if one.has_seeds
-    ]
+    seeded = [one for one in (best, second) if one.has_seeds]
+    ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
     verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
     means = f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
     return " ".join([means, *left_out])
@@ -226,14 +214,14 @@ def other_winners(runs: Sequence[Run]) -> list[str]:
     """A sentence for FLOPs and for training time, if another run is the best there than at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
-    found = [one for axis in list(AXES)[1:] if (one := ranking(runs, axis))]
-    return [
-        f"At equal {AXES[one.axis]}, {best.group.name} is better: {one.what} {loss_text(best.loss)} against"
-        f" {loss_text(second.loss)} {one.unit}, after {amount_text(one.axis, one.at)} each."
-        for one in found
-        for best, second in [one.standings[:2]]
-        if one.lead and best.group.name != by_tokens.standings[0].group.name
-    ]
+    lines = []
+    for one in filter(None, (ranking(runs, axis) for axis in list(AXES)[1:])):
+        best, second = one.standings[:2]
+        if one.lead and best.group.name != by_tokens.standings[0].group.name:
+            losses = f"{one.what} {loss_text(best.loss)} against {loss_text(second.loss)} {one.unit}"
+            after = f"after {amount_text(one.axis, one.at)} each"
+            lines.append(f"At equal {AXES[one.axis]}, {best.group.name} is better: {losses}, {after}.")
+    return lines
 
 
 def pairs(runs: Sequence[Run]) -> list[Parity]:
@@ -251,12 +239,11 @@ def pairs(runs: Sequence[Run]) -> list[Parity]:
 
 def difference(pair: Parity, found: Ranking | None) -> float:
     """Loss of `pair.run` minus that of `pair.other` in a ranking, to four places; NaN if unknown."""
-    losses = [
-        round(one.loss, 4)
-        for group in (pair.run, pair.other)
-        for one in (found.standings if found else ())
-        if any(run is other for run in one.group.runs for other in group.runs)
-    ]
+    losses = []
+    for group in (pair.run, pair.other):
+        for one in found.standings if found else ():
+            if any(run is other for run in one.group.runs for other in group.runs):
+                losses.append(round(one.loss, 4))
     return losses[0] - losses[1] if len(losses) == 2 else float("nan")
 
 
@@ -271,7 +258,5 @@ def opposite_text(pair: Parity, found: Ranking | None) -> str:
     if found is None or not (pair.tokens - 1) * lead < 0:
         return ""
     better = pair.other if lead > 0 else pair.run
-    return (
-        f" At equal tokens, however, {better.name} has the lower {found.what}, by {abs(lead):.4f} after"
-        f" {amount_text(found.axis, found.at)} each."
-    )
+    by = f"by {abs(lead):.4f} after {amount_text(found.axis, found.at)} each"
+    return f" At equal tokens, however, {better.name} has the lower {found.what}, {by}."

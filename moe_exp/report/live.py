@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.run_data import distinct_names, run_problems
-from moe_exp.report.text_curves import plot, sparkline
 
 _PLOT_RECORDS = 500
 _PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
@@ -33,13 +32,9 @@ _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
 _STYLES = {
-    "finished": "green",
-    "failed": "bold red",
-    "stopped": "yellow",
-    "late": "bold yellow",
-    "waiting": "dim",
+    "finished": "green", "failed": "bold red", "stopped": "yellow", "late": "bold yellow", "waiting": "dim",
     "running": "cyan",
-}
+}  # fmt: skip
 
 
 def watch(paths: Sequence[Path], *, console: Console, once: bool = False, seconds: float = 2.0) -> None:
@@ -67,24 +62,18 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     if once:
         console.print(_render(followers, console))
         return
-    with _ctrl_c() as pressed, Live(console=console, auto_refresh=False) as live:
+    # Set by Ctrl-C: a KeyboardInterrupt raised inside a `__del__` would be lost.
+    pressed = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = [signal.SIGINT] if is_main else []
+    handled = signals_handled(lambda *_: pressed.set(), signals=signals)
+    with handled, Live(console=console, auto_refresh=False) as live:
         while not pressed.is_set():
             live.update(_render(followers, console), refresh=True)
             if all(follower.status() for follower in followers):
                 return
             pressed.wait(seconds)
     raise KeyboardInterrupt
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
-    """Event set by Ctrl-C: a KeyboardInterrupt raised inside a `__del__` would be lost."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    with signals_handled(lambda *_: pressed.set(), signals=[signal.SIGINT]):
-        yield pressed
 
 
 def _path_problems(path: Path, *, may_wait: bool) -> list[str]:
@@ -119,25 +108,23 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     left = console.width
     for name in rows[0]:
-        widest = max(len(name), *(row[name].cell_len for row in rows))
-        width = min(widest, max(16, console.width // 4)) if name == "run" else widest
-        if width + _BETWEEN <= left:
-            left -= width + _BETWEEN
-            is_text = name in ("run", "state", "worst layer", "curve")
-            table.add_column(
-                name,
-                justify="left" if is_text else "right",
-                width=width,
-                no_wrap=name != "run",
-                overflow="fold",
-            )
+        width = max(len(name), *(row[name].cell_len for row in rows))
+        if name == "run":
+            width = min(width, max(16, console.width // 4))
+        if width + _BETWEEN > left:
+            continue
+        left -= width + _BETWEEN
+        table.add_column(name, justify="right", width=width, no_wrap=name != "run", overflow="fold")
+        if name in ("run", "state", "worst layer", "curve"):
+            table.columns[-1].justify = "left"
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
-    troubled = [follower for follower in followers if follower.trouble or follower.is_late()]
-    return Group(
-        table,
-        *(Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower)) for follower in troubled),
-    )
+    lines = [
+        Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower))
+        for follower in followers
+        if follower.trouble or follower.is_late()
+    ]
+    return Group(table, *lines)
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
@@ -163,13 +150,11 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
 
 
 def _title(follower: Follower) -> Text:
-    settings = follower.settings()
-    kind = (
-        "" if "use_moe" not in settings else str(settings.get("moe_type")) if settings["use_moe"] else "dense"
-    )
-    title = Text.assemble(
-        (_printable(follower.name), "bold"), "  ", (_printable(kind), "dim"), "  ", _state(follower)
-    )
+    settings, kind = follower.settings(), ""
+    if "use_moe" in settings:
+        kind = str(settings.get("moe_type")) if settings["use_moe"] else "dense"
+    name, kind = _printable(follower.name), _printable(kind)
+    title = Text.assemble((name, "bold"), "  ", (kind, "dim"), "  ", _state(follower))
     title.no_wrap, title.overflow = True, "ellipsis"
     return title
 
@@ -186,12 +171,10 @@ def _iterations(follower: Follower) -> str:
 
 
 def _progress(follower: Follower) -> RenderableType:
-    line, train_iters = Table.grid(padding=(0, 2)), number(follower.settings().get("train_iters"))
+    line, total = Table.grid(padding=(0, 2)), number(follower.settings().get("train_iters"))
     parts: list[RenderableType] = [Text(f"iteration {_iterations(follower)}")]
-    if train_iters:
-        parts.append(
-            ProgressBar(total=train_iters, completed=min(follower.watched.iteration, train_iters), width=30)
-        )
+    if total:
+        parts.append(ProgressBar(total=total, completed=min(follower.watched.iteration, total), width=30))
     if not follower.status():
         parts.append(Text(f"eta {_eta(follower)}"))
     line.add_row(*parts)
@@ -214,21 +197,17 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     if len(known) < 2:
         return []
     caption = f"loss of iterations {shown[0][0]:,} to {shown[-1][0]:,}"
-    missing = len(losses) - len(known)
-    caption += f", {missing:,} not a number" if missing else ""
+    if missing := len(losses) - len(known):
+        caption += f", {missing:,} not a number"
     if console.options.ascii_only:
-        return [
-            Text(sparkline(losses, width, ascii_only=True)),
-            Text(f"{caption}: {min(known):.4f} to {max(known):.4f}", style="dim"),
-        ]
+        caption += f": {min(known):.4f} to {max(known):.4f}"
+        return [Text(sparkline(losses, width, ascii_only=True)), Text(caption, style="dim")]
     height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
     lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
     # Approximate: the plot shows means of neighbors.
     labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
-    rows = [
-        Text.assemble((f"{label:>8} ", "dim"), (line, "blue"))
-        for label, line in zip(labels, lines, strict=True)
-    ]
+    pairs = zip(labels, lines, strict=True)
+    rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in pairs]
     return [*rows, Text(" " * 9 + caption, style="dim")]
 
 
@@ -294,10 +273,8 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
             _number(layer.dropped, ".1%"),
             _number(layer.entropy, ".3f"),
         )
-    return [
-        Text(f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers", style="dim"),
-        table,
-    ]
+    head = f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers"
+    return [Text(head, style="dim"), table]
 
 
 def _layer_text(layer: WorstLayer) -> Text:
@@ -357,3 +334,52 @@ def _bytes(train: Mapping[str, Any]) -> str:
 def _printable(text: str) -> str:
     """Removes control characters: names come from files of others."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+# Curves as text; None stays empty.
+
+
+_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_BRAILLE = 0x2800
+# Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
+    """At most `num_buckets` means of neighbors, ignoring None; None for an empty bucket."""
+    count = min(num_buckets, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)] if count else []
+    groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
+    return [sum(group) / len(group) if group else None for group in groups]
+
+
+def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
+    """One line of at most `width` characters, scaled from the lowest value to the highest."""
+    means, ramp = buckets(values, width), _ASCII if ascii_only else _BLOCKS
+    low, high = _range(means)
+    steps = (mean if mean is None else round((mean - low) / (high - low) * (len(ramp) - 1)) for mean in means)
+    return "".join(" " if step is None else ramp[step] for step in steps)
+
+
+def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
+    """Braille plot: `height` lines of `width` characters of two by four dots, the highest value on top."""
+    means, num_rows = buckets(values, 2 * width), 4 * height
+    low, high = _range(means)
+    cells, before = [[0] * width for _ in range(height)], None
+    for column, mean in enumerate(means):
+        if mean is None:
+            before = None
+            continue
+        row = round((high - mean) / (high - low) * (num_rows - 1))
+        # Fill from the previous row, so that a steep curve stays connected.
+        first, last = (row, row) if before is None else (min(row, before + 1), max(row, before - 1))
+        for at in range(first, last + 1):
+            cells[at // 4][column // 2] |= _DOTS[at % 4][column % 2]
+        before = row
+    return ["".join(chr(_BRAILLE + dots) for dots in line) for line in cells]
+
+
+def _range(means: Sequence[float | None]) -> tuple[float, float]:
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    return (low, high) if high > low else (low - 1.0, low + 1.0)

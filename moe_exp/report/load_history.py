@@ -16,13 +16,8 @@ DEAD_BELOW = 0.01  # of the fair share
 
 # Keys of one layer in metrics.jsonl; older files lack some.
 LAYER_KEYS = (
-    "max_over_mean",
-    "dead_fraction",
-    "dropped_fraction",
-    "router_entropy",
-    "top1_weight",
-    "max_vio",
-)
+    "max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight", "max_vio",
+)  # fmt: skip
 
 
 def number(value: object) -> float:
@@ -47,13 +42,8 @@ class LoadHistory:
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Adds one record's `experts`; call `finish` after the last one."""
-        self._waiting.append(
-            (
-                min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1),
-                iteration,
-                experts,
-            )
-        )
+        column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
+        self._waiting.append((column, iteration, experts))
         self._num_seen += 1
         if len(self._waiting) == _CHUNK:
             self.finish()
@@ -69,11 +59,10 @@ class LoadHistory:
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
         """Adds records shaped like the first; returns False and adds nothing if one differs."""
         try:
-            layers = [[layer["layer"] for layer in experts] for _, _, experts in records]
-            counts = [[layer["tokens_per_expert"] for layer in experts] for _, _, experts in records]
-            values = [
-                [[layer.get(key) for layer in experts] for key in LAYER_KEYS] for _, _, experts in records
-            ]
+            of_records = [experts for _, _, experts in records]
+            layers = [[layer["layer"] for layer in experts] for experts in of_records]
+            counts = [[layer["tokens_per_expert"] for layer in experts] for experts in of_records]
+            values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for experts in of_records]
             counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
         except (AttributeError, KeyError, TypeError, ValueError):
             return False
@@ -96,11 +85,9 @@ class LoadHistory:
 
     def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
-        # Older files lack these; compute them from the counts.
-        for index, from_counts_RL in (
-            (0, shares_RLE.max(axis=2)),
-            (1, (shares_RLE < DEAD_BELOW).mean(axis=2)),
-        ):
+        # Older files lack the first two of LAYER_KEYS; compute them from the counts.
+        computed = (shares_RLE.max(axis=2), (shares_RLE < DEAD_BELOW).mean(axis=2))
+        for index, from_counts_RL in enumerate(computed):
             missing = ~np.isfinite(values_RKL[:, index])
             values_RKL[:, index][missing] = from_counts_RL[missing]
         known_RKL = np.isfinite(values_RKL)

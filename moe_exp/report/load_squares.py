@@ -40,22 +40,13 @@ class LoadSquares:
             self._records_in_last = 0
         self._ends[-1] = record["iteration"]
         self._records_in_last += 1
-        for layer in layers:
-            if layer.max_over_mean is not None:
-                self._columns[-1][layer.layer] = max(
-                    layer.max_over_mean, self._columns[-1].get(layer.layer, 0.0)
-                )
+        peaks = {layer.layer: layer.max_over_mean for layer in layers if layer.max_over_mean is not None}
+        self._columns[-1] = _larger(self._columns[-1], peaks)
         if len(self._columns) == 2 * _MOST_SQUARES and self._records_in_last == self._records_per_column:
-            self._halve()
-
-    def _halve(self) -> None:
-        pairs = zip(self._columns[::2], self._columns[1::2], strict=True)
-        self._columns = [
-            {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in a | b} for a, b in pairs
-        ]
-        self._ends = self._ends[1::2]
-        self._records_per_column *= 2
-        self._records_in_last = self._records_per_column
+            self._columns = list(map(_larger, self._columns[::2], self._columns[1::2]))
+            self._ends = self._ends[1::2]
+            self._records_per_column *= 2
+            self._records_in_last = self._records_per_column
 
     def text(self) -> str:
         """The rows under a line that explains them; empty without MoE layers."""
@@ -64,30 +55,22 @@ class LoadSquares:
             return ""
         step = -(-len(self._columns) // _MOST_SQUARES)
         groups = [self._columns[at : at + step] for at in range(0, len(self._columns), step)]
-        lines = [
-            "busiest expert over the mean: "
-            + ", ".join(f"{square} {_limit(index)}" for index, (_, square) in enumerate(_SQUARES))
-        ]
+        *below, (_, largest) = _SQUARES
+        limits = [f"{square} under {limit:g}" for limit, square in below]
+        key = ", ".join([*limits, f"{largest} {below[-1][0]:g} and more"])
+        lines = [f"busiest expert over the mean: {key}"]
         for layer in layers:
-            squares = "".join(
-                _square([column[layer] for column in group if layer in column]) for group in groups
-            )
+            peaks = [max(column.get(layer, 0.0) for column in group) for group in groups]
+            squares = "".join(_square(peak) if peak else _MISSING for peak in peaks)
             lines.append(f"layer {layer:3d} {squares}")
-        return "\n".join(
-            [
-                *lines,
-                f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square",
-            ]
-        )
+        foot = f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square"
+        return "\n".join([*lines, foot])
 
 
-def _square(values: list[float]) -> str:
-    return next(square for limit, square in _SQUARES if max(values) < limit) if values else _MISSING
+def _square(peak: float) -> str:
+    return next(square for limit, square in _SQUARES if peak < limit)
 
 
-def _limit(index: int) -> str:
-    return (
-        f"under {_SQUARES[index][0]:g}"
-        if index + 1 < len(_SQUARES)
-        else f"{_SQUARES[index - 1][0]:g} and more"
-    )
+def _larger(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
+    """The larger value of each layer of the two."""
+    return {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in {**a, **b}}

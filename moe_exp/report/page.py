@@ -14,14 +14,7 @@ from moe_exp.config import ConfigError, problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.quantities import target_text
 from moe_exp.report import page_parts as parts
-from moe_exp.report.comparison import (
-    NATS,
-    common_loss,
-    differing_settings,
-    in_words,
-    warnings_of,
-    window_of,
-)
+from moe_exp.report.comparison import NATS, common_loss, differing_settings, in_words, warnings_of, window_of
 from moe_exp.report.headline import headline, other_winners, pair_text, pairs, ranking
 from moe_exp.report.history import about_html, events_html, samples_html
 from moe_exp.report.overview import Overview, overview
@@ -66,11 +59,8 @@ def write_report(
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
     runs = read_runs(paths)
-    text = _valid(
-        report_html(runs, title=title, loss=loss, notes=notes)
-        if kind == "html"
-        else report_markdown(runs, title=title, loss=loss, notes=notes)
-    )
+    written = report_html if kind == "html" else report_markdown
+    text = _valid(written(runs, title=title, loss=loss, notes=notes))
     if out is None:
         print(text, end="")
     else:
@@ -88,14 +78,8 @@ def check_out(out: Path | None) -> list[str]:
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
-        return [
-            problem(
-                "out",
-                out,
-                f"{folder if out.is_symlink() else out.parent} is no directory",
-                "make it, or name a file elsewhere",
-            )
-        ]
+        rule = f"{folder if out.is_symlink() else out.parent} is no directory"
+        return [problem("out", out, rule, "make it, or name a file elsewhere")]
     if not out.exists():
         return []
     if not out.is_file():  # a directory, or a device such as /dev/stdout that a file would replace
@@ -123,12 +107,10 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     sections = [section for section in _sections(runs, views, chosen, unit, loss) if section.content]
+    number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
-        "subtitle": (
-            f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, written"
-            f" {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
-        ),
+        "subtitle": f"{number}, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
         "contents": parts.contents_html(sections),
         "result": parts.result_html(runs, warnings_of(runs)),
@@ -193,11 +175,7 @@ def report_markdown(
     """The report as short Markdown with a final newline; its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
     names, warnings = [run.name for run in runs], warnings_of(runs)
-    rows = [
-        ("model", [run.kind for run in runs]),
-        ("state", [run.status for run in runs]),
-        *overview_rows(views),
-    ]
+    rows = overview_rows(views)
     if unit and math.isfinite(chosen):
         costs = [cost_texts(view.cost) for view in views]
         of_loss = f"to a loss of {target_text(chosen)}{'' if unit == NATS else f' {unit}'}"

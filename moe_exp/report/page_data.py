@@ -22,20 +22,10 @@ from moe_exp.runs.seeds import grouped_by_seed
 _POINTS, _LOAD_VALUES = 8_000, 600_000
 _FEWEST_POINTS, _MOST_POINTS = 40, 1_000
 _DRAWN = (
-    "lm_loss",
-    "load_balancing_loss",
-    "z_loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "tflops_per_gpu",
-)
-_EXPERT_CURVES = (
-    "experts/max_over_mean",
-    "experts/dead_fraction",
-    "experts/dropped_fraction",
+    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
     "experts/router_entropy",
-)
+)  # fmt: skip
 _WITH_RANGE = ("lm_loss", "grad_norm")
 LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20
@@ -77,32 +67,30 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
     ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
-    curves = {
-        key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in (*_DRAWN, *_EXPERT_CURVES)
-    }
-    curves["memory_bytes"] = _curve(
-        np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"]), starts
-    )
+    curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in _DRAWN}
+    memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
+    curves["memory_bytes"] = _curve(memory, starts)
     best = smoothed(run, unit, window)
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
     step = max(1, (num_valid := len(run.valid["iteration"])) // points)
     every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
+    axes = {key: train[key] for key in AXES}
     return {
         "name": run.name,
         "kind": run.kind,
         "seed": run.settings.get("seed"),
         "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
-        "x": {key: _list(train[key][ends]) for key in AXES},
+        "x": {key: _list(values[ends]) for key, values in axes.items()},
         "curves": {key: curve for key, curve in curves.items() if curve},
         "valid": {
             **{key: _list(run.valid[key][every]) for key in AXES},
             **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
         },
-        "reach": _reach(best, {key: train[key] for key in AXES}, new_minima(best, max(20, points // 3))),
+        "reach": _reach(best, axes, new_minima(best, max(20, points // 3))),
         "changes": _changes(run),
         "spikes": {
             "value": _list(train["grad_norm"][spiked]),
-            **{key: _list(train[key][spiked]) for key in AXES},
+            **{key: _list(values[spiked]) for key, values in axes.items()},
         },
     }
 

@@ -18,14 +18,7 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
-from moe_exp.report.comparison import (
-    NATS,
-    VALIDATION,
-    Cost,
-    Parity,
-    has_loss,
-    why_not_compared,
-)
+from moe_exp.report.comparison import NATS, VALIDATION, Cost, Parity, has_loss, why_not_compared
 from moe_exp.report.headline import (
     AXES,
     RANKING_RULE,
@@ -81,9 +74,8 @@ def section_html(section: Section) -> str:
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:
     """Places of charts, which the script fills, and of the note about those that it hides."""
-    boxes = "".join(
-        f'<div class="chart{" wide" if name == wide else ""}" data-chart="{name}"></div>' for name in names
-    )
+    css = {name: "chart wide" if name == wide else "chart" for name in names}
+    boxes = "".join(f'<div class="{css[name]}" data-chart="{name}"></div>' for name in names)
     return f'<p class="note hidden-charts" hidden></p><div class="charts">{boxes}</div>'
 
 
@@ -96,13 +88,16 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
     )
 
 
+def row_html(name: str, values: Sequence[str], css: str = "") -> str:
+    """A row of a table with a heading; `name` and `values` are text, `css` the class of each value."""
+    cells = "".join(f"<td{css}>{escape(value)}</td>" for value in values)
+    return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
+
+
 def run_name(run: Run, index: int) -> str:
     """A run's name in its color; at most six lines, the full name on hover."""
-    name = escape(run.name)
-    return (
-        f'<span class="run" title="{name}"><i class="swatch"'
-        f' style="--c:var(--run-{index % 8})"></i>{name}</span>'
-    )
+    name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
+    return f'<span class="run" title="{name}">{swatch}{name}</span>'
 
 
 def how(rule: str) -> str:
@@ -129,11 +124,8 @@ def _equal_table(found: Sequence[Ranking]) -> str:
     rows = []
     for one in found:
         losses = {standing.group.name: standing.loss for standing in one.standings}
-        best = min(losses.values())
-        cells = "".join(
-            f'<td class="{"less" if losses[name] == best else ""}">{loss_text(losses[name])}</td>'
-            for name in names
-        )
+        css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
+        cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
         where = f"equal {AXES[one.axis]}: {one.what} after {amount_text(one.axis, one.at)}"
         rows.append(f'<tr><th scope="row">{escape(where)}</th>{cells}</tr>')
     head = [f'<span class="run" title="{escape(name)}">{escape(name)}</span>' for name in names]
@@ -188,27 +180,16 @@ def _card(found: Parity, rankings: Mapping[Axis, Ranking]) -> str:
     ]
     figures = ""
     for share, axis, what in shares:
-        is_less = share < 1 and not difference(found, rankings.get(axis)) >= 0
-        figures += (
-            f'<div><b class="{"less" if is_less else ""}">{percent(share, 0)}</b><span>{what}</span></div>'
-        )
+        css = "less" if share < 1 and not difference(found, rankings.get(axis)) >= 0 else ""
+        figures += f'<div><b class="{css}">{percent(share, 0)}</b><span>{what}</span></div>'
     return f'<div class="card"><div class="figures">{figures}</div>{text}</div>'
 
 
 def overview_html(views: Sequence[Overview]) -> str:
     """The runs in numbers, a column each."""
-    rows = [
-        ("model", [escape(view.run.kind) for view in views]),
-        ("state", [escape(view.run.status) for view in views]),
-        *((name, list(values)) for name, values in overview_rows(views)),
-    ]
-    body = [
-        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in values)}</tr>'
-        for name, values in rows
-    ]
-    return table(
-        ["", *(run_name(view.run, index) for index, view in enumerate(views))], body, "The runs in numbers"
-    ) + how(_STATE_RULE)
+    head = ["", *(run_name(view.run, index) for index, view in enumerate(views))]
+    body = [row_html(name, values) for name, values in overview_rows(views)]
+    return table(head, body, "The runs in numbers") + how(_STATE_RULE)
 
 
 _STATE_RULE = (
@@ -221,6 +202,8 @@ _STATE_RULE = (
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     """Rows of the overview as plain text, without rows that no run has a value for."""
     rows: list[tuple[str, list[str]]] = [
+        ("model", [view.run.kind for view in views]),
+        ("state", [view.run.status for view in views]),
         ("parameters", [count_text(view.total_parameters) for view in views]),
         ("active per token", [count_text(view.active_parameters) for view in views]),
         ("iterations", [f"{view.iteration:.0f}" if math.isfinite(view.iteration) else "–" for view in views]),
@@ -238,24 +221,28 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
+_COST_AXES = ("consumed_tokens", "consumed_flops", "training_seconds", "iteration")
+
+
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
     """Cost of each run at `loss` (`is_common`: the default loss); the script updates it for other losses."""
     if unit is None:
-        return (
-            '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to'
-            " compare at.</p>"
-        )
-    reasons = [
-        f"{view.run.name} {reason}" for view in views if (reason := why_not_compared(view.run, window_tokens))
-    ]
+        note = "The tokenizers differ and bits per byte are not known, so there is no loss to compare at."
+        return f'<p class="note">{note}</p>'
+    why = {view.run.name: why_not_compared(view.run, window_tokens) for view in views}
+    reasons = [f"{name} {reason}" for name, reason in why.items() if reason]
     left_out = escape(f" Left out: {'; '.join(reasons)}.") if reasons else ""
     if not math.isfinite(loss):
         has_any = any(has_loss(view.run) for view in views)
         note = f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."
         return f'<p class="note">{note}</p>'
-    rows = [_cost_row(view, index) for index, view in enumerate(views)]
+    rows = []
+    for index, view in enumerate(views):
+        cells = zip(_COST_AXES, cost_texts(view.cost), strict=True)
+        values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
+        rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
     shown = target_text(loss)
@@ -271,14 +258,6 @@ def cost_html(
     return choose + table(head, rows, "Cost of a loss") + how(rule)
 
 
-def _cost_row(view: Overview, index: int) -> str:
-    axes = ("consumed_tokens", "consumed_flops", "training_seconds", "iteration")
-    cells = "".join(
-        f'<td data-axis="{axis}">{text}</td>' for axis, text in zip(axes, cost_texts(view.cost), strict=True)
-    )
-    return f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{cells}</tr>'
-
-
 def cost_texts(cost: Cost | None) -> list[str]:
     """Tokens, FLOPs, time and iteration as text."""
     if cost is None:
@@ -291,14 +270,8 @@ def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]
     if not rows:
         note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
         return f'<p class="note">{note}</p>'
-    body = [
-        "<tr><th"
-        f' scope="row">{escape(name)}</th>{"".join(f"<td>{escape(value)}</td>" for value in values)}</tr>'
-        for name, values in rows
-    ]
-    return table(
-        ["setting", *(run_name(run, index) for index, run in enumerate(runs))], body, "Settings that differ"
-    )
+    head = ["setting", *(run_name(run, index) for index, run in enumerate(runs))]
+    return table(head, [row_html(name, values) for name, values in rows], "Settings that differ")
 
 
 _EXPERT_VIEW = """<div id="expert-view" hidden>
@@ -316,17 +289,9 @@ _EXPERT_VIEW = """<div id="expert-view" hidden>
 <table id="expert-table"></table></div></details>
 </div>"""
 _EXPERT_CHARTS = (
-    "layer-entropy",
-    "layer-dropped",
-    "layer-worst",
-    "layer-top1",
-    "balance",
-    "z_loss",
-    "worst",
-    "dropped",
-    "entropy",
-    "dead",
-)
+    "layer-entropy", "layer-dropped", "layer-worst", "layer-top1", "balance", "z_loss", "worst", "dropped",
+    "entropy", "dead",
+)  # fmt: skip
 
 
 def experts_html(runs: Sequence[Run]) -> str:
@@ -347,17 +312,12 @@ _DEAD_RULE = (
 
 def _layer_table(run: Run) -> str:
     bounds, _, means = run.load.columns()
-    when = _period(bounds[-1])
+    first, last = bounds[-1].astype(int)
+    when = f"iteration {last}" if first == last else f"iterations {first} to {last}"
     head = [
-        "layer",
-        "busiest / mean",
-        "MaxVio of a batch",
-        "dead experts",
-        "dropped slots",
-        "router entropy",
-        "of the largest",
-        "weight of the first choice",
-    ]
+        "layer", "busiest / mean", "MaxVio of a batch", "dead experts", "dropped slots", "router entropy",
+        "of the largest", "weight of the first choice",
+    ]  # fmt: skip
     rows = []
     for index, layer in enumerate(run.load.layers):
         of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
@@ -368,16 +328,9 @@ def _layer_table(run: Run) -> str:
             percent(entropy / math.log(num_experts) if num_experts > 1 else float("nan")),
             digits_text(of_layer["top1_weight"]),
         ]  # fmt: skip
-        rows.append(f'<tr><th scope="row">{layer}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    return (
-        f"<details><summary>{escape(run.name)}: layers at"
-        f" {when}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
-    )
-
-
-def _period(bounds: Sequence[float]) -> str:
-    first, last = int(bounds[0]), int(bounds[1])
-    return f"iteration {last}" if first == last else f"iterations {first} to {last}"
+        rows.append(row_html(str(layer), cells))
+    title = f"{escape(run.name)}: layers at {when}"
+    return f"<details><summary>{title}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
 
 
 def spikes_html(runs: Sequence[Run]) -> str:

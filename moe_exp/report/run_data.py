@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.host.files import read_json, read_yaml, regular
+from moe_exp.config.loading import known_settings, recorded_settings
+from moe_exp.host.files import read_json, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
@@ -112,9 +114,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)
-    total = sum(
-        RunFolder(path).metrics.stat().st_size for path in folders if RunFolder(path).metrics.exists()
-    )
+    metrics = [RunFolder(path).metrics for path in folders]
+    total = sum(path.stat().st_size for path in metrics if path.exists())
     if total < _PROGRESS_BYTES:
         runs = [read_run(path) for path in folders]
     else:
@@ -127,31 +128,29 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
     """A line for each path that is not a run folder; reads none of them."""
-    return [line for path in dict.fromkeys(paths) for line in _folder_problems(path)]
-
-
-def _folder_problems(path: Path) -> list[str]:
-    fix = "give a run folder, RUN_DIR/RUN_NAME, that moe-exp train made"
-    if not path.is_dir():
-        rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
-        return [problem("run", path, rule, fix)]
-    if RunFolder(path).config.exists() or RunFolder(path).metrics.exists():
-        return []
-    inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
-    if inside:
-        fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
-        fix += f", or the pattern '{path}/*' in quotes"
-    return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
+    found = []
+    for path in dict.fromkeys(paths):
+        rule = "is no run folder: it has neither config.yaml nor metrics.jsonl"
+        fix = "give a run folder, RUN_DIR/RUN_NAME, that moe-exp train made"
+        if not path.is_dir():
+            rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
+        elif RunFolder(path).config.exists() or RunFolder(path).metrics.exists():
+            continue
+        elif inside := sorted(child.parent.name for child in path.glob("*/metrics.jsonl")):
+            fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
+            fix += f", or the pattern '{path}/*' in quotes"
+        found.append(problem("run", path, rule, fix))
+    return found
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Names of run folders, with the parent folder where they are equal, and a number where still equal."""
+    names = []
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
-    names = [
-        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
-        for folder in folders
-    ]
+    for folder in folders:
+        parent = f"{folder.parent.name}/" if plain.count(folder.name) > 1 else ""
+        names.append(parent + folder.name)
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 
@@ -163,7 +162,9 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
     folder = follower.folder
     _read_settings(run, folder.config)
     if folder.metrics.exists():
-        run.load = LoadHistory(_num_lines(folder.metrics))
+        with regular(folder.metrics).open("rb") as file:
+            num_lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+        run.load = LoadHistory(num_lines)
     follower.refresh()
     if follower.trouble:
         run.notes.append(f"metrics.jsonl cannot be read ({follower.trouble})")
@@ -179,11 +180,8 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
 
 def _read_extras(run: Run, folder: RunFolder) -> None:
     """Provenance, and the files that users put into a run folder for the report."""
-    try:
-        starts = read_json(folder.provenance)["starts"]
-        run.starts = [one for one in starts if isinstance(one, dict)]
-    except (OSError, ValueError, LookupError, TypeError):  # the run has not started yet
-        pass
+    with suppress(OSError, ValueError, LookupError, TypeError):  # the run has not started yet
+        run.starts = [one for one in read_json(folder.provenance)["starts"] if isinstance(one, dict)]
     run.text = _text_of(run, "notes.md").strip()
     for line in _text_of(run, "generated.jsonl").splitlines():
         sample = parsed_record(line) or {}
@@ -207,31 +205,18 @@ def _read_settings(run: Run, path: Path) -> None:
         run.notes.append("config.yaml is missing: settings, parameters and FLOPs are unknown")
         return
     try:
-        settings = read_yaml(path)
-    except (OSError, ValueError) as error:
+        run.settings = recorded_settings(path)
+    except ValueError as error:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
-    if not isinstance(settings, dict):
-        run.notes.append("config.yaml holds no settings")
-        return
-    run.settings = {str(name): value for name, value in settings.items()}
     if run.settings.get("attention_flops") == "full":
         run.notes.append("its FLOPs and TFLOP/s count all scores of attention (ATTENTION_FLOPS=full)")
     try:
-        run.config = Config(
-            **{name: value for name, value in run.settings.items() if name in Config.model_fields}
-        )
+        run.config = Config(**known_settings(run.settings))
     except ValidationError as error:
         names = ", ".join(str(item["loc"][0]) for item in error.errors() if item["loc"])
-        run.notes.append(
-            f"config.yaml is not of this version ({names or 'settings that do not go together'}): parameters"
-            " are unknown"
-        )
-
-
-def _num_lines(path: Path) -> int:
-    with regular(path).open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+        why = names or "settings that do not go together"
+        run.notes.append(f"config.yaml is not of this version ({why}): parameters are unknown")
 
 
 class _Reader:
@@ -247,14 +232,12 @@ class _Reader:
 
     def add(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")
-        if kind == "train":
-            self._add_train(record)
-        elif kind == "valid":
+        if kind == "valid":
             self.valid.append([record.get(key) for key in _VALID_COLUMNS])
         elif kind == "event":
             self.run.events.append(dict(record))
-
-    def _add_train(self, record: Mapping[str, Any]) -> None:
+        if kind != "train":
+            return
         iteration = number(record.get("iteration"))
         if not iteration > self.last_iteration:
             self.num_out_of_order += 1
@@ -277,10 +260,8 @@ class _Reader:
         run.valid = _arrays(self.valid, _VALID_COLUMNS)
         _complete_axes(run)
         if self.num_out_of_order:
-            run.notes.append(
-                f"metrics.jsonl: {self.num_out_of_order} train records do not come after the one before and"
-                " are left out"
-            )
+            rule = f"{self.num_out_of_order} train records do not come after the one before"
+            run.notes.append(f"metrics.jsonl: {rule} and are left out")
 
 
 def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
@@ -297,16 +278,13 @@ def _complete_axes(run: Run) -> None:
     """FLOPs and wall time for older files: FLOPs per sample times samples, and the sum of iteration times."""
     train, valid = run.train, run.valid
     if run.config:
-        per_sample = flops_per_iteration(run.config, 1)
-        _fill(train["consumed_flops"], train["consumed_samples"] * per_sample)
+        _fill(train["consumed_flops"], train["consumed_samples"] * flops_per_iteration(run.config, 1))
     _fill(train["consumed_tokens"], train["consumed_samples"] * number(run.settings.get("seq_len")))
     milliseconds = train["elapsed_time_per_iteration_ms"]
     if np.isfinite(milliseconds).any():
         steps = np.diff(train["iteration"], prepend=0)
-        summed = (
-            np.cumsum(np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds)) * steps)
-            / 1e3
-        )
+        complete = np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds))
+        summed = np.cumsum(complete * steps) / 1e3
         seconds = train["training_seconds"]
         _fill(seconds, summed)
         if (np.diff(seconds) < 0).any():  # started by an older version
@@ -314,10 +292,8 @@ def _complete_axes(run: Run) -> None:
     for key in AXES[1:]:
         known = np.isfinite(train[key])
         if known.any():
-            _fill(
-                valid[key],
-                np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan),
-            )
+            at, values = train["iteration"][known], train[key][known]
+            _fill(valid[key], np.interp(valid["iteration"], at, values, left=np.nan))
     _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 
 

@@ -7,6 +7,7 @@ writing. Keys are left to wandb: nothing here reads, prints or stores one.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
@@ -46,22 +47,14 @@ _COLORS = {
 }
 _MOST_COLUMNS, _PANEL_LINES = 24, 8  # of wandb's grid
 _LONGEST_TITLE = 128  # of wandb's own model of a report
+_LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run folder whose metrics are also in wandb.
+    """A run whose metrics are also in wandb, as a run with this id; `kind`: dense, or its MOE_TYPE."""
 
-    Args:
-        wandb_id: id of its wandb run, unique in its project.
-        kind: dense, or its MOE_TYPE.
-        follower: has read its metrics.jsonl.
-        squares: its load over time, for the heatmap.
-    """
-
-    folder: RunFolder
     wandb_id: str
-    project: str
     kind: str
     follower: Follower
     squares: LoadSquares
@@ -108,13 +101,9 @@ def _errors_named(project: str) -> Iterator[None]:
         yield
     # wandb's errors for a server that refuses or does not answer share no base class
     except Exception as error:
-        reason, fix = (
-            " ".join(str(error).split()),
-            "see whether the key may write there and the server is the right one (WANDB_BASE_URL)",
-        )
-        raise ConfigError(
-            [problem("project", project, f"wandb did not take the report ({reason})", fix)]
-        ) from error
+        rule = f"wandb did not take the report ({' '.join(str(error).split())})"
+        fix = "see whether the key may write there and the server is the right one (WANDB_BASE_URL)"
+        raise ConfigError([problem("project", project, rule, fix)]) from error
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
@@ -136,41 +125,25 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
 def _problems(folder: RunFolder, project: str) -> list[str]:
     """Why a report cannot show a run: the first reason only, as the others follow from it."""
     path = shlex.quote(str(folder.path))
-    if not folder.metrics.exists():
-        return [
-            problem(
-                "run",
-                folder.path,
-                "is no run folder: it has no metrics.jsonl",
-                "give a run folder, such as runs/NAME",
-            )
-        ]
-    if not _wandb_id(folder):
-        rule = "has no wandb run: WANDB_PROJECT was not set"
-        fix = (
-            f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network), or use"
-            " `moe-exp report`"
-        )
-        return [problem("run", folder.path, rule, fix)]
     was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
-    unsent = [
-        run for run in sorted(folder.wandb.glob("offline-run-*")) if not any(run.glob("*.wandb.synced"))
-    ]
-    if unsent:
-        rule = (
-            f"wandb has not got all of it: {len(unsent)} of its starts"
-            f" {'was' if len(unsent) == 1 else 'were'} offline"
-        )
-        return [
-            problem(
-                "run", folder.path, rule, f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
-            )
-        ]
-    was_online = any(folder.wandb.glob("run-*"))
-    if was_online and was_in != project:
+    offline = folder.wandb.glob("offline-run-*")
+    unsent = sum(not any(run.glob("*.wandb.synced")) for run in offline)
+    if not folder.metrics.exists():
+        rule, fix = "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME"
+    elif not _wandb_id(folder):
+        rule = "has no wandb run: WANDB_PROJECT was not set"
+        fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network)"
+        fix += ", or use `moe-exp report`"
+    elif unsent:
+        were = "was" if unsent == 1 else "were"
+        rule = f"wandb has not got all of it: {unsent} of its starts {were} offline"
+        fix = f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
+    elif was_in != project and any(folder.wandb.glob("run-*")):
         rule = f"is in the wandb project {was_in}, not in {project}"
-        return [problem("run", folder.path, rule, f"give --project {shlex.quote(was_in)}")]
-    return []
+        fix = f"give --project {shlex.quote(was_in)}"
+    else:
+        return []
+    return [problem("run", folder.path, rule, fix)]
 
 
 def _wandb_id(folder: RunFolder) -> str:
@@ -191,9 +164,7 @@ def _read(folder: RunFolder) -> MirroredRun:
     # Without settings, the records show whether there are experts.
     is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
     kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
-    return MirroredRun(
-        folder, _wandb_id(folder), str(settings.get("wandb_project", "")), kind, follower, squares
-    )
+    return MirroredRun(_wandb_id(folder), kind, follower, squares)
 
 
 def _report_api() -> Any:
@@ -218,14 +189,10 @@ def _need_key() -> None:
         reason = " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY", "").strip():
             reason = reason.replace(key, "the key")
-        fix = "run `wandb login`, or set WANDB_API_KEY to the whole key"
-        raise ConfigError(
-            [problem("wandb_api_key", "...", f"wandb does not take the key ({reason})", fix)]
-        ) from None
+        rule, fix = f"wandb does not take the key ({reason})", f"{_LOGIN} to the whole key"
+        raise ConfigError([problem("wandb_api_key", "...", rule, fix)]) from None
     if not has_key:
-        raise ConfigError(
-            [problem("wandb_api_key", "", "wandb has no key", "run `wandb login`, or set WANDB_API_KEY")]
-        )
+        raise ConfigError([problem("wandb_api_key", "", "wandb has no key", _LOGIN)])
 
 
 def build_report(
@@ -237,31 +204,20 @@ def build_report(
         ConfigError: the package is missing, or the title is too long.
     """
     if len(title) > _LONGEST_TITLE:
-        raise ConfigError(
-            [
-                problem(
-                    "title",
-                    f"{title[:20]}...",
-                    f"has {len(title)} characters",
-                    f"give at most {_LONGEST_TITLE}",
-                )
-            ]
-        )
+        rule, fix = f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}"
+        raise ConfigError([problem("title", f"{title[:20]}...", rule, fix)])
     wr = _report_api()
-    loss = [_loss_panel(wr, *which) for which in _loss_panels()]
-    speed = [_line(wr, text, "train/consumed_tokens", name, "tokens") for name, text in _SPEED]
-    memory = _line(
-        wr,
-        "peak memory of the fullest rank, bytes",
-        "train/consumed_tokens",
-        "perf/peak_memory_bytes",
-        "tokens",
-    )
+
+    def by_tokens(title: str, **y: Any) -> Any:
+        return wr.LinePlot(title=title, x="train/consumed_tokens", title_x="tokens", **y)
+
+    loss = [_loss_panel(wr, *which, *axis) for which in _LOSSES for axis in _AXES]
+    speed = [by_tokens(text, y=[name]) for name, text in _SPEED]
+    memory = by_tokens("peak memory of the fullest rank, bytes", y=["perf/peak_memory_bytes"])
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
-    health = [
-        _line(wr, text, "train/consumed_tokens", name, "tokens", log_y=name == "train/grad_norm")
-        for name, text in _HEALTH
-    ]
+    health = [by_tokens(text, y=[name], log_y=name == "train/grad_norm") for name, text in _HEALTH]
+    # One line for every layer of every run.
+    load = [by_tokens(f"{text}, each layer", metric_regex=rf"moe/layer_\d+/{key}") for key, text in _EXPERTS]
     blocks = [
         wr.TableOfContents(),
         wr.H1("Runs"), wr.MarkdownBlock(text=_table(runs)),
@@ -271,59 +227,19 @@ def build_report(
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
     if moe := [run for run in runs if run.is_moe]:
-        blocks[5:5] = [
-            wr.H1("Load of the experts"),
-            *_squares(wr, moe),
-            _grid(wr, moe, _expert_panels(wr), columns=2),
-        ]
+        head = wr.H1("Load of the experts")
+        blocks[5:5] = [head, *_squares(wr, moe), _grid(wr, moe, load, columns=2)]
+    what = f"{len(runs) - len(moe)} dense and {len(moe)} MoE runs"
+    about = {"title": title, "description": f"{what}: the same tokens, the same FLOPs, the same time."}
     # Run sets without a project use the report's.
-    return wr.Report(
-        project=project,
-        entity=entity,
-        title=title,
-        description=_description(runs),
-        blocks=blocks,
-        width="fluid",
-    )
-
-
-def _description(runs: Sequence[MirroredRun]) -> str:
-    num_moe = sum(run.is_moe for run in runs)
-    return (
-        f"{len(runs) - num_moe} dense and {num_moe} MoE runs: the same tokens, the same FLOPs, the same time."
-    )
-
-
-def _loss_panels() -> list[tuple[str, str, str, str, str, str]]:
-    return [(kind, key, text, *axis) for kind, key, text in _LOSSES for axis in _AXES]
+    return wr.Report(project=project, entity=entity, blocks=blocks, width="fluid", **about)
 
 
 def _loss_panel(wr: Any, kind: str, key: str, text: str, axis: str, by: str, label: str) -> Any:
-    smooth = {
-        "smoothing_type": "exponentialTimeWeighted",
-        "smoothing_factor": 0.6,
-        "smoothing_show_original": True,
-    }
-    return _line(
-        wr, f"{text} {by}", f"{kind}/{axis}", f"{kind}/{key}", label, **(smooth if kind == "train" else {})
-    )
-
-
-def _line(wr: Any, title: str, x: str, y: str, label: str, **options: Any) -> Any:
-    return wr.LinePlot(title=title, x=x, y=[y], title_x=label, **options)
-
-
-def _expert_panels(wr: Any) -> list[Any]:
-    # One line for every layer of every run.
-    return [
-        wr.LinePlot(
-            title=f"{text}, each layer",
-            x="train/consumed_tokens",
-            metric_regex=rf"moe/layer_\d+/{key}",
-            title_x="tokens",
-        )
-        for key, text in _EXPERTS
-    ]
+    x, y = f"{kind}/{axis}", [f"{kind}/{key}"]
+    smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6}
+    options = smooth | {"smoothing_show_original": True} if kind == "train" else {}
+    return wr.LinePlot(title=f"{text} {by}", x=x, y=y, title_x=label, **options)
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
@@ -332,9 +248,8 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
 
     width = _MOST_COLUMNS // columns
     for index, panel in enumerate(panels):
-        panel.layout = wr.Layout(
-            x=index % columns * width, y=index // columns * _PANEL_LINES, w=width, h=_PANEL_LINES
-        )
+        x, y = index % columns * width, index // columns * _PANEL_LINES
+        panel.layout = wr.Layout(x=x, y=y, w=width, h=_PANEL_LINES)
     sets, colors = [], dict[str, str]()
     for is_moe, name in ((False, "dense"), (True, "MoE")):
         ids = [run.wandb_id for run in runs if run.is_moe == is_moe]
@@ -355,23 +270,14 @@ def _squares(wr: Any, runs: Sequence[MirroredRun]) -> list[Any]:
 def _table(runs: Sequence[MirroredRun]) -> str:
     rows = [["run", "kind", "iteration", "tokens", "loss", "validation loss", "tokens/s", "peak memory"]]
     for run in runs:
-        train, valid = run.follower.watched.train, run.follower.watched.valid
-        memory = _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9)
-        numbers = [
-            (train.get("consumed_tokens"), ",.0f"),
-            (train.get("lm_loss"), ".4f"),
-            (valid.get("lm_loss"), ".4f"),
-        ]
-        cells = [_cell(value, form) for value, form in [*numbers, (train.get("tokens_per_second"), ",.0f")]]
-        rows.append(
-            [
-                _markdown(run.name),
-                _markdown(run.kind),
-                f"{run.follower.watched.iteration:,}",
-                *cells,
-                f"{memory} GB",
-            ]
-        )
+        watched = run.follower.watched
+        train = watched.train
+        cells = [
+            _cell(train.get("consumed_tokens"), ",.0f"), _cell(train.get("lm_loss"), ".4f"),
+            _cell(watched.valid.get("lm_loss"), ".4f"), _cell(train.get("tokens_per_second"), ",.0f"),
+            _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
+        ]  # fmt: skip
+        rows.append([_markdown(run.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -383,6 +289,4 @@ def _cell(value: Any, form: str, factor: float = 1.0) -> str:
 
 def _markdown(text: str) -> str:
     """Escapes markup, HTML and cell separators."""
-    return "".join(
-        f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+!|&~$\r\n" else character for character in text
-    )
+    return re.sub(r"[\\`*_{}\[\]()<>#+!|&~$\r\n]", lambda found: f"&#{ord(found[0])};", text)

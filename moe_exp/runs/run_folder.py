@@ -27,16 +27,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
+from moe_exp.config.loading import recorded_settings
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 from moe_exp.config.setting_types import Part, as_given, shown
-from moe_exp.host.files import read_json, read_yaml, write_atomically, write_json
+from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.runs.provenance import provenance
 from moe_exp.runs.records import append_event
 
@@ -49,85 +49,37 @@ _LONGEST_PATH = 3500  # bytes; leaves some of Linux' 4096 to files in it
 LATEST = "latest_checkpointed_iteration.txt"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths inside one run folder, as listed at the top of this file. Touches no disk."""
 
-    path: Path
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.provenance = path / "provenance.json"
+        self.log = path / "train.log"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.skipped_samples = path / "skipped_samples.json"
+        self.bad_steps = path / "bad_steps"
+        self.set_aside = path / "set_aside"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
+        self.lock = path / ".lock"
+        self.rendezvous_key = path / ".rendezvous_key"
+        self.profile = path / "profile"
+        self.submitted = path / "slurm" / "submitted"
+        self.exit_file = path / "EXIT"
+        self.summary = path / "summary.json"
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
         """The folder that `config` names, whether it exists or not."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def checkpoint_iterations(self) -> list[int]:
         """Iterations of existing checkpoints, complete or damaged, in order."""
         found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
-
-    @property
-    def skipped_samples(self) -> Path:
-        return self.path / "skipped_samples.json"
-
-    @property
-    def bad_steps(self) -> Path:
-        return self.path / "bad_steps"
-
-    @property
-    def set_aside(self) -> Path:
-        return self.path / "set_aside"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def rendezvous_key(self) -> Path:
-        return self.path / ".rendezvous_key"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def submitted(self) -> Path:
-        return self.path / "slurm" / "submitted"
-
-    @property
-    def exit_file(self) -> Path:
-        return self.path / "EXIT"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
@@ -235,17 +187,15 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
-    """Settings that differ from those of the previous start: name to [before, now]."""
+    """Name to [before, now] of the settings that differ from those of the previous start."""
     before, now = _previous_settings(folder), config.model_dump()
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
     """Settings of the previous start; empty if there is none, or its file cannot be read."""
-    if not folder.config.exists():
-        return {}
     try:
-        return _read_settings(folder.config)
+        return recorded_settings(folder.config)
     except ValueError:
         return {}
 
@@ -283,17 +233,6 @@ def changes_of_resume(config: Config) -> list[str]:
 def changes_text(changes: Sequence[str]) -> str:
     """The line for `changes_of_resume`."""
     return f"resumed with changed settings: {', '.join(changes)}"
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
-    try:
-        settings = read_yaml(path)
-    except OSError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if not isinstance(settings, dict):
-        raise ValueError("it holds no settings")
-    return settings
 
 
 def run_folder_problems(config: Config) -> list[str]:
@@ -376,7 +315,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
     if not _exists(folder.config):
         return []
     try:
-        saved = _read_settings(folder.config)
+        saved = recorded_settings(folder.config)
         shapes, functions = model_changes(config, saved, str(folder.config))
         other_optimizer = optimizer_change(config, saved, str(folder.config))
     except ValueError as error:

@@ -86,10 +86,7 @@ def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
     """Settings of `environ` and `flags`, with VOCAB_SIZE by the data, and PRESET fixed as on this machine, or
-    all that depends on the devices as on `nodes`.
-
-    Raises:
-        ConfigError: for bad values.
+    all that depends on the devices as on `nodes`. ConfigError for bad values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -170,9 +167,11 @@ def run_to_end(
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
-    launcher = None
+    launcher, received = None, list[int]()
     try:
-        with log.open("ab") as file, _ctrl_c_afterwards():
+        # Ctrl-C afterwards: the process that is being started would be lost
+        later = signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,))
+        with log.open("ab") as file, later:
             launcher = subprocess.Popen(
                 command,
                 env=environ,
@@ -182,22 +181,14 @@ def run_to_end(
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL),
             )
+        if received:
+            raise KeyboardInterrupt
         return launcher.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
     finally:
         if launcher is not None:
             _end(launcher, saving=saving)
-
-
-@contextmanager
-def _ctrl_c_afterwards() -> Iterator[None]:
-    """Raises KeyboardInterrupt at the end of the block, in which a process is started that would be lost."""
-    received = list[int]()
-    with signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,)):
-        yield
-    if received:
-        raise KeyboardInterrupt
 
 
 def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:
@@ -218,7 +209,6 @@ def records_after(folder: RunFolder, iteration: int) -> list[dict[str, Any]]:
 
 
 def median_seconds(records: Iterable[Mapping[str, Any]]) -> float:
-    """Median time of an iteration."""
     return statistics.median(record["elapsed_time_per_iteration_ms"] for record in records) / 1e3
 
 

@@ -34,16 +34,14 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
         return "oom", _short(_most_useful(out_of_memory))
-    if (hung := [line for line in lines if line.startswith("moe-exp: the run hangs: ")]) and not _by_rank(
-        lines
-    ):
+    hung, by_rank = [line for line in lines if line.startswith("moe-exp: the run hangs: ")], _by_rank(lines)
+    if hung and not by_rank:
         return "failed", _short(hung[-1])  # the launcher has killed its ranks
     useful = _most_useful(lines)
     killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
-    if (killed or code in (137, -9)) and not _by_rank(lines):
-        return "oom", _short(
-            f"a process was killed, as the kernel does when memory is short: {killed or useful}"
-        )
+    if (killed or code in (137, -9)) and not by_rank:
+        said = killed or useful
+        return "oom", _short(f"a process was killed, as the kernel does when memory is short: {said}")
     return "failed", _short(useful or f"exit code {code}, and nothing was printed")
 
 
@@ -55,25 +53,15 @@ def _by_rank(lines: Sequence[str]) -> list[str]:
 
 def _root_cause(lines: Sequence[str]) -> Sequence[str]:
     """torchrun's report on the rank that ended first; it ends the others by SIGTERM, then SIGKILL."""
-    start = next(
-        (
-            number
-            for number, line in enumerate(lines)
-            if line.startswith("Root Cause (first observed failure)")
-        ),
-        0,
-    )
-    return lines[start:]
+    head = "Root Cause (first observed failure)"
+    return lines[next((number for number, line in enumerate(lines) if line.startswith(head)), 0) :]
 
 
 def _most_useful(lines: Sequence[str]) -> str:
     """First of: error by rank, signal that ended one, our own message, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
-    ours = [
-        line
-        for line in lines
-        if re.match(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )", line)
-    ]
+    of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
+    ours = [line for line in lines if of_ours.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
         if found:

@@ -59,42 +59,27 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
     else:
         counts = {"skipped": record["skipped_iterations"], "nan": record["nan_iterations"]}
         parts += [f"{count} {what}" for what, count in counts.items() if count]
-        if (speed := record["tokens_per_second"]) is not None:
-            parts.append(f"{count_text(speed) if speed >= 99999.5 else f'{speed:,.0f}':>5} tokens/s")
-        if (seconds := record["eta_seconds"]) is not None and math.isfinite(seconds):
-            days, hours = divmod(round(seconds) // 3600, 24)
-            eta = f"{days}d {hours}h" if days else str(timedelta(seconds=round(seconds)))
-            parts.append(f"eta {eta:>7}")
-        if layers := _with_load(record):
+        speed, seconds = record["tokens_per_second"], round(record["eta_seconds"])
+        parts.append(f"{count_text(speed) if speed >= 99999.5 else f'{speed:,.0f}':>5} tokens/s")
+        days, hours = divmod(seconds // 3600, 24)
+        parts.append(f"eta {f'{days}d {hours}h' if days else str(timedelta(seconds=seconds)):>7}")
+        if layers := record["experts"]:
             parts.append(f"expert max {max(layer['max_over_mean'] for layer in layers):.2f}x")
-            if dropped := max(layer["dropped_fraction"] or 0.0 for layer in layers):
-                parts.append(f"dropped {dropped:.1%}")
     while len(line := "  ".join(parts)) > _TERMINAL_COLUMNS:
         parts.pop()
     return line
 
 
-def _with_load(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]
-
-
 def progress_line(record: Mapping[str, Any]) -> str:
-    """Progress line with what Megatron's lacks: time left, tokens per second and the balance of the
-    experts.
-    """
-    parts = []
-    if (eta_seconds := record.get("eta_seconds")) is not None and math.isfinite(eta_seconds):
-        parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
-    if record.get("tokens_per_second") is not None:
-        parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
-    if experts := _with_load(record):
+    """The time left, tokens per second and the balance of the experts, which Megatron's line lacks."""
+    eta = timedelta(seconds=round(record["eta_seconds"]))
+    parts = [f"eta {eta}, {record['tokens_per_second']:.0f} tokens/s"]
+    if experts := record["experts"]:
         worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
         parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']})")
-        if within := worst.get("microbatch_max_over_mean"):
-            parts[-1] += f", {within:.2f} within a micro-batch"
-        if measured := [layer["max_vio"] for layer in experts if layer.get("max_vio") is not None]:
-            parts.append(f"MaxVio {max(measured):.2f}")
-        if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
+        parts.append(f"{worst['microbatch_max_over_mean']:.2f} within a micro-batch")
+        parts.append(f"MaxVio {max(layer['max_vio'] for layer in experts):.2f}")
+        if dropped := max(layer["dropped_fraction"] for layer in experts):
             parts.append(f"dropped up to {dropped:.1%}")
     return ", ".join(parts)
 

@@ -47,7 +47,10 @@ def set_trace(rank: int = 0) -> None:
     _visits[place] += 1
     key = f"moe_exp.training.debug/{rank}/{place}/{_visits[place]}"
     store = distributed_c10d._get_default_store()
-    _wait_long_in_collectives()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of groups of a backend without a timeout
+        for group in list(distributed_c10d._world.pg_map):  # future collectives
+            distributed_c10d._set_pg_timeout(_LONGEST, group)
     if dist.get_rank() == rank:
         Debugger(rank, lambda: store.set(key, "")).set_trace(frame)
         return
@@ -83,11 +86,3 @@ class Debugger(pdb.Pdb):
         os._exit(FAILED)
 
     do_q = do_exit = do_quit
-
-
-def _wait_long_in_collectives() -> None:
-    """Sets the timeout of all groups' future collectives to a week."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of groups of a backend without a timeout
-        for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(_LONGEST, group)

@@ -56,10 +56,8 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
             return
         try:
-            tensors = {
-                name: tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in dumped_tensors(trained)
-            }
+            found = dumped_tensors(trained)
+            tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found}
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             facts = {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host}
@@ -88,12 +86,11 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
         flat = gradient.view(-1)[owned.start : owned.stop]
         yield f"gradient of {where}", flat.view(parameter.shape) if is_whole else flat
     for state, values in owned.values.items():
-        is_parameter = (
-            state == "param" and values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        )
-        if not is_parameter:
-            title = "main weights" if state == "param" else state
-            yield f"{title} of {where}", values.view(parameter.shape) if is_whole else values
+        if state == "param":
+            if values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                continue  # the parameter itself
+            state = "main weights"
+        yield f"{state} of {where}", values.view(parameter.shape) if is_whole else values
 
 
 @dataclass(frozen=True)
@@ -128,17 +125,13 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
         raise ValueError(f"A={a}: is a {kind}, and B={b} is not. Fix: name two files, or two folders.")
     if not a.is_dir():
         return compare_tensors(_tensors(a, ""), _tensors(b, ""))
-    in_a, in_b = (
-        {path.name: path for path in sorted(folder.glob("rank_*.safetensors"))} for folder in (a, b)
-    )
-    both = [name for name in in_a if name in in_b]
-    if not both:
+    files = [sorted(folder.glob("rank_*.safetensors")) for folder in (a, b)]
+    if not {path.name for path in files[0]} & {path.name for path in files[1]}:
         raise ValueError(f"A={a}: and B={b} have no rank in common. Fix: name two files.")
     sides: list[dict[str, DumpedTensor]] = [{}, {}]
-    for side, found in zip(sides, (in_a, in_b), strict=True):
-        for name in found:
-            rank = int(name.removeprefix("rank_").removesuffix(".safetensors"))
-            side |= _tensors(found[name], f"rank {rank}: ")
+    for side, paths in zip(sides, files, strict=True):
+        for path in paths:
+            side |= _tensors(path, f"rank {int(path.stem.removeprefix('rank_'))}: ")
     return compare_tensors(*sides)
 
 

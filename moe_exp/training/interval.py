@@ -57,13 +57,7 @@ class Interval:
         self.start = time.monotonic()
 
     def add(
-        self,
-        losses: Sequence[Tensor],
-        *,
-        num_microbatches: int,
-        batch_size: int,
-        flops: int,
-        skipped: bool,
+        self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int, skipped: bool
     ) -> None:
         """Counts one iteration; `losses` as in `Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
@@ -102,11 +96,7 @@ class Interval:
     ) -> Any:
         """The train record, equal on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, num_counted, norm_squared, *rest = self._reduced().tolist()
-        not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
-        peaks, rest = rest[: config.world_size], rest[config.world_size :]
-        num_phases = 0 if self.timers is None else len(PHASES)
-        phases, sums = rest[:num_phases], rest[num_phases:]
+        (lm_loss_sum, num_counted), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
@@ -147,7 +137,7 @@ class Interval:
         self._restart()
         return record
 
-    def _reduced(self) -> Tensor:
+    def _reduced(self) -> list[list[float]]:
         """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
         width = self.row_width if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
@@ -161,9 +151,10 @@ class Interval:
         peaks[self.runtime.rank] = torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
         phases = self.losses.new_tensor([] if self.timers is None else list(self.timers.take().values()))
         not_finite = torch.stack(self.not_finite).double()
-        vector = torch.cat([self.losses, norm_squared.view(1), not_finite, peaks, phases, table.flatten()])
+        parts = [self.losses, norm_squared.view(1), not_finite, peaks, phases, table.flatten()]
+        vector = torch.cat(parts)
         torch.distributed.all_reduce(vector)
-        return vector
+        return [part.tolist() for part in vector.cpu().split([len(part) for part in parts])]
 
     def _max_vio(self) -> list[float]:
         """MaxVio of the last global batches of the interval, mean over these [num_layers]; 0 if dense."""
@@ -211,23 +202,17 @@ class Interval:
         config = self.config
         if not config.use_moe:
             return None, None, {}, []
-        max_vio = self._max_vio()
-        width = self.row_width
+        max_vio, width = self._max_vio(), self.row_width
         experts = [
             _expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
             | {"max_vio": max_vio[layer]}
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
         ]
-        aux_losses = {
-            kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses
-        }
-        return (
-            fmean(layer["load_balancing_loss"] for layer in experts),
-            fmean(layer["z_loss"] for layer in experts),
-            aux_losses,
-            experts,
-        )
+        balance = fmean(layer["load_balancing_loss"] for layer in experts)
+        z = fmean(layer["z_loss"] for layer in experts)
+        kinds = config.balancing_losses
+        return balance, z, {k: fmean(layer["aux_losses"][k] for layer in experts) for k in kinds}, experts
 
 
 def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
@@ -255,35 +240,20 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """Values of an iteration that every rank knows.
+    """Values of an iteration that every rank knows."""
 
-    Args:
-        stop: why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was.
-        is_writing: some rank still writes files of a checkpoint.
-        lm_loss: cross entropy, nats, mean over the tokens that count; NaN if none does; may not be finite.
-    """
-
-    stop: str
-    is_writing: bool
-    lm_loss: float
+    stop: str  # why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was
+    is_writing: bool  # some rank still writes files of a checkpoint
+    lm_loss: float  # cross entropy, nats, mean over the tokens that count; NaN if none does
 
 
 def end_of_iteration(
-    *,
-    stop: str,
-    reasons: Sequence[str],
-    is_writing: bool,
-    losses: Sequence[Tensor],
-    device: torch.device,
+    *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
 ) -> IterationEnd:
     """Exchanges with the other ranks. Called by every rank; one collective, and the host waits for the GPU.
 
-    Args:
-        stop: why this rank was asked to end the run, one of `reasons`, or empty.
-        reasons: all there are; the first that any rank has is used.
-        is_writing: this rank still writes files of a checkpoint.
-        losses: of the micro-batches as in `Step`, if this rank counts them; else empty.
-        device: of this rank.
+    Of the ranks' reasons to `stop`, the first in `reasons` counts. `losses` are those of the micro-batches as
+    in `Step`, if this rank counts them, else empty.
     """
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)

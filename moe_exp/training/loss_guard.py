@@ -42,31 +42,23 @@ class GuardEnd(RuntimeError):
 
 
 class Iteration(NamedTuple):
-    """The batch of an iteration, and whether it changed the weights.
-
-    Args:
-        first_sample: number of its first sample.
-        batch_size: samples of all ranks.
-        updated: whether the optimizer made a step.
-        grad_norm: before clipping, or None.
-    """
+    """The batch of an iteration, and whether it changed the weights."""
 
     iteration: int
     first_sample: int
-    batch_size: int
+    batch_size: int  # samples of all ranks
     updated: bool
-    grad_norm: float | None
+    grad_norm: float | None  # before clipping
 
 
 class LossGuard:
-    """Checks the end of every iteration of a run.
+    """Checks the end of every iteration of a run, as MAX_BAD_STEPS, SPIKE_ACTION and MAX_ROLLBACKS say.
 
     Args:
-        config: MAX_BAD_STEPS, SPIKE_ACTION, MAX_ROLLBACKS.
-        trained: what a checkpoint would hold.
         samples: of training, to report their documents.
         progress: at the start of training, with the loss history of its checkpoint.
         metrics: on rank 0, else None.
+        finish_save: waits for a pending save.
     """
 
     def __init__(
@@ -78,19 +70,18 @@ class LossGuard:
         samples: Samples,
         progress: Progress,
         metrics: Metrics | None,
+        finish_save: Callable[[], object],
     ):
         self._config, self._runtime, self._folder, self._trained = config, runtime, folder, trained
-        self._samples, self._metrics = samples, metrics
+        self._samples, self._metrics, self._finish_save = samples, metrics, finish_save
         self._skipped: Sequence[Range] = merged(progress.skipped_samples)
         self._detector = None if config.spike_action == "none" else SpikeDetector(progress.spike_windows)
         self._stage = samples.stage_at(max(0, progress.consumed_samples - 1)).number
         self._num_bad = 0
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
-    def check(
-        self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
-    ) -> None:
-        """Judges the iteration `done`; `progress` is after it, and `finish_save` waits for a pending save.
+    def check(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
+        """Judges the iteration `done`; `progress` is after it.
 
         Raises:
             GuardEnd: on every rank, if the run must end, or restart from before the spike.
@@ -98,7 +89,7 @@ class LossGuard:
         self._recent.append(done)
         if self._is_bad(done, end):
             self._num_bad += 1
-            self._bad_step(progress, done, end, finish_save)
+            self._bad_step(progress, done, end)
             return
         self._num_bad = 0
         if self._detector is None or not math.isfinite(end.lm_loss):
@@ -111,7 +102,7 @@ class LossGuard:
             logger.info(text, found.first_iteration, found.iteration, found.outcome)
             self._event("spike_end", **asdict(found))
         elif found is not None:
-            self._spike(found, progress, end, finish_save)
+            self._spike(found, progress, end)
 
     def store_history(self, progress: Progress) -> None:
         """Stores the loss history in `progress`, which is about to be saved."""
@@ -125,9 +116,7 @@ class LossGuard:
             return True
         return float(self._trained.optimizer.get_loss_scale()) <= _LOWEST_LOSS_SCALE
 
-    def _bad_step(
-        self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
-    ) -> None:
+    def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
         if self._num_bad == 1:
             values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
@@ -138,7 +127,7 @@ class LossGuard:
             self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
         if not config.max_bad_steps or self._num_bad < config.max_bad_steps:
             return
-        finish_save()
+        self._finish_save()
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
         span = f"iterations {done.iteration - self._num_bad + 1} to {done.iteration}"
@@ -161,9 +150,7 @@ class LossGuard:
             return f"no checkpoint could be written ({saved.error})"
         return f"the weights are in {place}"
 
-    def _spike(
-        self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]
-    ) -> None:
+    def _spike(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
         offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
         details = {name: value for name, value in asdict(spike).items() if value is not None}
         self._warn(
@@ -173,7 +160,7 @@ class LossGuard:
         )  # fmt: skip
         self._event("spike", **details, **self._batches(offending))
         if self._config.spike_action == "rollback":
-            finish_save()
+            self._finish_save()
             self._roll_back(spike, progress, end)
 
     @heartbeat.during("rollback")

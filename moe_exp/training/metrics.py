@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 from moe_exp.checkpoint.hf.choice import exports_as
 from moe_exp.config import Config
 from moe_exp.runs.records import (
     EXPERT_KEYS,
-    TRAIN_KEYS,
     Record,
     append,
     drop_records_after,
@@ -24,7 +22,7 @@ from moe_exp.runs.records import (
 )
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
-from moe_exp.training.mirrors import Mirror, axes_of, open_prometheus, open_tensorboard, open_wandb
+from moe_exp.training.mirrors import Mirror, Prometheus, axes_of, open_tensorboard, open_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +42,8 @@ _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 class Metrics:
     """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
 
-    Args:
-        config: settings of the run.
-        folder: from `open_run_folder`.
-        start_iteration: of the checkpoint that training resumes from, 0 without one. Records after it, from a
-            run that died beyond its last checkpoint, are removed, so that iterations are unique.
+    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed, so that
+    iterations are unique: they are from a run that died beyond its last checkpoint.
 
     Raises:
         ConfigError: wandb is requested and cannot start.
@@ -69,19 +64,16 @@ class Metrics:
                 if record.get("kind") in ("train", "valid"):
                     self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
-        self._mirrors += open_prometheus(config)
+        if config.prometheus_file:  # its folder must exist, see `machine_checks`
+            self._mirrors.append(Prometheus(config))
         facts = {"num_removed_records": num_removed, "transformers": exports_as(config)}
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record; ValueError if its keys are not TRAIN_KEYS without training_seconds."""
-        if wrong := set(record) ^ (set(TRAIN_KEYS) - {"training_seconds"}):
-            raise ValueError(f"train record: these keys are missing or unknown: {', '.join(sorted(wrong))}")
+        """Writes a train record, which has the TRAIN_KEYS but `training_seconds`."""
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
-        if not self._config.use_moe:
-            full["load_balancing_loss"] = None
-        if not self._config.use_moe or self._config.z_loss_coeff == 0:
+        if self._config.z_loss_coeff == 0:
             full["z_loss"] = None
         self._write(full)
         self._log(
@@ -132,9 +124,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
     def _log(self, lines: Sequence[str], on_terminal: str) -> None:
@@ -175,16 +165,11 @@ class TrainingTime:
     """Wall time of training, summed over train records: iterations times their mean time.
 
     Iterations repeated after a crash count once, at the speed of the repetition.
-
-    Args:
-        iteration: of the last record.
-        seconds: until then.
-        per_iteration: seconds per iteration in the last record, None before the first one.
     """
 
-    iteration: int
-    seconds: float = 0.0
-    per_iteration: float | None = None
+    iteration: int  # of the last record
+    seconds: float = 0.0  # until then
+    per_iteration: float | None = None  # seconds in the last record
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:

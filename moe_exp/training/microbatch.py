@@ -34,14 +34,7 @@ def read_microbatch(
     """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
 
     Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
-
-    Args:
-        config: settings of the run.
-        runtime: of this rank.
-        stream: the samples.
-        first_sample: of the iteration.
-        index: from 0.
-        eod_id: the token that ends a document, with DOCUMENT_MASK or EOD_MASK_LOSS.
+    `first_sample` is the iteration's, `eod_id` the token that ends a document (DOCUMENT_MASK, EOD_MASK_LOSS).
 
     Returns:
         This context parallel rank's part of `split_batch` and of `padding_mask`, True for filler, [B, S/C];

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import secrets
@@ -54,12 +53,23 @@ class Mirror(Protocol):
 class _TensorBoard:
     name = "TensorBoard"
 
-    def __init__(self, config: Config, folder: RunFolder, start_iteration: int, last: Axes, make: Any):
+    def __init__(self, config: Config, folder: RunFolder, start_iteration: int, last: Axes):
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        make: Any = SummaryWriter
         self._writer = make(str(folder.tensorboard), purge_step=start_iteration + 1)
         text = "".join(f"    {line}\n" for line in to_yaml(config).splitlines())
         self._writer.add_text("config", text, start_iteration + 1)
         self._writer.add_text("group", group_of(config), start_iteration + 1)
-        _add_hyperparameters(config, self._writer)
+        # The settings of the HPARAMS tab. SummaryWriter.add_hparams would add a run of its own to every run.
+        values = {
+            name: str(value).lower() if isinstance(value, bool) or value is None else value
+            for name, value in config.model_dump().items()
+            if TRAITS[name].part not in ("place", "care")
+        }
+        for summary in hparams(values, dict.fromkeys(_OVER_STEPS, 0))[:2]:
+            self._writer.file_writer.add_summary(summary)
         self._by_axis = {}
         for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
             purge_step = _step(axis, last) + 1 if axis in last else 0
@@ -94,41 +104,19 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
 
     TensorBoard plots over steps, wall-clock time or time since the first record. With TENSORBOARD_AXES, the
     losses are repeated over tokens, FLOPs and training time, each in its own folder, because a resume removes
-    events by step.
-
-    Args:
-        config: is written as text and as hyperparameters.
-        folder: the run folder.
-        start_iteration: from which training resumes.
-        last: position of the last record until then.
+    events by step: those after `last`, the position of the last record.
     """
+    _keep_threads_quiet()
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return [_TensorBoard(config, folder, start_iteration, last)]
     except ImportError:
         reason = "the tensorboard package is not installed (pip install tensorboard)"
         logger.info("no TensorBoard files: %s", reason)
         return []
-    _keep_threads_quiet()
-    try:
-        return [_TensorBoard(config, folder, start_iteration, last, SummaryWriter)]
     except OSError as error:
         line = "TensorBoard gets no records: %s cannot be written (%s)"
         logger.warning(line, folder.tensorboard, error.strerror or error)
         return []
-
-
-def _add_hyperparameters(config: Config, writer: Any) -> None:
-    """The settings of the HPARAMS tab. SummaryWriter.add_hparams would add a run of its own to every run."""
-    from torch.utils.tensorboard.summary import hparams
-
-    values = {
-        name: str(value).lower() if isinstance(value, bool) or value is None else value
-        for name, value in config.model_dump().items()
-        if TRAITS[name].part not in ("place", "care")
-    }
-    experiment, start, _ = hparams(values, dict.fromkeys(_OVER_STEPS, 0))
-    for summary in (experiment, start):
-        writer.file_writer.add_summary(summary)
 
 
 def _keep_threads_quiet() -> None:
@@ -153,14 +141,20 @@ def group_of(config: Config) -> str:
 _OF_A_LAYER = re.compile(r"moe/layer_(\d+)/(.+)")
 
 
-class _Prometheus:
-    """The newest values as gauges of node_exporter's textfile collector, which reads complete files only."""
+# As Prometheus writes numbers that are not finite.
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+class Prometheus:
+    """PROMETHEUS_FILE: the newest values as gauges of node_exporter's textfile collector, which reads
+    complete files only.
+    """
 
     name = "Prometheus"
 
-    def __init__(self, path: Path, config: Config):
+    def __init__(self, config: Config):
         name = config.name.replace("\\", "\\\\").replace('"', '\\"')
-        self._path, self._label = path, f'run="{name}"'
+        self._path, self._label = Path(config.prometheus_file), f'run="{name}"'
         self._values: dict[str, float] = {}
         self._failed = False
 
@@ -173,7 +167,9 @@ class _Prometheus:
             layer = _OF_A_LAYER.fullmatch(name)
             metric = "moe_exp_" + re.sub(r"\W", "_", f"layer/{layer[2]}" if layer else name, flags=re.ASCII)
             label = f'{self._label},layer="{int(layer[1])}"' if layer else self._label
-            metrics.setdefault(metric, []).append(f"{metric}{{{label}}} {_number(value)}")
+            number = repr(float(value))
+            line = f"{metric}{{{label}}} {_NOT_FINITE.get(number, number)}"
+            metrics.setdefault(metric, []).append(line)
         lines = [line for name, of in metrics.items() for line in (f"# TYPE {name} gauge", *of)]
         try:
             write_atomically(self._path, "\n".join(lines) + "\n")
@@ -186,18 +182,6 @@ class _Prometheus:
 
     def close(self, failed: bool) -> None:
         """Leaves the file: its timestamp shows that the run has ended."""
-
-
-def _number(value: float) -> str:
-    """As Prometheus writes numbers that are not finite."""
-    if math.isnan(value):
-        return "NaN"
-    return repr(float(value)) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
-
-
-def open_prometheus(config: Config) -> list[Mirror]:
-    """The file of PROMETHEUS_FILE, if requested; its folder must exist, see `machine_checks`."""
-    return [_Prometheus(Path(config.prometheus_file), config)] if config.prometheus_file else []
 
 
 class _Wandb:

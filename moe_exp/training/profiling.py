@@ -31,11 +31,10 @@ class Recorder:
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
         is_mine = config.profile_ranks == "all" or str(runtime.rank) in config.profile_ranks.split(",")
+        has_memory = is_mine and runtime.device.type == "cuda"
         self._ranges = {
             "trace": iteration_ranges(config.profile_iters if is_mine else ""),
-            "memory": iteration_ranges(
-                config.memory_snapshot if is_mine and runtime.device.type == "cuda" else ""
-            ),
+            "memory": iteration_ranges(config.memory_snapshot if has_memory else ""),
         }
         self._begun: dict[str, tuple[int, int]] = {}  # first and last iteration of what is recorded now
         self._last = config.train_iters
@@ -64,9 +63,8 @@ class Recorder:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
             return
         on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, profile_memory=True
-        )
+        activities = [ProfilerActivity.CPU, *on_gpu]
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profiler.start()
 
     def _write(self, what: str, name: str) -> None:

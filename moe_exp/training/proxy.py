@@ -70,11 +70,11 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     proxy = Proxy(config)
     batch = proxy.microbatches(1)[0]
     recorder = _Recorder(proxy.model[0])
-    first = recorder.outputs(batch)
+    first, _ = recorder.outputs(batch)
     steps = []
     for step in range(num_steps + 1):
-        outputs = recorder.outputs(batch)
-        changes = {name: output - first[name] for name, output in outputs.items()} | recorder.learned
+        outputs, learned = recorder.outputs(batch)
+        changes = {name: output - first[name] for name, output in outputs.items()} | learned
         steps.append({name: (_size(output), _size(changes[name])) for name, output in outputs.items()})
         if step < num_steps:
             proxy.step(batch)
@@ -86,11 +86,7 @@ def _size(output: Tensor) -> float:
 
 
 class _Recorder:
-    """Records the outputs of the parts of a model.
-
-    Attributes:
-        learned: of the last outputs of routers and output layer, what their weights add since the start.
-    """
+    """Records the outputs of the parts of a model."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -109,18 +105,20 @@ class _Recorder:
                 self._record(module, "output layer", module.weight.detach().clone())
 
     @torch.no_grad()
-    def outputs(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Outputs for a micro-batch, by part, [number of such parts, ...]."""
+    def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Outputs for a micro-batch, by part, [number of such parts, ...]; and of those of routers and output
+        layer, what the change of their weights since the start contributes.
+        """
         self._found.clear()
         self._learned.clear()
         self._model.eval()
         self._model(batch["tokens"], batch["position_ids"], attention_mask=None)
         self._model.train()
-        return {name: torch.stack(outputs) for name, outputs in self._found.items()}
-
-    @property
-    def learned(self) -> dict[str, Tensor]:
-        return {name: torch.stack(outputs) for name, outputs in self._learned.items()}
+        found, learned = (
+            {name: torch.stack(outputs) for name, outputs in of.items()}
+            for of in (self._found, self._learned)
+        )
+        return found, learned
 
     def _record(self, module: nn.Module, name: str, first_weight: Tensor | None = None) -> None:
         def hook(module: Any, inputs: Any, output: Any) -> None:

@@ -92,49 +92,44 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
 
 
 class _Held(NamedTuple):
-    """What a rank holds, by kind and name. Of other ranks at first only the sums, each under the name ''.
+    """What a rank holds. Of other ranks at first only sums over the names of a kind, under the name ''.
 
     Args:
         host: name of the rank's machine.
         problems: of the optimizer's groups.
         places: by kind; ranks of one place hold the same.
-        prints: fingerprints of tensors.
-        stepped: number of values that the optimizer steps on: a part with the distributed one, maybe 0.
-        sizes: number of values of the parameters.
+        tensors: by kind and name: fingerprint, number of values, and of those that the optimizer steps on: a
+            part with the distributed one, maybe 0. Both numbers are 0 of buffers, and of `tensor` and `tied`.
     """
 
     host: str
     problems: list[str]
     places: dict[str, int]
-    prints: dict[str, dict[str, int]]
-    stepped: dict[str, dict[str, int]]
-    sizes: dict[str, dict[str, int]]
+    tensors: dict[str, dict[str, tuple[int, int, int]]]
 
 
 def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
+    num_stepped = Counter[int]()
+    for parameter, stepped, _ in _stepped(trained.optimizer):
+        num_stepped[id(parameter)] += stepped.numel()
+    held: dict[str, dict[str, tuple[int, int, int]]] = {kind: {} for kind in KINDS}
     with parameters_in_sync(trained.model):
-        prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, trained).items()}
+        for kind, tensors in _tensors(config, trained).items():
+            sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
+            prints = torch.stack(sums).tolist() if sums else []
+            for (name, tensor), fingerprint in zip(tensors.items(), prints, strict=True):
+                is_counted = kind in ("data", "experts") and tensor.requires_grad
+                counts = (tensor.numel(), num_stepped[id(tensor)]) if is_counted else (0, 0)
+                held[kind][name] = (fingerprint, *counts)
     pp, tp, ep, etp = runtime.groups.pp, runtime.groups.tp, runtime.groups.ep, runtime.groups.expt_tp
     places = {
         "data": pp.rank() * tp.size() + tp.rank(),
         "experts": (pp.rank() * ep.size() + ep.rank()) * etp.size() + etp.rank(),
         "tensor": pp.rank(),
-        "tied": tp.rank() if prints["tied"] else -1,
+        "tied": tp.rank() if held["tied"] else -1,
     }
-    num_stepped = Counter[int]()
-    for parameter, tensor, _ in _stepped(trained.optimizer):
-        num_stepped[id(parameter)] += tensor.numel()
-    stepped: dict[str, dict[str, int]] = {"data": {}, "experts": {}}
-    sizes: dict[str, dict[str, int]] = {"data": {}, "experts": {}}
-    for name, parameter in named_parameters(trained.model):
-        stepped[_kind(parameter)][name] = num_stepped[id(parameter)]
-        sizes[_kind(parameter)][name] = parameter.numel()
     problems = group_problems(config, trained.model, trained.optimizer)
-    return _Held(runtime.host, problems, places, prints, stepped, sizes)
-
-
-def _kind(parameter: Tensor) -> str:
-    return "data" if getattr(parameter, "allreduce", True) else "experts"
+    return _Held(runtime.host, problems, places, held)
 
 
 def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
@@ -146,7 +141,8 @@ def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
             if name.endswith(".router.expert_bias"):
                 found["data"][global_name(inner, name)] = buffer
     for name, parameter in named_parameters(trained.model):
-        found[_kind(parameter)][name] = parameter
+        kind = "data" if getattr(parameter, "allreduce", True) else "experts"
+        found[kind][name] = parameter
         if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
             found["tied"][_EMBEDDING] = parameter
     if config.tp > 1:
@@ -158,22 +154,21 @@ def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
-    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
-
-
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
     """What all ranks hold, with sums over the names; one all-gather of a few numbers per rank."""
-    sums = [_sum(named) for kinds in mine[3:] for named in kinds.values()]
+    sums = [
+        _sum({name: values[column] for name, values in named.items()})
+        for named in mine.tensors.values()
+        for column in range(3)
+    ]
     row = torch.tensor([len(mine.problems), *mine.places.values(), *sums], device=runtime.device)
     table = [torch.empty_like(row) for _ in range(runtime.world_size)]
     torch.distributed.all_gather(table, row)
-    held = []
-    for num_problems, *numbers in torch.stack(table).tolist():
-        columns = (numbers[4:8], numbers[8:10], numbers[10:])
-        kinds = [{kind: {"": value} for kind, value in zip(KINDS, of, strict=False)} for of in columns]
-        held.append(_Held("", [""] * num_problems, dict(zip(KINDS, numbers[:4], strict=True)), *kinds))
+    rows, begin, held = torch.stack(table), 1 + len(KINDS), []
+    sums_of_ranks = rows[:, begin:].view(-1, len(KINDS), 3).tolist()
+    for (num_problems, *places), of_kinds in zip(rows[:, :begin].tolist(), sums_of_ranks, strict=True):
+        tensors: Any = {kind: {"": tuple(of)} for kind, of in zip(KINDS, of_kinds, strict=True)}
+        held.append(_Held("", [""] * num_problems, dict(zip(KINDS, places, strict=True)), tensors))
     return held
 
 
@@ -199,8 +194,8 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
             lines += _differences(kind, ranks, held)
             # They share the state of the optimizer, or each has all of it.
             times = 1 if distributed else len(ranks)
-            for name, size in held[ranks[0]].sizes.get(kind, {}).items():
-                stepped = sum(held[rank].stepped[kind].get(name, 0) for rank in ranks)
+            for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
+                stepped = sum(held[rank].tensors[kind].get(name, (0, 0, 0))[2] for rank in ranks)
                 if (stepped - size * times) & _MASK:
                     problem = f"{name}: the optimizer steps on {stepped} values, it has {size}"
                     of_optimizer[problem] += ranks
@@ -209,8 +204,8 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
 
 
 def _differences(kind: str, ranks: list[int], held: list[_Held]) -> Iterator[str]:
-    for name in sorted({name for rank in ranks for name in held[rank].prints[kind]}):
-        found = {rank: held[rank].prints[kind].get(name) for rank in ranks}
+    for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
+        found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
         (most, count), *_ = Counter(found.values()).most_common()
         if others := [rank for rank, value in found.items() if value != most]:
             equal = [rank for rank in ranks if rank not in others]

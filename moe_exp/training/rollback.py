@@ -36,14 +36,8 @@ def samples_without_skips(
 ) -> SkippingSamples:
     """`samples` without those that training skips when it resumes from `source`. Called by every rank.
 
-    Args:
-        folder: of the run. Its skips apply only to the sample order in which they were found.
-        samples: the stream.
-        sample_order: `SampleOrder.facts` of this start.
-        source: the checkpoint, of any run; None: training starts at iteration 0.
-
-    Raises:
-        ConfigError: on every rank, if the list of rollbacks cannot be read.
+    The skips of the run in `folder` apply only to the sample order in which they were found: `sample_order`
+    has the `SampleOrder.facts` of this start. ConfigError on every rank if they cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:
@@ -71,8 +65,6 @@ def go_back(
     checkpoint, and each sample is used once or skipped.
 
     Args:
-        config: VERIFY_CHECKPOINT.
-        folder: of the run.
         progress: where training is.
         iteration: the first to undo.
         samples: of the iterations from there on, by their numbers in the stream; None: none is skipped.

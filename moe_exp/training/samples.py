@@ -17,10 +17,9 @@ from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.samples.order import Change, SampleOrder, order_changes, place_stages
+from moe_exp.data.samples.order import Change, order_changes, order_of_files, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
 from moe_exp.data.samples.skipping import Range, merged, stream_number
-from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import (
     DocumentTokens,
     check_ends,
@@ -44,8 +43,18 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     that they name has to be prepared (data/own_text.py).
     """
     train_data, valid_data = _blends(config)
-    if config.data_order == "megatron":
-        return megatron_data(config, train_data, valid_data)
+    if config.data_order == "megatron":  # for the number of samples that Megatron-LM would count
+        num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
+        order = MegatronOrder(
+            train=train_data,
+            valid=valid_data,
+            split=config.split,
+            seq_len=config.seq_len,
+            seed=config.seed,
+            num_train_samples=config.train_iters * config.gbsz,
+            num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
+        )
+        return megatron_samples(order, Path(config.data_dir))
     train_share, valid_share, _ = parse_split(config.split or "1")
     train_stream: Samples = _training_stages(config, train_data, train_share or (0.0, 1.0))
     valid_stream = None
@@ -57,30 +66,15 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     return train_stream, valid_stream
 
 
-def _training_stages(config: Config, train_data: str, share: Share) -> Samples:
+def _training_stages(config: Config, train_data: str, share: Share) -> SampleStream:
+    packing = config.document_packing
     stream = SampleStream(
-        parse_blend(train_data),
-        seq_len=config.seq_len,
-        seed=config.seed,
-        share=share,
-        packing=config.document_packing,
+        parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=share, packing=packing
     )
-    if not config.data_stages:
-        return stream
-    _, *later = stages_of(config)
-    begins, streams = [0], [stream]
-    for number, stage in enumerate(later, 1):
-        given = (stage.first_sample - begins[-1]) * config.seq_len // streams[-1].seq_len
-        streams.append(
-            streams[-1].next_stage(
-                parse_blend(stage.train_data or train_data),
-                seq_len=stage.seq_len,
-                num_samples=given,
-                number=number,
-            )
-        )
-        begins.append(stage.first_sample)
-    return StagedSamples(list(zip(begins, streams, strict=True)))
+    for stage in stages_of(config)[1:]:
+        blend = parse_blend(stage.train_data or train_data)
+        stream.add_stage(blend, seq_len=stage.seq_len, first_sample=stage.first_sample)
+    return stream
 
 
 def _blends(config: Config) -> tuple[str, str]:
@@ -89,21 +83,6 @@ def _blends(config: Config) -> tuple[str, str]:
         return config.train_data, config.valid_data
     corpus = ensure_embedded_corpus(Path(config.data_dir))
     return str(corpus.train_prefix), str(corpus.valid_prefix)
-
-
-def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
-    """The same in Megatron-LM's order, for the number of samples that it would count."""
-    num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
-    order = MegatronOrder(
-        train=train_data,
-        valid=valid_data,
-        split=config.split,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        num_train_samples=config.train_iters * config.gbsz,
-        num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
-    )
-    return megatron_samples(order, Path(config.data_dir))
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
@@ -126,9 +105,10 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
 def check_tokenizers(config: Config) -> None:
     """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
 
+    if EXIT_CODE_FILE in os.environ:
+        return  # the launcher has checked it
+
     def problems() -> list[str]:
-        if EXIT_CODE_FILE in os.environ:
-            return []  # the launcher has checked it
         found = list(tokenizer_problems(config))
         for line in found if config.allow_other_data else ():
             logger.warning("%s", line)
@@ -176,14 +156,10 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     is_bad_BS1 = (tokens_BS1 < 0) | (tokens_BS1 >= vocab_size)
     row = int(is_bad_BS1.any(dim=1).nonzero()[0])
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
-    rule = (
-        f"sample {first + row} (documents {', '.join(map(str, origin.documents))}) has the token {token},"
-        f" VOCAB_SIZE is {vocab_size}"
-    )
-    raise ValueError(
-        f"{origin.prefix}: {rule}. Fix: compare the file with its manifest (moe-exp data verify), or set"
-        " VOCAB_SIZE to its tokenizer's."
-    )
+    sample = f"sample {first + row} (documents {', '.join(map(str, origin.documents))})"
+    rule = f"{sample} has the token {token}, VOCAB_SIZE is {vocab_size}"
+    fix = "compare the file with its manifest (moe-exp data verify), or set VOCAB_SIZE to its tokenizer's"
+    raise ValueError(f"{origin.prefix}: {rule}. Fix: {fix}.")
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
@@ -191,9 +167,9 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
     None if the tokenizer is unknown. Reads the samples once, without decoding.
     """
-    name = config.tokenizer or (
-        "" if config.train_data else ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path
-    )
+    name = config.tokenizer
+    if not name and not config.train_data:
+        name = ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path
     if not name:
         return None
     try:
@@ -204,54 +180,41 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         return None
     if table.note:
         logger.info(NOT_KEPT, name, table.note)
-    counts = [
-        table.count_samples(
-            samples.batch(index * config.gbsz, config.gbsz).numpy(), eod_mask_loss=config.eod_mask_loss
-        )
-        for index in range(config.eval_iters)
-    ]
+    batches = (samples.batch(index * config.gbsz, config.gbsz) for index in range(config.eval_iters))
+    counts = [table.count_samples(batch.numpy(), eod_mask_loss=config.eod_mask_loss) for batch in batches]
     num_bytes, num_tokens = map(sum, zip(*counts, strict=True))
     return num_bytes / num_tokens if num_tokens else None
 
 
-def compare_data(
-    config: Config, rank: Runtime, samples: Samples, source: Path | None
-) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and how it differs from that of the checkpoint `source`.
-
-    Called by every rank; rank 0 reads.
+def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank.
 
     Raises:
         ConfigError: on every rank, if it differs and ALLOW_OTHER_DATA is not set.
     """
-    box: list[Any] = [_compared(config, samples, source) if rank.is_first else None]
-    torch.distributed.broadcast_object_list(box)
-    sample_order, changes = box[0]
+    sample_order, changes = from_first_rank(lambda: _compared(config, source))
     if changes and not config.allow_other_data:
         raise ConfigError([change.problem for change in changes])
     return sample_order, changes
 
 
-def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    later = samples.stage_prints() if isinstance(samples, StagedSamples) else ()
-    documents = documents_of(config.train_data) if config.train_data else None
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content(), later, documents)
+def _compared(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    order = order_of_files(config)
+    assert order is not None  # the embedded corpus has been built
     saved = saved_progress(source) if source else None
     if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []
     name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
     if saved.sample_order is None:
-        logger.warning(
-            "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name
-        )
+        line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+        logger.warning(line, name)
         return order.facts(), []
     next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
     changes = order_changes(config, order, saved.sample_order, name, next_sample)
     if config.allow_other_data:
         for change in changes:
-            logger.warning(
-                "%s; ALLOW_OTHER_DATA=true: continuing at sample %d", change, saved.consumed_samples
-            )
+            line = "%s; ALLOW_OTHER_DATA=true: continuing at sample %d"
+            logger.warning(line, change, saved.consumed_samples)
     return order.facts(), changes
 
 

@@ -9,12 +9,10 @@ from typing import TypeVar
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
-from moe_exp.checkpoint.restored import RestoreError
+from moe_exp.checkpoint.remote import Uploads, fetch_load_dir, fetch_run
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
-from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
@@ -64,13 +62,8 @@ class CheckpointManager:
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
 
-        Args:
-            progress: to save.
-            valid_loss: nats per token, if measured at this iteration.
-            is_last: the run ends after it.
-
-        Raises:
-            SaveError: on every rank, if it `is_last` and was not written.
+        `valid_loss` is in nats per token, if measured at this iteration. SaveError on every rank if it
+        `is_last`, the end of the run, and was not written.
         """
         start = time.monotonic()
         self.finish()
@@ -124,9 +117,9 @@ class CheckpointManager:
         # Else a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not by every rank
             line = (
-                "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint"
+                "no checkpoint was saved since this start (SAVE_AT_END=false): iterations up to %d are lost"
             )
-            logger.warning(line, progress.iteration, "SAVE_AT_END=false, and no checkpoint")
+            logger.warning(line, progress.iteration)
         return FAILED
 
 
@@ -142,14 +135,12 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
     """
     try:
         if config.remote_dir:  # does nothing if the launcher has, as always but with torchrun alone
-            with heartbeat.paused():
-                from_first_rank(lambda: _stored(lambda: fetch_run(config)))
+            _from_store(lambda: fetch_run(config))
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
             place = Path(config.load_dir).expanduser()
             if is_url(config.load_dir):
-                with heartbeat.paused():
-                    place = from_first_rank(lambda: _stored(lambda: fetch_load_dir(config)))
+                place = _from_store(lambda: fetch_load_dir(config))
             source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
                 fix = "name a checkpoints folder, a run folder or the folder of one iteration"
@@ -161,12 +152,17 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
     return source
 
 
-def _stored(work: Callable[[], T]) -> T:
-    """Result of work with an object store, whose errors all ranks have to hear of (`from_first_rank`)."""
-    try:
-        return work()
-    except OSError as error:
-        raise ValueError(str(error)) from error
+@heartbeat.during(heartbeat.PAUSED)
+def _from_store(fetch: Callable[[], T]) -> T:
+    """Result of rank 0's work with an object store, on every rank; ValueError on every rank if it fails."""
+
+    def fetched() -> T:
+        try:
+            return fetch()
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+    return from_first_rank(fetched)
 
 
 def resume(
@@ -184,7 +180,7 @@ def resume(
         return Progress()
     try:
         progress = loading.load(config, runtime, source.folder, trained)
-    except RestoreError as error:
+    except loading.RestoreError as error:
         if runtime.is_first:
             facts = {"checkpoint": str(source.folder), "tensors": error.names}
             append_event(folder.metrics, "restore_failed", iteration_of(source.folder), **facts)

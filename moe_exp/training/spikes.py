@@ -94,42 +94,26 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike that was just detected. Losses in nats per token.
-
-    Args:
-        iteration: of the detection.
-        first_iteration: the first unusual one.
-        loss, grad_norm: of `iteration`; the norm may be None.
-        loss_z, grad_norm_z: z-scores, of the loss and of the logarithm of the gradient norm.
-        loss_level, loss_spread, grad_norm_level: of before; the norm's may be None.
-        recent_losses: the accepted ones that the level is of, oldest first.
-    """
+    """A spike that was just detected at `iteration`. Losses in nats per token; of a norm, None is unknown."""
 
     iteration: int
-    first_iteration: int
+    first_iteration: int  # the first unusual one
     loss: float
     grad_norm: float | None
     loss_z: float
-    grad_norm_z: float
-    loss_level: float | None
+    grad_norm_z: float  # of its logarithm
+    loss_level: float | None  # levels and spread are those before the spike
     loss_spread: float
     grad_norm_level: float | None
-    recent_losses: tuple[float, ...]
+    recent_losses: tuple[float, ...]  # the accepted ones that the level is of, oldest first
 
 
 @dataclass(frozen=True)
 class SpikeEnd:
-    """The end of the last spike.
+    """The end of the last spike, with the highest values during it."""
 
-    Args:
-        iteration: the first normal one after it.
-        first_iteration: of the spike.
-        outcome: recovered, or the loss has a new level.
-        highest_loss, highest_grad_norm: during it; nats per token, and the norm may be None.
-    """
-
-    iteration: int
-    first_iteration: int
+    iteration: int  # the first normal one after it
+    first_iteration: int  # of the spike
     outcome: Literal["recovered", "new level"]
     highest_loss: float
     highest_grad_norm: float | None
@@ -172,17 +156,13 @@ class SpikeDetector:
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Judges an iteration.
+        """Judges an iteration, by its finite loss in nats per token and its gradient norm before clipping.
 
-        Args:
-            iteration: in increasing order; skipped steps may be left out.
-            loss: nats per token, finite.
-            grad_norm: before clipping; None if unknown.
+        Called in increasing order of iterations; skipped steps may be left out.
         """
         log_norm = math.log(grad_norm) if grad_norm else None
-        reading = _Reading(
-            iteration, loss, log_norm, self._loss.z(loss), 0.0 if log_norm is None else self._norm.z(log_norm)
-        )
+        norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
+        reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)
         self._recent.append(reading)
         if self._since is not None:
             return self._go_on(reading, grad_norm)
@@ -230,10 +210,8 @@ class SpikeDetector:
 
     def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
         assert self._since is not None
-        self._highest = (
-            max(self._highest[0], reading.loss),
-            max(self._highest[1] or 0.0, grad_norm or 0.0) or None,
-        )
+        loss, norm = self._highest
+        self._highest = max(loss, reading.loss), max(norm or 0.0, grad_norm or 0.0) or None
         is_calm = reading.loss_z < LOSS_LASTING and reading.norm_z < NORM_LASTING
         self._calm = [*self._calm, reading] if is_calm else []
         lasts = reading.iteration - self._since >= LONGEST
@@ -242,12 +220,9 @@ class SpikeDetector:
         since, self._since = self._since, None
         if is_calm:
             self._accept(self._calm)
-        else:
-            self._forget()
-        outcome: Literal["recovered", "new level"] = "recovered" if is_calm else "new level"
-        return SpikeEnd(
-            self._calm[0].iteration if is_calm else reading.iteration, since, outcome, *self._highest
-        )
+            return SpikeEnd(self._calm[0].iteration, since, "recovered", *self._highest)
+        self._forget()
+        return SpikeEnd(reading.iteration, since, "new level", *self._highest)
 
     def _accept(self, readings: Iterable[_Reading]) -> None:
         for reading in readings:

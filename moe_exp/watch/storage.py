@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.config.settings_file import read_settings
-from moe_exp.host.files import bytes_text, read_yaml
+from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.runs.records import Record, iter_metrics, time_of
@@ -31,24 +32,15 @@ _FEW_FAILURES, _FEW_HOURS = 2, 10.0  # fewer give no estimate of the time betwee
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run; None if not known yet.
+    """Measurements of a run; None if not known yet."""
 
-    Args:
-        iteration_seconds: median of the latest train records.
-        save_seconds: median over the saves.
-        checkpoint_bytes: of the latest.
-        hours, num_failures: training time, and failures in it.
-        restart_seconds: median from a failure to the next start's resume.
-        iteration: the last finished one.
-    """
-
-    iteration_seconds: float | None = None
-    save_seconds: float | None = None
-    checkpoint_bytes: int | None = None
-    hours: float = 0.0
-    num_failures: int = 0
-    restart_seconds: float | None = None
-    iteration: int = 0
+    iteration_seconds: float | None = None  # median of the latest train records
+    save_seconds: float | None = None  # median over the saves
+    checkpoint_bytes: int | None = None  # of the latest
+    hours: float = 0.0  # training time
+    num_failures: int = 0  # in that time
+    restart_seconds: float | None = None  # median from a failure to the next start's resume
+    iteration: int = 0  # the last finished one
 
 
 def measured(records: Sequence[Record]) -> Measured:
@@ -94,24 +86,17 @@ def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
 
 @dataclass(frozen=True)
 class Advice:
-    """How often a run should save.
-
-    Args:
-        mtbf_hours: mean time between failures of the whole job, with its `source`.
-        best_iterations, young_iterations: best SAVE_INTERVAL, by Daly and by Young.
-        best_share, present_share: share of the work's time lost at best, and with the current SAVE_INTERVAL;
-            None if that is 0.
-    """
+    """How often a run should save."""
 
     iteration_seconds: float
     save_seconds: float
     restart_seconds: float
-    mtbf_hours: float
+    mtbf_hours: float  # mean time between failures of the whole job, known from `source`
     source: str
-    best_iterations: int
-    young_iterations: int
-    best_share: float
-    present_share: float | None
+    best_iterations: int  # best SAVE_INTERVAL by Daly
+    young_iterations: int  # and by Young
+    best_share: float  # of the work's time, lost at best
+    present_share: float | None  # lost with the current SAVE_INTERVAL; None if that is 0
 
 
 def save_advice(
@@ -134,14 +119,15 @@ def save_advice(
         return None
     if mtbf_hours is not None:
         hours = mtbf_hours / num_nodes
-        source = f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}"
+        source = f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} node{'s' * (num_nodes != 1)}"
     else:
-        hours = found.hours / max(1, found.num_failures)
-        what = _counted(found.num_failures, "failure") if found.num_failures else "no failure, taken as one"
+        number = found.num_failures
+        hours = found.hours / max(1, number)
+        what = f"{number} failure{'s' * (number > 1)}" if number else "no failure, taken as one"
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
-        is_little = found.num_failures < _FEW_FAILURES or found.hours < _FEW_HOURS
         source = f"{what} in {took} of this run"
-        source += ", too little to go by: give --mtbf HOURS" if is_little else ""
+        if number < _FEW_FAILURES or found.hours < _FEW_HOURS:
+            source += ", too little to go by: give --mtbf HOURS"
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
@@ -158,10 +144,6 @@ def save_advice(
         best_share=lost_share(best * one, save, mtbf, restart),
         present_share=lost_share(save_interval * one, save, mtbf, restart) if save_interval else None,
     )
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _loses(share: float) -> str:
@@ -189,8 +171,7 @@ def storage_of(path: Path) -> Storage:
         raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
     config = _config(settings) if folder else load_config(read_settings(settings), {})
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
-    records = [record | {"experts": None} for record in lines]  # which may have gigabytes
-    found = measured(records)
+    found = measured([record | {"experts": None} for record in lines])  # experts may have gigabytes
     there = folder.checkpoint_iterations() if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
     return Storage(config, found, use, tuple(there))
@@ -198,11 +179,7 @@ def storage_of(path: Path) -> Storage:
 
 def _config(path: Path) -> Config:
     try:
-        values = read_yaml(path)
-        if not isinstance(values, Mapping):
-            raise ValueError("it holds no settings")
-        known = {str(name).lower(): value for name, value in values.items()}
-        return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
+        return load_config(known_settings(recorded_settings(path)), {})
     except ConfigError:
         raise
     except ValueError as error:

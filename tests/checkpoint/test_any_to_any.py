@@ -1,8 +1,5 @@
 """A run continues under any other layout as if it had been there from the start: losses, gradient norms,
 routing, optimizer state.
-
-`pytest -m "" tests/checkpoint/test_any_to_any.py` runs the whole matrix; the largest deviations are
-properties of the tests.
 """
 
 from __future__ import annotations
@@ -29,10 +26,9 @@ class Layout(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
         ranks = {"gpus_per_node": self.tp * self.pp * self.dp}
-        return ranks | {
-            name: value for name, value in self._asdict().items() if name != "dp" and value is not None
-        }
+        return ranks | sizes | ({"vpp": self.vpp} if self.vpp else {})
 
 
 LAYOUTS = {
@@ -43,9 +39,8 @@ LAYOUTS = {
     "TP2_PP2_ETP2": Layout(2, 2, 1, 2, 1),
     "PP2_VPP2": Layout(1, 2, 1, 1, 2, 2),
 }
-LIMITS = dict.fromkeys(("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate"), 1e-6) | {
-    "grad_norm": 1e-5
-}
+LIMITS = dict.fromkeys(("lm_loss", "balancing_loss", "z_loss", "params_norm", "learning_rate"), 1e-6)
+LIMITS |= {"grad_norm": 1e-5}
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +57,8 @@ class Matrix:
         self, folder: Path, data: Path, dtype: str, steps: int, layouts: dict[str, Layout], **model: Any
     ):
         self.folder, self.steps = folder, steps
-        self.settings = {
-            name: {"train_data": str(data), "dtype": dtype, **model, **layout.settings}
-            for name, layout in layouts.items()
-        }
+        base = {"train_data": str(data), "dtype": dtype, **model}
+        self.settings = {name: base | layout.settings for name, layout in layouts.items()}
         self.whole = self._all(
             {name: Leg(self.settings[name], None, steps, {steps // 2: folder / name}) for name in layouts}
         )
@@ -79,12 +72,14 @@ class Matrix:
 
     def resumed(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[Step]]:
         """Source and target to the second half of the steps."""
-        legs = {f"{source}>{target}": self._leg(source, target) for source, target in pairs}
+        legs = {
+            f"{source}>{target}": Leg(
+                self.settings[target], self.folder / source, self.steps - self.steps // 2
+            )
+            for source, target in pairs
+        }
         found = self._all(legs)
         return {(source, target): found[f"{source}>{target}"] for source, target in pairs}
-
-    def _leg(self, source: str, target: str) -> Leg:
-        return Leg(self.settings[target], self.folder / source, self.steps - self.steps // 2)
 
     def second_half(self, name: str) -> list[Step]:
         return self.whole[name][self.steps // 2 :]
@@ -114,9 +109,8 @@ def test_short_matrix(tmp_path, data):
     """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts and whole
     latent projections, virtual stages.
     """
-    layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {
-        "PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)
-    }
+    layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")}
+    layouts |= {"PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)}
     changes = {"moe_latent_size": 20, "gbsz": 4, "warmup_iters": 1, "lr": 5e-3}
     short = Matrix(tmp_path, data, "fp32", 4, layouts, **changes)
     pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one")]

@@ -1,7 +1,5 @@
 """The average of the weights (EMA_DECAY) in checkpoints is that of the weights of all iterations, and a
 resume continues it in any layout.
-
-`pytest -m "" tests/checkpoint/test_average_resume.py` runs all layouts and optimizers.
 """
 
 from __future__ import annotations
@@ -75,24 +73,6 @@ def settings_of(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
     return {"train_data": str(write_data(folder)), "ema_decay": DECAY, **LAYOUTS[layout], **changes}
 
 
-def resumed(folder: Path, source: Path, layouts: list[str], **changes: Any) -> dict[str, Path]:
-    """Checkpoints of runs that continue from `source` to the last step in other layouts."""
-    legs = {
-        name: Leg(settings_of(folder, name, **changes), source, STEPS - SAVED, {STEPS: folder / name})
-        for name in layouts
-    }
-    for size in {leg.config.world_size for leg in legs.values()}:
-        run_legs([leg for leg in legs.values() if leg.config.world_size == size])
-    return {name: folder / name for name in layouts}
-
-
-def whole_run(folder: Path, layout: str, **changes: Any) -> Path:
-    """Checkpoints of a run that is not interrupted, half way and at its end."""
-    saves = dict.fromkeys((SAVED, STEPS), folder / "whole")
-    run_legs([Leg(settings_of(folder, layout, **changes), None, STEPS, saves)])
-    return folder / "whole"
-
-
 def test_resumed_and_reshaped(tmp_path):
     settings = settings_of(tmp_path, "DP2", gbsz=4)
     whole = tmp_path / "whole"
@@ -129,9 +109,19 @@ def test_resumed_and_reshaped(tmp_path):
     ],
 )
 def test_every_layout(saved_at, loaded_at, tmp_path, record_property):
-    whole = whole_run(tmp_path, saved_at)
-    for name, folder in resumed(tmp_path, whole / f"iter_{SAVED:07d}", loaded_at).items():
-        found = deviation(read(folder, STEPS), read(whole, STEPS))
+    settings = settings_of(tmp_path, saved_at)
+    whole = tmp_path / "whole"
+    run_legs([Leg(settings, None, STEPS, dict.fromkeys((SAVED, STEPS), whole))])
+    legs = {
+        name: Leg(
+            settings_of(tmp_path, name), whole / f"iter_{SAVED:07d}", STEPS - SAVED, {STEPS: tmp_path / name}
+        )
+        for name in loaded_at
+    }
+    for size in {leg.config.world_size for leg in legs.values()}:
+        run_legs([leg for leg in legs.values() if leg.config.world_size == size])
+    for name in loaded_at:
+        found = deviation(read(tmp_path / name, STEPS), read(whole, STEPS))
         record_property(name, found)
         assert found == 0 if name == saved_at else found < 1e-6
 
@@ -203,12 +193,11 @@ def test_newly_set_and_dropped(tmp_path):
     assert read(folders["dropped"], 4) == {} and num_averaged(folders["dropped"], 4) == 0
     assert deviation(read(folders["other"], 4), read(folders["set"], 4)) == 0
     assert num_averaged(folders["other"], 4) == 3
-    sizes = {}
-    for name, iteration in (("set", 4), ("dropped", 4)):
-        reader = CheckpointReader(folders[name] / f"iter_{iteration:07d}")
-        sizes[name] = sum(one.num_bytes for key, one in reader.tensors.items() if "rng_state" not in key)
-    expected = [checkpoint_bytes(Leg(one).config) for one in (settings, plain)]
-    assert [sizes["set"], sizes["dropped"]] == expected
+    sizes = []
+    for name in ("set", "dropped"):
+        tensors = CheckpointReader(folders[name] / "iter_0000004").tensors
+        sizes.append(sum(one.num_bytes for key, one in tensors.items() if "rng_state" not in key))
+    assert sizes == [checkpoint_bytes(Leg(one).config) for one in (settings, plain)]
 
 
 @pytest.mark.parametrize(

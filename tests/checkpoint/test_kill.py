@@ -23,7 +23,7 @@ from helpers.checkpoint.small_job import (
     small_settings,
     start_run,
     write_tokens,
-)
+)  # fmt: skip
 from moe_exp.checkpoint.format.folders import (
     Manifest,
     damages,
@@ -32,15 +32,13 @@ from moe_exp.checkpoint.format.folders import (
     publish,
     recover,
     usable,
-)
+)  # fmt: skip
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents
 
 
 def check_all(checkpoints: Path, reference: Path) -> int:
-    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would continue
-    from, or 0.
-    """
+    """Every checkpoint is that of the undisturbed run; the iteration to continue from, or 0."""
     for iteration in iterations(checkpoints):
         folder = checkpoints / f"iter_{iteration:07d}"
         damage, files = contents(folder)
@@ -55,9 +53,7 @@ def check_all(checkpoints: Path, reference: Path) -> int:
 
 
 def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> tuple[int, int]:
-    """Kills a run at random moments and starts it again, until it ends; kills that left a partial checkpoint,
-    and the last iteration.
-    """
+    """Kills a run at random until it ends; kills that left a partial checkpoint, and the last iteration."""
     write_tokens(folder)
     random_moments, out = random.Random(seed), folder / "out"
     settings = small_settings(folder, "whole", save_interval=1, **changes)
@@ -72,9 +68,9 @@ def kill_and_go_on(folder: Path, num_kills: int, seed: int, **changes: Any) -> t
         processes = start_run(settings, out)
         deadline = time.monotonic() + 120
         # From the first save of this start on.
-        while len(records(folder / "killed", "event")) <= started and any(
-            p.exitcode is None for p in processes
-        ):
+        while len(records(folder / "killed", "event")) <= started:
+            if all(process.exitcode is not None for process in processes):
+                break
             assert time.monotonic() < deadline, out.read_text()
             time.sleep(0.01)
         time.sleep(random_moments.uniform(0, 3 * max(save["seconds"] for save in saves)))

@@ -1,19 +1,22 @@
-"""Every optimizer continues from a checkpoint under another layout with the loss of the run that was not
-interrupted.
-"""
+"""Every optimizer continues from a checkpoint under another layout with the loss of the whole run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs, write_data
+from helpers.checkpoint.legs import MODEL, Leg, deviations, run_legs, start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
+from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.load import load
+from moe_exp.checkpoint.optimizer_state import owned_state
+from moe_exp.checkpoint.state import unwrapped
 from moe_exp.checkpoint.tools.info import describe
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
@@ -27,36 +30,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"gpus_per_node": 2, "tp": 2},
     "PP2": {"gpus_per_node": 2, "pp": 2},
     "EP2": {"gpus_per_node": 2, "ep": 2},
-    "DP2 not distributed": {"gpus_per_node": 2, "distributed_optimizer": False},
+    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
 }
-for size in ({"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "etp": 2}):
-    layout = "_".join(f"{name.upper()}{value}" for name, value in size.items())
-    LAYOUTS[f"{layout} not distributed"] = {"gpus_per_node": 2, "distributed_optimizer": False, **size}
+LAYOUTS |= {f"{name} whole": layout | {"distributed_optimizer": False} for name, layout in LAYOUTS.items()}
 # The loss moves in a few steps.
-SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.5, "min_lr": 0.0, "warmup_iters": 0, "weight_decay": 0.01}
-MUON: dict[str, Any] = {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0}
+QUICK: dict[str, Any] = {"lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0}
+SGD: dict[str, Any] = QUICK | {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.01}
+MUON: dict[str, Any] = QUICK | {"optimizer": "muon"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": MUON | {"lr_groups": "*.router.*:lr=0.5;*.layers.3.*:lr=0.7,wd=3", "expert_lr_mult": 2.0},
     "sgd": SGD,
     "sgd without momentum": SGD | {"sgd_momentum": 0.0},
-    "bf16 moments": {"optimizer_state_dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0},
+    "bf16 moments": QUICK | {"optimizer_state_dtype": "bf16"},
     # Wide enough for tensors of more than 4096 values, which have codes.
-    "adam8bit": {
-        "optimizer": "adam8bit",
-        "hidden_size": 64,
-        "ffn_hidden_size": 96,
-        "lr": 5e-3,
-        "min_lr": 0.0,
-        "warmup_iters": 0,
-    },
+    "adam8bit": QUICK | {"optimizer": "adam8bit", "hidden_size": 64, "ffn_hidden_size": 96},
 }
 MOMENTS = {
     "sgd": {"momentum_buffer"},
     "sgd without momentum": set(),
     "bf16 moments": {"exp_avg", "exp_avg_sq"},
+    "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
+    "adam8bit": {"exp_avg", "exp_avg_sq"},
 }
-MOMENTS["muon"] = {"momentum_buffer", "exp_avg", "exp_avg_sq"}
-MOMENTS["adam8bit"] = MOMENTS["bf16 moments"]
+SLOW = pytest.mark.slow
 
 
 def interrupted(
@@ -77,28 +73,22 @@ def interrupted(
 @pytest.mark.parametrize(
     ("name", "saved_at", "loaded_at"),
     [
-        pytest.param("sgd", "TP2", ["PP2"], marks=pytest.mark.slow),
-        pytest.param("sgd", "DP2 not distributed", ["DP1", "DP2", "EP2", "TP2"], marks=pytest.mark.slow),
-        pytest.param("sgd without momentum", "DP2", ["TP2"], marks=pytest.mark.slow),
+        pytest.param("sgd", "TP2", ["PP2"], marks=SLOW),
+        pytest.param("sgd", "DP2 whole", ["DP1", "DP2", "EP2", "TP2"], marks=SLOW),
+        pytest.param("sgd without momentum", "DP2", ["TP2"], marks=SLOW),
         ("bf16 moments", "DP2", ["TP2"]),
-        ("muon", "DP2 not distributed", ["DP2 not distributed", "TP2_ETP2 not distributed"]),
-        pytest.param(
-            "muon",
-            "TP2 not distributed",
-            ["EP2 not distributed", "PP2 not distributed"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("bf16 moments", "DP2 not distributed", ["DP1", "PP2"], marks=pytest.mark.slow),
+        ("muon", "DP2 whole", ["DP2 whole", "TP2_ETP2 whole"]),
+        pytest.param("muon", "TP2 whole", ["EP2 whole", "PP2 whole"], marks=SLOW),
+        pytest.param("bf16 moments", "DP2 whole", ["DP1", "PP2"], marks=SLOW),
     ],
 )
 def test_goes_on_under_another_layout(name, saved_at, loaded_at, tmp_path):
     expected, found = interrupted(name, saved_at, loaded_at, tmp_path)
     folder = tmp_path / "checkpoints" / f"iter_{SAVED:07d}"
     assert set(describe(folder)["optimizer"]) == MOMENTS[name] | {"param"}
-    reader = CheckpointReader(folder)
-    assert {reader.tensors[key].dtype for key in reader.tensors if key.startswith("optimizer.")} == {
-        torch.float32
-    }
+    tensors = CheckpointReader(folder).tensors
+    kinds = {one.dtype for key, one in tensors.items() if key.startswith("optimizer.")}
+    assert kinds == {torch.float32}
     # bf16 moments are rounded: what another order of additions changes in a value may change it by 2^-8.
     limit = 3e-4 if name == "bf16 moments" else 1e-5
     if saved_at in loaded_at:
@@ -125,28 +115,19 @@ def test_muon_shared_out_trains_as_on_one_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_adam8bit_goes_on(dtype, tmp_path, monkeypatch):
-    """Under its own layout with the same codes; under another one blocks of values have other borders, and
-    new scales.
-    """
+    """With the same codes under its own layout; under another blocks have other borders, and new scales."""
     monkeypatch.setitem(OPTIMIZERS["adam8bit"], "dtype", dtype)
     expected, (same, other) = interrupted("adam8bit", "DP2", ["DP2", "TP2"], tmp_path)
-    assert set(describe(tmp_path / "checkpoints" / f"iter_{SAVED:07d}")["optimizer"]) == {
-        "param",
-        "exp_avg",
-        "exp_avg_sq",
-    }
+    folder = tmp_path / "checkpoints" / f"iter_{SAVED:07d}"
+    assert set(describe(folder)["optimizer"]) == MOMENTS["adam8bit"] | {"param"}
     assert deviations(same, expected)["lm_loss"] < 1e-6
     assert deviations(other, expected)["lm_loss"] < 5e-3
 
 
 @pytest.mark.parametrize("name", ["sgd", "bf16 moments", "muon"])
 def test_bytes_of_a_checkpoint(name, tmp_path):
-    settings = OPTIMIZERS[name] | {
-        "train_data": str(write_data(tmp_path)),
-        "gpus_per_node": 1,
-        "dtype": "bf16",
-    }
-    settings |= {"distributed_optimizer": False} if name == "muon" else {}
+    settings = OPTIMIZERS[name] | LAYOUTS["DP1 whole" if name == "muon" else "DP1"]
+    settings |= {"train_data": str(write_data(tmp_path)), "dtype": "bf16"}
     leg = Leg(settings, steps=0, saves={0: tmp_path / "checkpoints"})
     run_legs([leg])
     reader = CheckpointReader(tmp_path / "checkpoints" / "iter_0000000")
@@ -158,76 +139,50 @@ def test_bytes_of_a_checkpoint(name, tmp_path):
 
 
 def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
-    settings = MUON | {
-        "train_data": str(write_data(tmp_path)),
-        "gpus_per_node": 1,
-        "distributed_optimizer": False,
-        "dtype": "bf16",
-    }
+    settings = MUON | LAYOUTS["DP1 whole"] | {"train_data": str(write_data(tmp_path)), "dtype": "bf16"}
     settings |= {"shared_expert_size": 16, "first_k_dense": 1, "add_bias_linear": False, "qkv_bias": True}
     settings["mbsz"] = 8
     (steps,) = run_legs([Leg(settings, steps=STEPS, saves={0: tmp_path / "checkpoints"})])
     assert steps[-1].lm_loss < steps[0].lm_loss - 0.2
     keys = CheckpointReader(tmp_path / "checkpoints" / "iter_0000000").tensors
-    moments = {"momentum_buffer": set(), "exp_avg": set(), "exp_avg_sq": set()}
-    for key in keys:
-        for name, found in moments.items():
-            if key.startswith(f"optimizer.state.{name}."):
-                found.add(key.removeprefix(f"optimizer.state.{name}."))
+    moments = {name: of_state(keys, name) for name in MOMENTS["muon"]}
     assert moments["exp_avg"] == moments["exp_avg_sq"]
-    by_adam = (
-        "norm.weight",
-        "norm_weight",
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-        "router.weight",
-        "bias",
-    )
-    assert all(key.endswith(by_adam) for key in moments["exp_avg"])
-    assert not any(key.endswith(by_adam) for key in moments["momentum_buffer"])
+    by_adam = ("norm.weight", "norm_weight", "word_embeddings.weight", "output_layer.weight", "router.weight")
+    assert all(key.endswith((*by_adam, "bias")) for key in moments["exp_avg"])
+    assert not any(key.endswith((*by_adam, "bias")) for key in moments["momentum_buffer"])
     assert any("experts.experts" in key for key in moments["momentum_buffer"])
-    assert moments["exp_avg"] | moments["momentum_buffer"] == {
-        key.removeprefix("optimizer.state.param.") for key in keys if ".param." in key
-    }
+    assert moments["exp_avg"] | moments["momentum_buffer"] == of_state(keys, "param")
 
 
-# From one optimizer to another
+def of_state(keys: Iterable[str], name: str) -> set[str]:
+    """The parameters that have a state."""
+    prefix = f"optimizer.state.{name}."
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+ONE = MODEL | {"gpus_per_node": 1}
 
 
 def refusals(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    saved = load_config(MODEL | {"gpus_per_node": 1} | before, {}).model_dump()
     try:
-        refuse_other_model(load_config(MODEL | {"gpus_per_node": 1} | after, {}), saved, "the checkpoint")
+        saved = load_config(ONE | before, {}).model_dump()
+        refuse_other_model(load_config(ONE | after, {}), saved, "the checkpoint")
     except ConfigError as error:
         return error.problems
     return []
 
 
-FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero."
-
-
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        (
-            {},
-            {"optimizer": "sgd"},
-            f"OPTIMIZER=sgd: the checkpoint has OPTIMIZER=adam. Fix: set OPTIMIZER=adam{FLAG}",
-        ),
-        (
-            SGD,
-            {"optimizer": "adam8bit"},
-            f"OPTIMIZER=adam8bit: the checkpoint has OPTIMIZER=sgd. Fix: set OPTIMIZER=sgd{FLAG}",
-        ),
-        (
-            SGD,
-            SGD | {"sgd_momentum": 0.0},
-            f"SGD_MOMENTUM=0.0: the checkpoint has SGD_MOMENTUM=0.9. Fix: set SGD_MOMENTUM=0.9{FLAG}",
-        ),
+        ({}, {"optimizer": "sgd"}, "OPTIMIZER=sgd: the checkpoint has OPTIMIZER=adam. Fix: "),
+        (SGD, {"optimizer": "adam8bit"}, "OPTIMIZER=adam8bit: the checkpoint has OPTIMIZER=sgd. Fix: "),
+        (SGD, SGD | {"sgd_momentum": 0.0}, "SGD_MOMENTUM=0.0: the checkpoint has SGD_MOMENTUM=0.9. Fix: "),
     ],
 )
 def test_other_moments_are_refused_unless_they_are_given_up(before, after, line, caplog):
-    assert refusals(before, after) == [line]
+    (found,) = refusals(before, after)
+    assert found.startswith(line) and "or ALLOW_OTHER_OPTIMIZER=true to continue" in found
     with caplog.at_level(logging.WARNING):
         assert refusals(before, after | {"allow_other_optimizer": True}) == []
     (warning,) = caplog.messages
@@ -239,54 +194,34 @@ def test_the_same_moments_go_on_whatever_they_are_kept_in():
     assert refusals({"optimizer": "adam8bit"}, {"optimizer_state_dtype": "bf16"}) == []
     assert refusals(SGD, SGD | {"sgd_momentum": 0.5}) == []
     # Of versions that had Adam alone.
-    saved = load_config(MODEL | {"gpus_per_node": 1}, {}).model_dump()
+    saved = load_config(ONE, {}).model_dump()
     for name in ("optimizer", "optimizer_state_dtype", "sgd_momentum", "allow_other_optimizer"):
         del saved[name]
-    refuse_other_model(load_config(MODEL | {"gpus_per_node": 1}, {}), saved, "the checkpoint")
+    refuse_other_model(load_config(ONE, {}), saved, "the checkpoint")
 
 
-def changed_optimizer(
-    settings: dict[str, Any], port: int, source: str, iteration: int
-) -> tuple[bool, bool, set[int]]:
-    """On one rank: whether main weights are those of the checkpoint and moments zero, and the steps of the
-    groups.
-    """
-    import os
-
-    from moe_exp.checkpoint.load import load
-    from moe_exp.checkpoint.optimizer_state import owned_state
-    from moe_exp.checkpoint.state import unwrapped
-    from moe_exp.engine import runtime
-
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job = build_job(config, runtime.start(config))
-    load(config, job.runtime, Path(source), job.trained)
-    reader = CheckpointReader(Path(source) / f"iter_{iteration:07d}")
+def changed_optimizer(settings: dict[str, Any], port: int, source: str) -> tuple[bool, bool, set[int]]:
+    """On one rank: whether main weights are those saved and moments zero, and the steps of the groups."""
+    job = start_job(settings, port)
+    load(job.config, job.runtime, Path(source), job.trained)
+    reader = CheckpointReader(one_checkpoint(Path(source)))
     saved = reader.read("optimizer.state.param.embedding.word_embeddings.weight")
-    weights_are_saved = torch.equal(
-        unwrapped(job.trained.model[0]).embedding.word_embeddings.weight.detach(), saved
-    )
+    weights = unwrapped(job.trained.model[0]).embedding.word_embeddings.weight.detach()
     owned = list(owned_state(job.trained.optimizer))
     are_zero = all(not value.any() for one in owned for name, value in one.values.items() if name != "param")
-    groups = [
-        group for part in job.trained.optimizer.chained_optimizers for group in part.optimizer.param_groups
-    ]
-    return weights_are_saved, are_zero, {group.get("step", 0) for group in groups}
+    parts = job.trained.optimizer.chained_optimizers
+    steps = {group.get("step", 0) for part in parts for group in part.optimizer.param_groups}
+    return torch.equal(weights, saved), are_zero, steps
 
 
 def test_another_optimizer_takes_the_weights_and_begins_at_step_zero(tmp_path):
     settings: dict[str, Any] = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "mbsz": 8}
     run_legs([Leg(settings, steps=SAVED, saves={SAVED: tmp_path / "adam"})])
     changed = settings | SGD | {"allow_other_optimizer": True}
-    found = run_on_ranks(
-        1, changed_optimizer, changed, free_port(), str(tmp_path / "adam"), SAVED, join=False
-    )
-    assert found == [(True, True, {0})]
-    run_legs([Leg(changed, tmp_path / "adam", steps=2, saves={SAVED + 2: tmp_path / "sgd"})])
     # And back: Adam corrects the bias of its moments from step 1 on.
     back = settings | {"allow_other_optimizer": True}
-    found = run_on_ranks(
-        1, changed_optimizer, back, free_port(), str(tmp_path / "sgd"), SAVED + 2, join=False
-    )
-    assert found == [(True, True, {0})]
+    for after, start, end in ((changed, "adam", "sgd"), (back, "sgd", "")):
+        args = (changed_optimizer, after, free_port(), str(tmp_path / start))
+        assert run_on_ranks(1, *args, join=False) == [(True, True, {0})]
+        if end:
+            run_legs([Leg(after, tmp_path / start, steps=2, saves={SAVED + 2: tmp_path / end})])

@@ -10,17 +10,15 @@ import torch
 
 from helpers.checkpoint.legs import MODEL
 from helpers.ranks import free_port, run_on_ranks
+from moe_exp.checkpoint.state import rng_state, set_rng_state
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
+
+from megatron.core import tensor_parallel
 
 
 def streams(settings: dict[str, Any], port: int) -> tuple[list[float], list[float], bool]:
-    """Numbers of this rank's default stream and of that of tensor parallel ranks, and whether both continue
-    the same after their states are set again.
-    """
-    from moe_exp.checkpoint.state import rng_state, set_rng_state
-    from moe_exp.engine import runtime
-
-    from megatron.core import tensor_parallel
+    """Numbers of this rank's default stream and of its tensor parallel one, and whether both continue."""
 
     def draw() -> tuple[list[float], list[float]]:
         plain = torch.rand(3).tolist()

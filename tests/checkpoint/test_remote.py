@@ -11,15 +11,9 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
 from helpers.whole_runs import TINY
+from moe_exp.checkpoint import remote
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder, publish
-from moe_exp.checkpoint.remote import (
-    fetch_load_dir,
-    fetch_run,
-    newest_there,
-    remote_run,
-    send_checkpoint,
-)
-from moe_exp.checkpoint.uploads import Uploads
+from moe_exp.checkpoint.remote import Uploads, fetch_load_dir, fetch_run, newest_there, send_checkpoint
 from moe_exp.config import load_config
 from moe_exp.host.object_store import Store
 from moe_exp.launch.machine_checks import check_files
@@ -78,7 +72,7 @@ def test_a_fetch_that_is_killed_loses_no_history(url, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moe_exp.checkpoint.remote.folders.publish", killed)
+        patch.setattr(remote.folders, "publish", killed)
         with pytest.raises(KeyboardInterrupt):
             fetch_run(config)
     fetch_run(config)
@@ -153,7 +147,7 @@ def test_an_error_of_any_kind_does_not_end_the_uploads(url, tmp_path, monkeypatc
             raise RuntimeError("can't start new thread")
         return 10
 
-    monkeypatch.setattr("moe_exp.checkpoint.uploads.send_checkpoint", fail)
+    monkeypatch.setattr(remote, "send_checkpoint", fail)
     for iteration in (1, 2):
         uploads.add(iteration)
         uploads.wait()
@@ -164,11 +158,7 @@ def test_an_error_of_any_kind_does_not_end_the_uploads(url, tmp_path, monkeypatc
 
 def test_children_of_studies_have_places_of_their_own(tmp_path):
     flags = {"preset": "cpu", "run_dir": str(tmp_path), "remote_dir": "s3://bucket/runs"}
-    places = {
-        remote_run(run.config)
-        for name in ("one", "two")
-        for run in Comparison.of(Options(runs="dmoe,dense"), {**flags, "run_name": name}, {}).runs()
-    }
-    assert places == {
-        f"s3://bucket/runs/{name}/{kind}" for name in ("one", "two") for kind in ("dmoe", "dense")
-    }
+    for name in ("one", "two"):
+        study = Comparison.of(Options(runs="dmoe,dense"), {**flags, "run_name": name}, {})
+        places = {remote.remote_run(run.config) for run in study.runs()}
+        assert places == {f"s3://bucket/runs/{name}/dmoe", f"s3://bucket/runs/{name}/dense"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_exp.checkpoint.retention import which_to_remove
+from moe_exp.checkpoint.format.folders import which_to_remove
 
 TEN = list(range(100, 1100, 100))
 LOSSES = {200: 3.0, 400: 2.0, 600: 2.5, 800: 2.0, 900: math.nan}
@@ -37,23 +37,11 @@ def test_nothing_there():
     assert which_to_remove([], {}, last=1, every=0, best=0) == []
 
 
-def test_negative_number():
-    with pytest.raises(
-        ValueError, match=r"^every=-1: must be 0 or more\. Fix: give 0 to leave this rule out\.$"
-    ):
-        which_to_remove([1], {}, last=1, every=-1, best=0)
+NUMBERS = st.integers(0, 12)
+ITERATIONS = st.integers(1, 40)
 
 
-numbers = st.integers(0, 12)
-
-
-@given(
-    st.lists(st.integers(1, 40), min_size=1),
-    st.dictionaries(st.integers(1, 40), st.floats()),
-    numbers,
-    numbers,
-    numbers,
-)
+@given(st.lists(ITERATIONS, min_size=1), st.dictionaries(ITERATIONS, st.floats()), NUMBERS, NUMBERS, NUMBERS)
 def test_the_newest_stays_and_a_second_time_removes_nothing(iterations, losses, last, every, best):
     removed = which_to_remove(iterations, losses, last=last, every=every, best=best)
     left = sorted(set(iterations) - set(removed))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.checkpoint.file_limit import no_file_over
+from helpers.checkpoint.saving import save
 from helpers.checkpoint.small_job import (
     build_small,
     end_run,
@@ -25,31 +24,35 @@ from helpers.checkpoint.small_job import (
     write_tokens,
 )
 from helpers.ranks import free_port, run_on_ranks
+from moe_exp import train
 from moe_exp.checkpoint import save as save_module
 from moe_exp.checkpoint.format.folders import (
     Manifest,
     damages,
-    iteration_folder,
     iterations,
     latest_iteration,
 )
 from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.training.interval import Interval
+
+
+def names_of(iterations: list[int]) -> list[str]:
+    return [f"iter_{iteration:07d}" for iteration in iterations]
 
 
 def assert_whole(checkpoints: Path, expected: list[int]) -> None:
     assert iterations(checkpoints) == expected
     assert latest_iteration(checkpoints) == expected[-1]
-    assert [iteration_folder(checkpoints, one).name for one in iterations(checkpoints)] == [
-        f"iter_{i:07d}" for i in expected
-    ]
-    for iteration in expected:
-        folder = checkpoints / f"iter_{iteration:07d}"
-        manifest = Manifest.read(folder)
+    assert sorted(path.name for path in checkpoints.iterdir() if path.is_dir()) == names_of(expected)
+    for name in names_of(expected):
+        manifest = Manifest.read(checkpoints / name)
         assert manifest is not None
-        assert set(manifest.files) == {path.name for path in folder.iterdir()} - {"manifest.json"}
-        assert list(damages(folder, manifest.files)) == []
+        files = {path.name for path in (checkpoints / name).iterdir()}
+        assert files == {*manifest.files, "manifest.json"}
+        assert list(damages(checkpoints / name, manifest.files)) == []
 
 
 class Gate:
@@ -70,23 +73,28 @@ class Gate:
         self._open.set()
 
 
-def no_memory(data: Any) -> Any:
+def no_memory(plan: Any) -> Any:
     raise RuntimeError("you tried to allocate 8 bytes")
+
+
+def weights_of(job: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in job.trained.model[0].parameters()])
+
+
+def save_with(saver: Any, job: Any, progress: Any, **options: Any) -> Any:
+    """The result of a save."""
+    saver.begin(job.trained, progress, **options)
+    return saver.finish()
 
 
 def background(settings: dict[str, Any], port: int) -> list[float]:
     """On each of two ranks: the same state saved at once, and in the background while training continues."""
-    from moe_exp import train
-    from moe_exp.checkpoint import plan
-    from moe_exp.checkpoint.save import CheckpointWriter, save
-    from moe_exp.training.interval import Interval
-
     job, progress = build_small(settings, port)
     checkpoints, interval = job.folder.checkpoints, Interval(job.config, job.runtime, job.trained.model)
 
     def step() -> torch.Tensor:
         train.train_step(job, progress, interval, count_zeros=False)
-        return torch.cat([parameter.detach().flatten() for parameter in job.trained.model[0].parameters()])
+        return weights_of(job)
 
     step()
     save(job.config, job.runtime, checkpoints / "at_once", job.trained, progress)
@@ -99,7 +107,6 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
             assert saver.is_writing
         gate.open()
         saved = saver.finish()
-    assert saved is not None
     assert (saved.iteration, saved.error) == (1, "")
     assert not saver.is_pending
     one, other = checkpoints / "at_once" / "iter_0000001", checkpoints / "iter_0000001"
@@ -114,102 +121,80 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
         saver.begin(job.trained, progress)
         step()
         saved = saver.finish()
-    assert saved is not None
-    assert saved.error.startswith("rank 1 on ")
-    assert "File too large" in saved.error
+    assert re.fullmatch(r"rank 1 on .*File too large.*", saved.error), saved.error
     dist.barrier()
     assert sorted(path.name for path in checkpoints.glob("iter_*")) == ["iter_0000001"]
     dist.barrier()
     # Nor has one memory for a copy.
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(plan, "_copied", no_memory if dist.get_rank() == 1 else plan._copied)
-        saver.begin(job.trained, progress)
-        saved = saver.finish()
-    assert saved is not None
-    assert re.fullmatch(r"rank 1 on .*: you tried to allocate 8 bytes", saved.error), saved.error
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(save_module.Plan, "staged", no_memory)
+        error = save_with(saver, job, progress).error
+    assert re.fullmatch(r"rank 1 on .*: you tried to allocate 8 bytes", error), error
     # Nor where there can be no folder.
     nowhere = CheckpointWriter(job.config, job.runtime, Path("/proc/checkpoints"))
-    nowhere.begin(job.trained, progress)
-    error = nowhere.finish().error
+    error = save_with(nowhere, job, progress).error
     assert re.fullmatch(r"rank 0 on .*: No such file or directory: /proc/checkpoints.*", error), error
-    saver.begin(job.trained, progress)
-    assert saver.finish().error == ""
+    assert save_with(saver, job, progress).error == ""
     return step().tolist()[:100]
 
 
 def at_once(settings: dict[str, Any], port: int) -> list[float]:
     """The same steps without any save."""
-    from moe_exp import train
-    from moe_exp.training.interval import Interval
-
     job, progress = build_small(settings, port)
     interval = Interval(job.config, job.runtime, job.trained.model)
     for _ in range(5):
         train.train_step(job, progress, interval, count_zeros=False)
-    return torch.cat(
-        [parameter.detach().flatten() for parameter in job.trained.model[0].parameters()]
-    ).tolist()[:100]
+    return weights_of(job).tolist()[:100]
 
 
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_in_the_background_as_at_once(distributed, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(
-        tmp_path, "async", gpus_per_node=2, ep=2, async_save=True, distributed_optimizer=distributed
-    )
+    settings = small_settings(tmp_path, "async", gpus_per_node=2, ep=2, async_save=True)
+    settings["distributed_optimizer"] = distributed
     weights = run_on_ranks(2, background, settings, free_port(), join=False)
     assert weights == run_on_ranks(2, at_once, settings | {"run_name": "plain"}, free_port(), join=False)
     assert latest_iteration(tmp_path / "async" / "checkpoints") == 4
 
 
+NAMES = ("at_once", "background")
+
+
 def test_whole_run_in_the_background(tmp_path):
-    """Training under way, two saves and the end wait for the one before; a rank's file that is not to be
-    written becomes an event.
-    """
+    """Training under way, two saves and the end wait for the one before."""
     write_tokens(tmp_path)
-    for name, asynchronous in (("at_once", False), ("background", True)):
+    for name, asynchronous in zip(NAMES, (False, True), strict=True):
         settings = small_settings(tmp_path, name, async_save=asynchronous, save_interval=2, train_iters=7)
         assert end_run(start_run(settings, tmp_path / f"{name}.out"), tmp_path / f"{name}.out") == [0]
         assert_whole(tmp_path / name / "checkpoints", [2, 4, 6, 7])
         events = [(event["event"], event["iteration"]) for event in records(tmp_path / name, "event")]
         assert events == [("start", 0), *(("checkpoint", i) for i in (2, 4, 6, 7)), ("end", 7)]
     for key in ("lm_loss", "grad_norm", "params_norm"):
-        curves = [
-            [record[key] for record in records(tmp_path / name, "train")]
-            for name in ("at_once", "background")
-        ]
-        assert curves[0] == curves[1]
-        assert len(curves[0]) == 7
-    for iteration in (2, 4, 6, 7):
-        one, other = (
-            files_of(tmp_path / name / "checkpoints" / f"iter_{iteration:07d}")
-            for name in ("at_once", "background")
-        )
+        one, other = ([record[key] for record in records(tmp_path / name, "train")] for name in NAMES)
+        assert one == other
+        assert len(one) == 7
+    for name in names_of([2, 4, 6, 7]):
+        one, other = (files_of(tmp_path / run / "checkpoints" / name) for run in NAMES)
         assert one == other
 
 
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(
-        tmp_path, "full", async_save=asynchronous, save_interval=2, train_iters=3, exit_interval=2
-    )
+    settings = small_settings(tmp_path, "full", async_save=asynchronous, save_interval=2, train_iters=3)
+    settings["exit_interval"] = 2
     out = tmp_path / "out"
     assert end_run(start_run(settings, out), out) == [0]
     before = files_of(tmp_path / "full" / "checkpoints" / "iter_0000002")
     settings |= {"train_iters": 7, "exit_interval": 0}
     assert end_run(start_run(settings, out, file_limit=100_000), out) == [1]
     assert [record["iteration"] for record in records(tmp_path / "full", "train")] == [1, 2, 3, 4, 5, 6, 7]
-    events = [
-        event for event in records(tmp_path / "full", "event") if event["event"].startswith("checkpoint")
-    ]
-    assert [(event["event"], event["iteration"]) for event in events] == [
-        ("checkpoint", 2),
-        *(("checkpoint_failed", i) for i in (4, 6, 7)),
-    ]
-    assert "File too large" in events[1]["reason"]
+    events = [(event["event"], event["iteration"]) for event in records(tmp_path / "full", "event")]
+    events = [event for event in events if event[0].startswith("checkpoint")]
+    assert events == [("checkpoint", 2), *(("checkpoint_failed", i) for i in (4, 6, 7))]
     (line,) = [line for line in out.read_text().splitlines() if line.startswith("moe-exp: ")]
-    assert line.startswith("moe-exp: the last checkpoint, of iteration 7, was not written (rank 0 on ")
+    assert re.match(r"moe-exp: the last checkpoint, of iteration 7, .*rank 0 on .*File too large", line), line
     assert "Traceback" not in out.read_text()
     assert_whole(tmp_path / "full" / "checkpoints", [2])
     assert files_of(tmp_path / "full" / "checkpoints" / "iter_0000002") == before
@@ -217,72 +202,32 @@ def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
     assert_whole(tmp_path / "full" / "checkpoints", [2, 4, 6, 7])
 
 
-def on_a_full_disk(settings: dict[str, Any], port: int, disk: str) -> None:
-    from moe_exp.checkpoint.save import CheckpointWriter, save
-
-    job, progress = build_small(settings, port)
-    save(job.config, job.runtime, Path(disk), job.trained, progress)
-    free = os.statvfs(disk)
-    (Path(disk) / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
-    progress.iteration = 1
-    saver = CheckpointWriter(job.config, job.runtime, Path(disk))
-    saver.begin(job.trained, progress)
-    saved = saver.finish()
-    assert saved is not None
-    assert "No space left on device" in saved.error
-    assert_whole(Path(disk), [0])
-
-
-def test_disk_that_is_really_full(tmp_path):
-    write_tokens(tmp_path)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True
-    ).returncode:
-        pytest.skip("may not mount a file system")
-    try:
-        run_on_ranks(1, on_a_full_disk, small_settings(tmp_path, "run"), free_port(), str(disk), join=False)
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
-    """Names in the checkpoints folder after each save, with a validation loss that falls until iteration 30
-    and rises again.
-    """
-    from moe_exp.checkpoint.save import CheckpointWriter
-
+def retained(settings: dict[str, Any], port: int) -> dict[int, list[int]]:
+    """The checkpoints after each save, with a validation loss that falls until iteration 30, then rises."""
     job, progress = build_small(settings, port)
     checkpoints = job.folder.checkpoints
-    saver, names = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=20), {}
+    saver, found = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=20), {}
     for progress.iteration in (10, 20, 30, 40, 50, 60, 60):
         loss = 2.0 + abs(progress.iteration - 30) / 10
-        saver.begin(job.trained, progress, valid_loss=math.nan if progress.iteration == 20 else loss)
-        assert saver.finish().error == ""
-        names[progress.iteration] = [
-            iteration_folder(checkpoints, one).name for one in iterations(checkpoints)
-        ]
+        loss = math.nan if progress.iteration == 20 else loss
+        assert save_with(saver, job, progress, valid_loss=loss).error == ""
+        found[progress.iteration] = iterations(checkpoints)
     # What a killed run leaves behind is gone after the next save, and what it had put aside is back.
     for name in ("iter_0000070.partial", "iter_0000005.removed", "iter_0000060.replaced"):
         (checkpoints / name).mkdir()
     (checkpoints / "iter_0000050").rename(checkpoints / "iter_0000050.replaced")
     progress.iteration = 70
-    saver.begin(job.trained, progress)
-    assert saver.finish().error == ""
-    names[70] = [iteration_folder(checkpoints, one).name for one in iterations(checkpoints)]
+    assert save_with(saver, job, progress).error == ""
+    found[70] = iterations(checkpoints)
     saver._thread.shutdown()
     # A start that continues from 60 and not from 70, which is damaged, or was given up, does not count it,
     # and removes it once it is passed.
     saver = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=60)
     for progress.iteration in (65, 75):
-        saver.begin(job.trained, progress)
-        assert saver.finish().error == ""
-        names[progress.iteration] = [
-            iteration_folder(checkpoints, one).name for one in iterations(checkpoints)
-        ]
+        assert save_with(saver, job, progress).error == ""
+        found[progress.iteration] = iterations(checkpoints)
     saver._thread.shutdown()
-    return names
+    return found
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -290,43 +235,26 @@ def test_what_is_kept(async_save, tmp_path):
     write_tokens(tmp_path)
     kept = {"keep_last": 2, "keep_best": 1, "keep_every": 40}
     settings = small_settings(tmp_path, "kept", async_save=async_save, **kept)
-    (names,) = run_on_ranks(1, retained, settings, free_port(), join=False)
-    kept = {
-        10: [10],
-        20: [10, 20],
-        30: [20, 30],
-        40: [20, 30, 40],
-        50: [20, 30, 40, 50],
-        60: [20, 30, 40, 50, 60],
-    }
-    kept |= {70: [20, 30, 40, 60, 70], 65: [30, 40, 60, 65, 70], 75: [30, 40, 60, 65, 75]}
-    assert names == {i: [f"iter_{j:07d}" for j in js] for i, js in kept.items()}
-    checkpoints = tmp_path / "kept" / "checkpoints"
-    assert_whole(checkpoints, [30, 40, 60, 65, 75])
-    assert len([path for path in checkpoints.iterdir() if path.is_dir()]) == 5
+    (found,) = run_on_ranks(1, retained, settings, free_port(), join=False)
+    assert found == {
+        10: [10], 20: [10, 20], 30: [20, 30], 40: [20, 30, 40], 50: [20, 30, 40, 50],
+        60: [20, 30, 40, 50, 60], 70: [20, 30, 40, 60, 70], 65: [30, 40, 60, 65, 70],
+        75: [30, 40, 60, 65, 75],
+    }  # fmt: skip
+    assert_whole(tmp_path / "kept" / "checkpoints", [30, 40, 60, 65, 75])
 
 
 def save_once(settings: dict[str, Any], port: int) -> int:
-    from moe_exp.checkpoint.save import CheckpointWriter
-
     job, progress = build_small(settings, port)
     saver = CheckpointWriter(job.config, job.runtime, job.folder.checkpoints)
-    saver.begin(job.trained, progress)
-    return int(saver.finish().num_bytes)
+    return int(save_with(saver, job, progress).num_bytes)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [
-        pytest.param("fp32", {"gpus_per_node": 2}, marks=pytest.mark.slow),
-        ("bf16", {"gpus_per_node": 2, "ep": 2}),
-    ],
-)
-def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, layout, tmp_path):
+@pytest.mark.parametrize(("dtype", "ep"), [pytest.param("fp32", 1, marks=pytest.mark.slow), ("bf16", 2)])
+def test_bytes_on_disk_are_those_of_the_parameters_and_the_optimizer(dtype, ep, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(
-        tmp_path, "size", dtype=dtype, hidden_size=128, moe_ffn_hidden_size=192, num_experts=16, **layout
-    )
+    sizes = {"hidden_size": 128, "moe_ffn_hidden_size": 192, "num_experts": 16}
+    settings = small_settings(tmp_path, "size", dtype=dtype, gpus_per_node=2, ep=ep, **sizes)
     computed = checkpoint_bytes(load_config(settings, {}))
     assert computed > 30e6
     sizes = run_on_ranks(2, save_once, settings, free_port(), join=False)
@@ -353,7 +281,7 @@ def test_nothing_is_saved_at_the_end_where_that_is_asked(changes, kept, code, tm
     settings = small_settings(tmp_path, "run", train_iters=3, save_at_end=False, **changes)
     assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [code]
     folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("iter_*"))
-    assert folders == [f"iter_{iteration:07d}" for iteration in kept]
+    assert folders == names_of(kept)
     memory = [record["peak_memory_bytes"] for record in records(tmp_path / "run", "train")]
     # Resident, so all of the model is in it; and a peak never gets less.
     assert memory == sorted(memory)

@@ -1,18 +1,18 @@
-"""A dense run's weights as an MoE model that computes the same: in one layer, and as runs in every kind of
-layout.
-"""
+"""A dense run's weights as an MoE model that computes the same: in one layer, and as runs in any layout."""
 
 from __future__ import annotations
 
-import os
+import itertools
 import shutil
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.checkpoint.small_job import build_small
 from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL, EndedRun, Runs
@@ -33,63 +33,30 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _mlp(gated: bool, bias: bool) -> dict[str, Tensor]:
-    width = FFN * (1 + gated)
-    mlp = {"weight1": 0.3 * _random(width, HIDDEN, seed=1), "weight2": 0.3 * _random(HIDDEN, FFN, seed=2)}
-    return mlp | ({"bias1": _random(width, seed=3), "bias2": _random(HIDDEN, seed=4)} if bias else {})
-
-
-def _dense(x_TD: Tensor, mlp: dict[str, Tensor], activation: str) -> Tensor:
-    hidden_TW = torch.nn.functional.linear(x_TD, mlp["weight1"], mlp.get("bias1"))
-    return torch.nn.functional.linear(formula(activation, hidden_TW), mlp["weight2"], mlp.get("bias2"))
-
-
-def split_mlp(mlp: dict[str, Tensor], *, granularity: int, gated: bool) -> list[dict[str, Tensor]]:
-    """Splits a dense MLP into shards whose outputs add up to its own: `weight1` [W, D], `weight2` [D, F] and
-    perhaps `bias1` [W] and `bias2` [D], which is whole in every shard. W is F, or 2F with gate and up halves.
+def split_mlp(
+    weight1: Tensor, weight2: Tensor, granularity: int, gated: bool
+) -> dict[int, dict[str, Tensor]]:
+    """Shards, by number, whose outputs add up to those of a dense MLP with `weight1` [W, D] and `weight2`
+    [D, F]. W is F, or 2F with gate and up halves.
     """
-    parts = {"bias2": [mlp["bias2"]] * granularity} if "bias2" in mlp else {}
-    for name in mlp.keys() - {"bias2"}:
-        axis = 1 if name == "weight2" else 0
-        halves = mlp[name].chunk(2 if gated and axis == 0 else 1, dim=axis)
-        pieces = [half.chunk(granularity, dim=axis) for half in halves]
-        parts[name] = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
-    return [{name: those[shard] for name, those in parts.items()} for shard in range(granularity)]
+    halves = [half.chunk(granularity) for half in weight1.chunk(1 + gated)]
+    firsts = [torch.cat(part) for part in zip(*halves, strict=True)]
+    pairs = zip(firsts, weight2.chunk(granularity, dim=1), strict=True)
+    return {shard: {"weight1": one, "weight2": two} for shard, (one, two) in enumerate(pairs)}
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "squared_relu"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_shards_add_up_to_the_mlp(activation, bias):
-    mlp, x_TD = _mlp(ACTIVATIONS[activation][1], bias), _random(TOKENS, HIDDEN, seed=5)
-    shards = split_mlp(mlp, granularity=4, gated=ACTIVATIONS[activation][1])
-    total = sum(_dense(x_TD, shard, activation) for shard in shards)
-    # The output bias is in every one of them.
-    expected = _dense(x_TD, mlp, activation) + (3 * mlp["bias2"] if bias else 0)
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-
-
-def test_shards_by_hand():
+def test_experts_by_hand():
     from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 
     # Two hidden units with a gate: rows 0 and 1 are the gate, 2 and 3 what it multiplies.
-    mlp = {
-        "weight1": torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
-        "weight2": torch.tensor([[5.0, 6.0]]),
-        "bias2": torch.tensor([8.0]),
-    }
-    shards = split_mlp(mlp, granularity=2, gated=True)
-    assert [shard["weight1"].tolist() for shard in shards] == [[[1.0], [3.0]], [[2.0], [4.0]]]
-    assert [shard["weight2"].tolist() for shard in shards] == [[[5.0]], [[6.0]]]
-    experts = experts_of(dict(enumerate(shards)), [1, 2, 3], granularity=2, weights_sum=4.0)
+    weight1 = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    shards = split_mlp(weight1, torch.tensor([[5.0, 6.0]]), 2, gated=True)
+    shards = {shard: parts | {"bias2": torch.tensor([8.0])} for shard, parts in shards.items()}
+    experts = experts_of(shards, [1, 2, 3], granularity=2, weights_sum=4.0)
     assert experts["weight1"].tolist() == [[[2.0], [4.0]], [[1.0], [3.0]], [[2.0], [4.0]]]
     assert experts["weight2"].tolist() == [[[3.0]], [[2.5]], [[3.0]]]  # times 2 / 4
     assert experts["bias2"].tolist() == [[2.0], [2.0], [2.0]]  # divided by 4
-    assert virtual_group_router(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 2).tolist() == [
-        [1.0],
-        [1.0],
-        [3.0],
-        [3.0],
-    ]
+    assert virtual_group_router(weight1, 2).flatten().tolist() == [1.0, 1.0, 3.0, 3.0]
 
 
 ROUTERS = {
@@ -101,48 +68,38 @@ ROUTERS = {
 }
 
 
+SIZES = [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)]
+
+
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-@pytest.mark.parametrize(
-    ("num_experts", "topk", "granularity"), [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)]
-)
+@pytest.mark.parametrize(("num_experts", "topk", "granularity"), SIZES)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity, router):
-    from moe_exp.checkpoint.upcycle import experts_of, shard_of, virtual_group_router
+    from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 
     if num_experts // router.get("num_groups", 1) % granularity:
         pytest.skip("refused: a group of experts does not hold whole virtual groups")
     gated = ACTIVATIONS[activation][1]
-    mlp, x_TD = _mlp(gated, bias=False), _random(TOKENS, HIDDEN, seed=5)
+    weight1, weight2 = 0.3 * _random(FFN * (1 + gated), HIDDEN, seed=1), 0.3 * _random(HIDDEN, FFN, seed=2)
+    x_TD = _random(TOKENS, HIDDEN, seed=5)
     config = RouterConfig(hidden_size=HIDDEN, num_experts=num_experts, topk=topk, **router)
-    layer = MoELayer(
-        router=Router(config),
-        dispatcher=LocalDispatcher(num_experts),
-        experts=Experts(
-            num_local_experts=num_experts,
-            hidden_size=HIDDEN,
-            ffn_size=FFN // granularity,
-            activation=activation,
-            backend="loop",
-        ),
-        settings=MoESettings(),
-    )
-    shards = dict(enumerate(split_mlp(mlp, granularity=granularity, gated=gated)))
-    filled = experts_of(
-        shards, range(num_experts), granularity=granularity, weights_sum=config.scaling_factor
-    )
+    experts = Experts(
+        num_local_experts=num_experts, hidden_size=HIDDEN, ffn_size=FFN // granularity, activation=activation,
+        backend="loop",
+    )  # fmt: skip
+    router, dispatcher = Router(config), LocalDispatcher(num_experts)
+    layer = MoELayer(router=router, dispatcher=dispatcher, experts=experts, settings=MoESettings())
+    factors = {"granularity": granularity, "weights_sum": config.scaling_factor}
+    filled = experts_of(split_mlp(weight1, weight2, granularity, gated=gated), range(num_experts), **factors)
+    drawn_ED = 0.1 * _random(num_experts, HIDDEN, seed=6)
     with torch.no_grad():
-        layer.router.weight.copy_(
-            virtual_group_router(0.1 * _random(num_experts, HIDDEN, seed=6), granularity)
-        )
+        layer.router.weight.copy_(virtual_group_router(drawn_ED, granularity))
         layer.experts.weight1.copy_(filled["weight1"])
         layer.experts.weight2.copy_(filled["weight2"])
     chosen_TK = layer.route(x_TD).expert_TK
-    counts_TG = torch.stack(
-        [(chosen_TK % granularity == shard).sum(dim=1) for shard in range(granularity)], dim=1
-    )
-    assert (counts_TG == topk // granularity).all()
-    assert shard_of(granularity + 1, granularity) == 1 % granularity
-    output, expected = layer(x_TD)[0], _dense(x_TD, mlp, activation)
+    for shard in range(granularity):
+        assert ((chosen_TK % granularity == shard).sum(dim=1) == topk // granularity).all()
+    output, expected = layer(x_TD)[0], formula(activation, x_TD @ weight1.T) @ weight2.T
     assert (output - expected).norm() / expected.norm() < 1e-5
 
 
@@ -152,54 +109,27 @@ MOE = {
 }  # fmt: skip
 
 
+SIGMOID = {"router_score": "sigmoid", "router_bias_update_rate": 0.01, "router_scaling_factor": 2.5}
+OF_2 = {"upcycle_granularity": 2, "moe_ffn_hidden_size": 48}
+OF_4 = {"upcycle_granularity": 4, "moe_ffn_hidden_size": 24}
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (
-            {"router_pre_softmax": "true"},
-            "ROUTER_NORMALIZE=auto: upcycling needs router weights that add up to the same",
-        ),
-        (
-            {"router_score": "sigmoid", "topk": 1, "router_pre_softmax": "true"},
-            "TOPK=1: upcycling needs router weights that add up",
-        ),
-        (
-            {"moe_ffn_hidden_size": 48},
-            "MOE_FFN_HIDDEN_SIZE=48: is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = 96 / 1",
-        ),
-        (
-            {"upcycle_granularity": 8, "moe_ffn_hidden_size": 12},
-            "TOPK=4: is not a multiple of UPCYCLE_GRANULARITY=8",
-        ),
-        (
-            {"upcycle_granularity": 4, "num_experts": 6, "moe_ffn_hidden_size": 24},
-            "NUM_EXPERTS=6: is not a multiple of UPCYCLE_GRANULARITY=4",
-        ),
-        (
-            {"moe_type": "moe", "capacity_factor": 1.0},
-            "CAPACITY_FACTOR=1.0: upcycling needs every token's experts, this drops some",
-        ),
+        ({"router_pre_softmax": "true"}, "ROUTER_NORMALIZE=auto: upcycling needs router weights that add up"),
+        ({"router_score": "sigmoid", "topk": 1, "router_pre_softmax": "true"}, "TOPK=1: upcycling needs"),
+        ({"moe_ffn_hidden_size": 48}, "MOE_FFN_HIDDEN_SIZE=48: is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY"),
+        ({"upcycle_granularity": 8, "moe_ffn_hidden_size": 12}, "TOPK=4: is not a multiple of UPCYCLE_G"),
+        (OF_4 | {"num_experts": 6}, "NUM_EXPERTS=6: is not a multiple of UPCYCLE_GRANULARITY=4"),
+        ({"moe_type": "moe", "capacity_factor": 1.0}, "CAPACITY_FACTOR=1.0: upcycling needs every token's"),
         ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would add"),
         ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: copies of a dense MLP take whole hidden states"),
         ({"load_dir": "runs/other"}, "UPCYCLE_FROM=dense: LOAD_DIR=runs/other names other weights"),
         ({"use_moe": "false"}, "UPCYCLE_FROM=dense: a dense model has no experts to fill"),
-        (
-            {"upcycle_from": "", "upcycle_granularity": 2},
-            "UPCYCLE_GRANULARITY=2: has no effect without UPCYCLE_FROM",
-        ),
-        (
-            {
-                "upcycle_granularity": 4,
-                "moe_ffn_hidden_size": 24,
-                "num_router_groups": 4,
-                "router_group_topk": 2,
-            },
-            "NUM_ROUTER_GROUPS=4: leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group",
-        ),
-        (
-            {"upcycle_granularity": 2, "moe_ffn_hidden_size": 48, "force_routing": "zipf"},
-            "FORCE_ROUTING=zipf: does not choose all",
-        ),
+        ({"upcycle_from": "", "upcycle_granularity": 2}, "UPCYCLE_GRANULARITY=2: has no effect without"),
+        (OF_4 | {"num_router_groups": 4, "router_group_topk": 2}, "NUM_ROUTER_GROUPS=4: leaves NUM_EXPERTS/"),
+        (OF_2 | {"force_routing": "zipf"}, "FORCE_ROUTING=zipf: does not choose all"),
     ],
 )
 def test_what_cannot_be_equal_is_refused(settings, line):
@@ -227,27 +157,22 @@ class Losses(NamedTuple):
 def losses_on_a_rank(settings: dict[str, Any], port: int) -> tuple[list[float], list[float], Tensor | None]:
     """Builds the job as `train` does, and runs the first batch and the validation data forward."""
     from moe_exp.engine import runtime
-    from moe_exp.train import build, forward_backward
+    from moe_exp.train import forward_backward
 
-    config = load_config(settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
-    job, _ = build(config, rank)
+    job, _ = build_small(settings, port)
+    config = job.config
     assert job.valid_stream is not None
-    train, valid = (
-        [
-            float(total / count)
-            for total, count in forward_backward(job, stream, 0, config.num_microbatches, forward_only=True)
-        ]
-        for stream in (job.train_stream, job.valid_stream)
-    )
+    found = []
+    for stream in (job.train_stream, job.valid_stream):
+        sums = forward_backward(job, stream, 0, config.num_microbatches, forward_only=True)
+        found.append([float(total / count) for total, count in sums])
     logits = None
     if config.world_size == 1:
         tokens = torch.arange(2 * config.seq_len).view(2, -1) % config.vocab_size
         with torch.no_grad():
             logits = job.trained.model[0](tokens, torch.arange(config.seq_len).expand_as(tokens), None)
     runtime.stop()
-    return train, valid, logits
+    return *found, logits
 
 
 def losses(settings: dict[str, Any]) -> Losses:
@@ -257,54 +182,38 @@ def losses(settings: dict[str, Any]) -> Losses:
 
 
 SETTINGS = {
-    **SMALL,
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "vocab_size": 2048,
-    "seq_len": 64,
-    "mbsz": 2,
-    "gbsz": 8,
-    "dtype": "fp32",
-    "num_workers": 0,  # on a host with GPUs too: ranks of run_on_ranks may not have processes of their own
-    "eval_interval": 1000,
-    "eval_iters": 1,
-    "topk": 4,
-    "num_experts": 8,
-    "router_pre_softmax": "false",
-}
+    **SMALL, "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "vocab_size": 2048, "seq_len": 64,
+    "mbsz": 2, "gbsz": 8, "dtype": "fp32", "eval_interval": 1000, "eval_iters": 1, "topk": 4,
+    "num_experts": 8, "router_pre_softmax": "false", "gpus_per_node": 1,
+    # on a host with GPUs too: ranks of run_on_ranks may not have processes of their own
+    "num_workers": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def dense(session_runs: Runs) -> Callable[[bool], EndedRun]:
     """A dense run of a few steps, with biases or without."""
-    done: dict[bool, EndedRun] = {}
-
-    def run(bias: bool) -> EndedRun:
-        if bias not in done:
-            settings = {
-                "NUM_LAYERS": 4,
-                "USE_MOE": False,
-                "TRAIN_ITERS": 2,
-                "EVAL_INTERVAL": 2,
-                "EVAL_ITERS": 1,
-                "ADD_BIAS_LINEAR": bias,
-            }
-            done[bias] = session_runs.succeed(f"dense_to_upcycle_{bias}", **settings)
-        return done[bias]
-
-    return run
+    settings = {"NUM_LAYERS": 4, "USE_MOE": False, "TRAIN_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 1}
+    return cache(
+        lambda bias: session_runs.succeed(f"dense_to_upcycle_{bias}", ADD_BIAS_LINEAR=bias, **settings)
+    )
 
 
 @pytest.fixture(scope="module")
 def dense_losses(dense, session_runs: Runs, tmp_path_factory) -> Losses:
     """Of the dense model after its last step, on the first batches."""
     places = {"run_dir": str(tmp_path_factory.mktemp("dense")), "data_dir": str(session_runs.data_dir)}
-    source = {"use_moe": "false", "load_dir": str(dense(False).folder.checkpoints), "gpus_per_node": 1}
+    source = {"use_moe": "false", "load_dir": str(dense(False).folder.checkpoints)}
     return losses(SETTINGS | places | source)
 
 
-GRANULAR = {"upcycle_granularity": 2, "moe_ffn_hidden_size": 48}
+@pytest.fixture
+def settings(dense, session_runs: Runs, tmp_path) -> dict[str, Any]:
+    """Of a run that starts from the dense one."""
+    places = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir)}
+    return SETTINGS | places | {"upcycle_from": str(dense(False).folder.checkpoints)}
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"gpus_per_node": 1},
     "ep2": {"gpus_per_node": 2, "ep": 2},
@@ -314,38 +223,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_ep2_etp2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
     "tp2_pp2_ep2": {"gpus_per_node": 4, "tp": 2, "pp": 2, "ep": 2},
 }
-SHORT_LIST = {
-    ("granular", "one"),
-    ("granular", "ep2"),
-    ("granular", "pp2_vpp2"),
-    ("plain", "tp2_ep2_etp2"),
-}
+SHORT = [("granular", "one"), ("granular", "ep2"), ("granular", "pp2_vpp2"), ("plain", "tp2_ep2_etp2")]
+KINDS = {"plain": {}, "granular": OF_2, "granular_sigmoid_first_dense": OF_2 | SIGMOID | {"first_k_dense": 1}}
 CASES = [
-    pytest.param(kind, layout, marks=[] if (kind, layout) in SHORT_LIST else [pytest.mark.slow])
-    for kind in ("plain", "granular", "granular_sigmoid_first_dense")
-    for layout in LAYOUTS
+    pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.slow])
+    for case in itertools.product(KINDS, LAYOUTS)
 ]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_step_0_is_the_dense_model(
-    kind, layout, dense, dense_losses, session_runs: Runs, tmp_path, record_property
-):
-    settings = SETTINGS | LAYOUTS[layout] | ({} if kind == "plain" else GRANULAR)
-    if "sigmoid" in kind:
-        settings |= {
-            "router_score": "sigmoid",
-            "router_bias_update_rate": 0.01,
-            "router_scaling_factor": 2.5,
-            "first_k_dense": 1,
-        }
-    places = {
-        "run_dir": str(tmp_path),
-        "data_dir": str(session_runs.data_dir),
-        "upcycle_from": str(dense(False).folder.checkpoints),
-    }
-    assert check_config(load_config(settings | places, {})) == []
-    upcycled = losses(settings | places)
+def test_step_0_is_the_dense_model(kind, layout, settings, dense_losses, record_property):
+    settings = settings | LAYOUTS[layout] | KINDS[kind]
+    assert check_config(load_config(settings, {})) == []
+    upcycled = losses(settings)
     assert upcycled.train == pytest.approx(dense_losses.train, rel=1e-6)
     assert upcycled.valid == pytest.approx(dense_losses.valid, rel=1e-6)
     record_property("relative_error", abs(upcycled.train / dense_losses.train - 1))
@@ -353,30 +243,11 @@ def test_step_0_is_the_dense_model(
         assert (upcycled.logits - dense_losses.logits).norm() / dense_losses.logits.norm() < 1e-5
 
 
-def test_biases_are_split_and_scaled_too(dense, session_runs: Runs, tmp_path):
-    source = dense(True).folder.checkpoints
-    places = {"data_dir": str(session_runs.data_dir), "add_bias_linear": "true"}
-    of_dense = losses(
-        SETTINGS
-        | places
-        | {
-            "run_dir": str(tmp_path / "a"),
-            "use_moe": "false",
-            "load_dir": str(source),
-            "gpus_per_node": 1,
-        }
-    )
-    settings = (
-        SETTINGS
-        | places
-        | GRANULAR
-        | {
-            "router_scaling_factor": 2.5,
-            "gpus_per_node": 2,
-            "ep": 2,
-            "upcycle_from": str(source),
-        }
-    )
+def test_biases_are_split_and_scaled_too(dense, settings, tmp_path):
+    source = str(dense(True).folder.checkpoints)
+    settings = settings | {"add_bias_linear": "true", "upcycle_from": ""}
+    of_dense = losses(settings | {"run_dir": str(tmp_path / "a"), "use_moe": "false", "load_dir": source})
+    settings |= OF_2 | {"router_scaling_factor": 2.5, "gpus_per_node": 2, "ep": 2, "upcycle_from": source}
     upcycled = losses(settings | {"run_dir": str(tmp_path / "b")})
     assert upcycled.train == pytest.approx(of_dense.train, rel=1e-6)
     assert upcycled.valid == pytest.approx(of_dense.valid, rel=1e-6)
@@ -390,31 +261,25 @@ def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_loss
         "NUM_LAYERS": 4, "Z_LOSS_COEFF": 0,
     }  # fmt: skip
     first = runs.stopped("moe", **settings)
-    assert (
-        f"upcycled from {source}: 4 MoE layers with 4 copies of each of 2 shards of the dense MLP, "
-        "router in 4 virtual groups, second projection times 2" in first.stdout
-    )
+    line = f"upcycled from {source}: 4 MoE layers with 4 copies of each of 2 shards of the dense MLP, "
+    assert f"{line}router in 4 virtual groups, second projection times 2" in first.stdout
     assert first.curve("lm_loss")[0] == pytest.approx(dense_losses.train, rel=1e-6)
     second = runs.succeed("moe", **settings)
     assert "upcycled from" not in second.stdout
     assert "resumed from iteration 1" in second.stdout
     assert second.curve("iteration") == [1, 2]
-    # The optimizer took the weights over: its first step would otherwise put its own copies of the old ones
-    # back.
+    # The optimizer took the weights over: its first step would otherwise put its own old copies back.
     assert second.curve("lm_loss")[1] < first.curve("lm_loss")[0] + 0.5
 
 
 def changed_by_a_step_of_size_0(settings: dict[str, Any], port: int) -> float:
     """Trains one step with a learning rate of 0 after the upcycling; the largest change of a weight."""
-    from moe_exp.engine import runtime
-    from moe_exp.train import build, forward_backward
+    from moe_exp.train import forward_backward
 
-    config = load_config(settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job, _ = build(config, runtime.start(config))
+    job, _ = build_small(settings, port)
     weights = [p for chunk in job.trained.model for p in chunk.parameters()]
     before = [p.detach().clone() for p in weights]
-    forward_backward(job, job.train_stream, 0, config.num_microbatches)
+    forward_backward(job, job.train_stream, 0, job.config.num_microbatches)
     for group in job.trained.optimizer.param_groups:
         group["lr"] = 0.0
     updated, *_ = job.trained.optimizer.step()
@@ -423,48 +288,36 @@ def changed_by_a_step_of_size_0(settings: dict[str, Any], port: int) -> float:
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_main_weights_are_those_of_the_dense_run(distributed, dense, session_runs: Runs, tmp_path):
-    settings = {
-        "run_dir": str(tmp_path),
-        "data_dir": str(session_runs.data_dir),
-        "upcycle_from": str(dense(False).folder.checkpoints),
-        "gpus_per_node": 1,
-        "dtype": "bf16",
-        "distributed_optimizer": distributed,
-    }
-    (change,) = run_on_ranks(1, changed_by_a_step_of_size_0, SETTINGS | settings, free_port(), join=False)
+def test_main_weights_are_those_of_the_dense_run(distributed, settings):
+    settings = settings | {"dtype": "bf16", "distributed_optimizer": distributed}
+    (change,) = run_on_ranks(1, changed_by_a_step_of_size_0, settings, free_port(), join=False)
     # The model in bf16 is a copy of the optimizer's fp32 weights after every step.
     assert change == 0
 
 
-def test_a_damaged_dense_checkpoint_is_refused(dense, session_runs: Runs, tmp_path):
+def test_a_damaged_dense_checkpoint_is_refused(dense, settings, tmp_path):
     checkpoints = tmp_path / "dense/checkpoints"
     shutil.copytree(dense(False).folder.checkpoints, checkpoints)
     path = max(checkpoints.glob("iter_*/*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    settings = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "gpus_per_node": 1}
-    settings |= {"upcycle_from": str(checkpoints)}
     with pytest.raises(RankError, match="has changed since it was written"):
-        run_on_ranks(1, changed_by_a_step_of_size_0, SETTINGS | settings, free_port(), join=False)
+        settings = settings | {"upcycle_from": str(checkpoints)}
+        run_on_ranks(1, changed_by_a_step_of_size_0, settings, free_port(), join=False)
 
 
-def test_files_are_checked_before_anything_is_built(dense, session_runs: Runs, tmp_path):
-    places = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "gpus_per_node": 1}
-    checkpoints = str(dense(False).folder.checkpoints)
+def test_files_are_checked_before_anything_is_built(settings, tmp_path):
+    def problems(**changes: Any) -> list[str]:
+        return check_files(load_config(settings | changes, {}))
 
-    def problems(**settings: Any) -> list[str]:
-        return check_files(load_config(SETTINGS | places | settings, {}))
-
-    assert problems(upcycle_from=checkpoints) == []
+    assert problems() == []
     (line,) = problems(upcycle_from=str(tmp_path))
-    assert line.startswith(f"UPCYCLE_FROM={tmp_path}: has no checkpoint. Fix: ")
-    (line,) = problems(upcycle_from=checkpoints, normalization="LayerNorm")
-    assert (
-        line == f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={checkpoints} has"
-        " NORMALIZATION=RMSNorm. Fix: set NORMALIZATION=RMSNorm."
-    )
+    assert line.startswith(f"UPCYCLE_FROM={tmp_path}: holds no distributed checkpoint") and " Fix: " in line
+    (line,) = problems(normalization="LayerNorm")
+    source = settings["upcycle_from"]
+    rule = f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={source} has NORMALIZATION=RMSNorm. Fix: "
+    assert line.startswith(rule)
 
 
 @pytest.mark.parametrize(
@@ -485,20 +338,12 @@ def test_both_models_compute_the_same(settings, names):
     assert [line.partition("=")[0] for line in lines] == names
 
 
-def test_an_moe_run_is_no_source(session_runs: Runs, tmp_path):
-    source = session_runs.succeed(
-        "moe_as_source", TRAIN_ITERS=1, WARMUP_ITERS=0, DECAY_ITERS=1
-    ).folder.checkpoints
-    settings = SETTINGS | {
-        "run_dir": str(tmp_path),
-        "data_dir": str(session_runs.data_dir),
-        "upcycle_from": str(source),
-    }
-    settings["gpus_per_node"] = 1
+def test_an_moe_run_is_no_source(session_runs: Runs, settings):
+    iterations = {"TRAIN_ITERS": 1, "WARMUP_ITERS": 0, "DECAY_ITERS": 1}
+    source = session_runs.succeed("moe_as_source", **iterations).folder.checkpoints
+    settings = settings | {"upcycle_from": str(source)}
     (line,) = check_files(load_config(settings, {}))
-    assert (
-        line == f"UPCYCLE_FROM={source}: is the checkpoint of an MoE run. Fix: name a run with USE_MOE=false."
-    )
+    assert line.startswith(f"UPCYCLE_FROM={source}: is the checkpoint of an MoE run. Fix: ")
     # A rank that torchrun starts by itself says the same.
     with pytest.raises(RankError) as caught:
         losses(settings)

@@ -41,15 +41,9 @@ def test_report_names_versions_devices_packages_and_backends(
     monkeypatch.setattr(doctor, "backend_rows", lambda: rows)
     assert doctor.main() == 0
     report = capsys.readouterr().out
-    for text in [
-        "megatron-core",
-        importlib.metadata.version("torch"),
-        "cores for this process",
-        "GiB",
-        "flash-attn needs a GPU",
-    ]:
-        assert text in report
-    assert all(optional.package in report for optional in doctor.OPTIONAL)
+    texts = ["megatron-core", "cores for this process", "GiB", "flash-attn needs a GPU"]
+    texts += [importlib.metadata.version("torch"), *(package for package, *_ in doctor.OPTIONAL)]
+    assert all(text in report for text in texts)
     assert "\x1b[" not in report  # plain where it is not a terminal
 
 
@@ -57,26 +51,17 @@ def test_report_names_versions_devices_packages_and_backends(
 def test_command_says_what_each_part_will_use() -> None:
     done = run_module("-W", "ignore", "-m", "moe_exp", "doctor")
     assert done.returncode == 0, done.stderr
-    backends = done.stdout.partition("What each part will use")[2].splitlines()
-    assert [line.split("  ")[0] for line in backends[2:9]] == [
-        "communication",
-        "attention",
-        "norm",
-        "grouped GEMM",
-        "routing",
-        "cross entropy",
-        "optimizer",
-    ]
+    backends = done.stdout.partition("What each part will use")[2]
+    parts = [line.split("  ")[0].strip() for line in backends.splitlines()]
+    known = ["communication", "attention", "norm", "grouped GEMM", "routing", "cross entropy", "optimizer"]
+    assert [part for part in parts if part in known] == known
 
 
 def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_missing(
-        monkeypatch, *(optional.package for optional in doctor.OPTIONAL), "nv-grouped-gemm", "pytorch-triton"
-    )
+    names = [package for package, *_ in doctor.OPTIONAL]
+    pretend_missing(monkeypatch, *names, "nv-grouped-gemm", "pytorch-triton")
     for package, version, cost, install in doctor.optional_rows():
-        assert version == "missing", package
-        assert cost, package
-        assert install, package
+        assert version == "missing" and cost and install, package
 
 
 @pytest.mark.parametrize("package", ["torch", "rich", "megatron-core", "psutil"])
@@ -90,17 +75,13 @@ def test_required_package_that_is_missing_is_an_error_with_its_fix(
     assert 'pip install -c constraints.txt -e ".[train]"' in report
 
 
-def test_version_outside_the_range_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.5.1"}.get)
+@pytest.mark.parametrize(
+    ("version", "meets"), [("2.5.1", False), ("2.6.0+cpu", True), ("2.8.0a0+5228986c39.nv25.06", True)]
+)
+def test_versions_of_a_range(version: str, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.get)
     monkeypatch.setattr(doctor, "requirements", lambda extras=(): ["torch>=2.6"])
-    assert doctor.unmet_requirements() == ["torch>=2.6"]
-
-
-def test_build_of_the_same_version_meets_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ["2.6.0+cpu", "2.8.0a0+5228986c39.nv25.06"]:
-        monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.get)
-        monkeypatch.setattr(doctor, "requirements", lambda extras=(): ["torch>=2.6"])
-        assert doctor.unmet_requirements() == []
+    assert doctor.unmet_requirements() == ([] if meets else ["torch>=2.6"])
 
 
 def test_package_whose_files_are_gone_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +99,7 @@ def lines_of(extras: list[str]) -> set[str]:
 
 def test_extras_add_their_requirements() -> None:
     assert lines_of(["wandb", "dev"]) > lines_of(["train"])
-    with pytest.raises(
-        ValueError,
-        match=r"extra .nonsense. does not exist: use one of plan, .*, filters, s3, gs, .*, dev",
-    ):
+    with pytest.raises(ValueError, match=r"extra .nonsense. does not exist: use one of plan, .*, dev"):
         doctor.requirements(["nonsense"])
 
 
@@ -151,8 +129,7 @@ def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     from moe_exp.engine import kernel_checks
     from moe_exp.layers.kernels import combine
 
-    sizes = list(kernel_checks._doctor_sizes())
-    monkeypatch.setattr(kernel_checks, "_doctor_sizes", lambda: sizes[:1])
+    monkeypatch.setattr(kernel_checks, "_DOCTOR_CASES", kernel_checks._DOCTOR_CASES[:1])
     assert doctor.check_kernels() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     results = {row[0]: row[5] for row in rows if row[5:] and row[5] in ("ok", "failed")}
@@ -187,6 +164,4 @@ def test_a_login_node_needs_neither_torch_nor_megatron(monkeypatch, capsys) -> N
     assert of_training and of_training <= lines_of(["dev"])
     pretend_missing(monkeypatch, "torch", "megatron-core")
     assert doctor.main() == 1
-    assert (
-        "Planning, reports and `moe-exp slurm` with CONTAINER work without them." in capsys.readouterr().out
-    )
+    assert "Planning, reports and `moe-exp slurm` with CONTAINER" in capsys.readouterr().out

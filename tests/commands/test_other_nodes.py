@@ -18,14 +18,8 @@ from moe_exp.studies.ladder.ladder import Definition, Ladder
 from moe_exp.studies.sweep.driver import Sweep, _shared_settings, run_sweep
 from moe_exp.studies.sweep.slurm_cases import JobOptions, batch_script
 
-MODEL = {
-    "NUM_LAYERS": "2",
-    "GBSZ": "64",
-    "SEQ_LEN": "16",
-    "NUM_EXPERTS": "8",
-    "EVAL_INTERVAL": "0",
-    "VOCAB_SIZE": "60000",
-}
+MODEL = {"NUM_LAYERS": "2", "GBSZ": "64", "SEQ_LEN": "16", "NUM_EXPERTS": "8", "EVAL_INTERVAL": "0"}
+MODEL |= {"VOCAB_SIZE": "60000"}
 REFERENCE, CPU = ("reference", "bf16", "adam", 2), ("cpu", "fp32", "muon", 0)
 ON_GPUS_AS_ON_CPUS = ("cpu", "fp32", "muon", 2)
 
@@ -100,11 +94,8 @@ def test_defaults_of_submitted_runs(
     for config in (shown, load_config(given, {})):
         found = (config.preset, config.dtype, config.optimizer, config.num_workers)
         assert (found, config.gpus_per_node) == (expected, ranks)
-    on_the_node = load_config(given, {}).model_dump()
-    places = ("run_dir", "run_name", "node_rank", "master_addr", "master_port")
-    assert {name: value for name, value in on_the_node.items() if name not in places} == {
-        name: value for name, value in shown.model_dump().items() if name not in places
-    }
+    places = {"run_dir", "run_name", "node_rank", "master_addr", "master_port"}
+    assert load_config(given, {}).model_dump(exclude=places) == shown.model_dump(exclude=places)
 
 
 @pytest.mark.parametrize("login_gpus", [0, 3])
@@ -133,9 +124,8 @@ def test_a_local_sweep_takes_the_defaults_of_this_machine(gpus, settings, expect
     monkeypatch.chdir(tmp_path)
     write_distinct(tmp_path / "tokens", [100])
     on_machine(monkeypatch, gpus)
-    config = load_config(
-        Sweep.of({}, MODEL | {"GPUS_PER_NODE": "2", "EXECUTOR": "local"} | settings).given, {}
-    )
+    sweep = Sweep.of({}, MODEL | {"GPUS_PER_NODE": "2", "EXECUTOR": "local"} | settings)
+    config = load_config(sweep.given, {})
     assert (config.preset, config.dtype, config.optimizer, config.num_workers) == expected
 
 
@@ -168,7 +158,5 @@ def test_a_sweep_begun_with_another_preset_is_refused_in_one_line(tmp_path, monk
     folder = tmp_path / "sweeps" / "mine"
     folder.mkdir(parents=True)
     write_json(folder / "sweep.json", _shared_settings(Sweep.of({}, environ)))
-    with pytest.raises(
-        ValueError, match=r"^PRESET=reference: sweeps/mine has cpu\. Fix: set PRESET as it was[^\n]*$"
-    ):
+    with pytest.raises(ValueError, match=r"^PRESET=reference: sweeps/mine has cpu\. Fix: [^\n]*$"):
         run_sweep(Sweep.of({}, environ | {"PRESET": ""}))

@@ -35,12 +35,11 @@ def test_a_page(tmp_path, capsys):
     assert "experts reaches the validation loss of dense (4." in page
     # one link, and nothing that is fetched
     assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot"|#)', page)
-    runs = data_of(page)["runs"]
-    assert [run["name"] for run in runs] == ["dense", "experts"]
-    assert (
-        runs[1]["curves"]["lm_loss"]["gaps"] == [10, 11] and runs[1]["curves"]["lm_loss"]["mean"][10] is None
-    )
-    assert runs[1]["spikes"]["iteration"] == [30] and runs[1]["experts"]["layers"] == [1, 2]
+    dense, experts = data_of(page)["runs"]
+    assert (dense["name"], experts["name"]) == ("dense", "experts")
+    curve = experts["curves"]["lm_loss"]
+    assert curve["gaps"] == [10, 11] and curve["mean"][10] is None
+    assert experts["spikes"]["iteration"] == [30] and experts["experts"]["layers"] == [1, 2]
     assert "checkpoint_failed" in page and "no space left" in page
 
 
@@ -54,10 +53,9 @@ def test_markdown(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "### dense and experts"
     assert "|  | dense | experts |" in lines and "| training time | 4 s | 12 s |" in lines
-    assert lines[3].startswith("> **Note:** experts: 2 of 40") and lines[5] == (
-        "**experts is better than dense by 1.0000 at equal tokens: validation loss 3.0500 against 4.0500 nats"
-        " per token, after 20.48K tokens each.**"
-    )
+    assert lines[3].startswith("> **Note:** experts: 2 of 40")
+    assert lines[5].startswith("**experts is better than dense by 1.0000 at equal tokens: ")
+    assert "3.0500 against 4.0500 nats per token, after 20.48K tokens each" in lines[5]
     assert sum(line.startswith("experts reaches the validation loss of dense") for line in lines) == 1
     assert "| USE\\_MOE | false | true |" in lines
 
@@ -67,10 +65,9 @@ def test_folders_by_pattern_notes_and_generated_text(tmp_path, capsys):
     (tmp_path / "runs" / "other").mkdir()
     (moe / "notes.md").write_text(f"dropless {EVIL}\n")
     (moe / "generated.jsonl").write_text('{"prompt": "def ", "text": "main():"}\nnot a line\n{"text": 3}\n')
-    (moe / "provenance.json").write_text(
-        '{"starts": [{"time": "2026-01-02T10:00:00+00:00", "command": ["train.py", "a b"], "host": "n1",'
-        ' "versions": {"torch": "2.13"}}, {"time": "2026-01-03T10:00:00+00:00", "host": "n2"}]}'
-    )
+    times = ("2026-01-02T10:00:00+00:00", "2026-01-03T10:00:00+00:00")
+    starts = [{"time": time, "host": f"n{number}"} for number, time in enumerate(times, start=1)]
+    (moe / "provenance.json").write_text(json.dumps({"starts": starts}))
     (tmp_path / "about.md").write_text("The second try.\n")
     out = tmp_path / "report.html"
     assert report(tmp_path / "runs" / "*", "--notes", tmp_path / "about.md", "--out", out) == 0
@@ -103,7 +100,7 @@ def test_embedded_json_cannot_end_its_element():
 
 
 def test_many_runs_stay_small(tmp_path):
-    records = [train_record(index, 5.0, experts=experts) for index in range(1, 300) for experts in ([],)]
+    records = [train_record(index, 5.0, experts=[]) for index in range(1, 300)]
     runs = read_runs([write_run(tmp_path / f"run{index}", records, use_moe=False) for index in range(3)]) * 40
     assert len(report_html(runs).encode()) < MOST_BYTES
 
@@ -130,20 +127,14 @@ def test_places_that_a_report_does_not_take(tmp_path, capsys, kind):
 def test_a_report_replaces_an_earlier_one(tmp_path, capsys, kind):
     dense, moe = dense_and_moe(tmp_path)
     out = tmp_path / "report"
-    assert (
-        report(dense, "--format", kind, "--out", out)
-        == report(dense, moe, "--format", kind, "--out", out)
-        == 0
-    )
+    for runs in ([dense], [dense, moe]):
+        assert report(*runs, "--format", kind, "--out", out) == 0
     assert "experts" in out.read_text()
 
 
-def test_a_loss_that_is_none(tmp_path, capsys):
-    assert report(dense_and_moe(tmp_path)[0], "--loss", "nan") == 1
-    assert "LOSS=nan: must be a finite number. Fix: give a loss such as 3.2." in capsys.readouterr().err
-
-
 def test_the_chosen_loss(tmp_path, capsys):
+    assert report(dense_and_moe(tmp_path / "other")[0], "--loss", "nan") == 1
+    assert "LOSS=nan: must be a finite number. Fix: " in capsys.readouterr().err
     assert report(*dense_and_moe(tmp_path), "--format", "md", "--loss", "7.01") == 0
     # Means of two records, 5% of the tokens of 40: dense goes from 7.05 to 6.95 at records 10 and 11, the
     # other from 7.0625 to 6.9375 at 8 and 9, of 0.1 and 0.3 s each: 1.04 s and 2.526 s.
@@ -153,10 +144,8 @@ def test_the_chosen_loss(tmp_path, capsys):
 def test_no_records_at_all(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert report(write_run(tmp_path / "empty", []), "--out", out) == 0
-    assert (
-        "No loss has been recorded yet." in out.read_text()
-        and "empty: no train records yet." in out.read_text()
-    )
+    page = out.read_text()
+    assert "No loss has been recorded yet." in page and "empty: no train records yet." in page
 
 
 @pytest.mark.parametrize(
@@ -175,17 +164,15 @@ def test_a_run_that_has_not_come_to_its_start_stands_beside_others(tmp_path, eve
 def test_the_newest_of_many_events_and_all_faults_are_kept(tmp_path):
     checkpoints = [event("checkpoint", number, "10:00:10") for number in range(1, 400)]
     records = [event("start", 0, "10:00:00"), event("checkpoint_failed", 0, "10:00:05"), *checkpoints]
-    page = report_html(
-        read_runs([write_run(tmp_path / "x", [*records, event("end", 400, "10:02:00")], use_moe=False)])
-    )
+    records.append(event("end", 400, "10:02:00"))
+    page = report_html(read_runs([write_run(tmp_path / "x", records, use_moe=False)]))
     assert "<summary>Events: 300; left out are 102 checkpoints of x</summary>" in page
     iterations = re.findall(r'<td class="text">checkpoint</td><td class="text">(\d+)</td>', page)
     assert iterations == [str(number) for number in range(103, 400)]
     assert page.count('<tr class="fault">') == 1 and page.count('class="mark checkpoint"') == 133
     spikes = [event("spike", number, "10:00:10") for number in range(1, 400)]
-    page = report_html(
-        read_runs([write_run(tmp_path / "y", [*records[:1], *spikes, *checkpoints], use_moe=False)])
-    )
+    records = [*records[:1], *spikes, *checkpoints]
+    page = report_html(read_runs([write_run(tmp_path / "y", records, use_moe=False)]))
     assert "left out are 399 checkpoints and 100 others of y" in page
     assert 'title="spike at iteration 399,' in page and 'title="spike at iteration 249,' not in page
 
@@ -195,11 +182,8 @@ def test_bytes_that_are_no_text_are_question_marks(tmp_path, capsys):
     write_run(path, [train_record(1, 5.0), event("checkpoint_failed", 1, "10:00:00", reason="x\udcff")])
     out = tmp_path / "report.html"
     assert report(path, "--out", out) == report(path, "--format", "md") == 0
-    assert (
-        "bad?" in out.read_text()
-        and "reason: x?" in out.read_text()
-        and "### bad?" in capsys.readouterr().out
-    )
+    page = out.read_text()
+    assert "bad?" in page and "reason: x?" in page and "### bad?" in capsys.readouterr().out
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -214,18 +198,12 @@ def test_a_link_stays_a_link(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        (
-            ("wandb", "RUN", "--project", "p", "--format", "md", "--loss", "3"),
-            ("FORMAT=md: is not used for wandb", "LOSS=3.0: is not"),
-        ),
-        (
-            ("RUN", "--watch", "--out", "x.html"),
-            ("OUT=x.html: is not used for --watch. Fix: leave --out out.",),
-        ),
-        (("RUN", "--project", "p"), ("PROJECT=p: is not used for a page. Fix: leave --project out.",)),
+        ("wandb RUN --project p --format md --loss 3", ["FORMAT=md: is not used for wandb", "LOSS=3.0: is"]),
+        ("RUN --watch --out x.html", ["OUT=x.html: is not used for --watch. Fix: leave --out out."]),
+        ("RUN --project p", ["PROJECT=p: is not used for a page. Fix: leave --project out."]),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(capsys, arguments, lines):
-    assert report(*arguments) == 1
+    assert report(*arguments.split()) == 1
     error = capsys.readouterr().err
     assert all(line in error for line in lines)

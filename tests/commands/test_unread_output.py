@@ -25,17 +25,10 @@ from moe_exp.commands.guard import ended_quietly, guarded
 def test_a_command_whose_reader_has_gone_ends_quietly(command, unbuffered, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    environ = clean_environ(PYTHONPATH=ROOT, PYTHONUNBUFFERED=unbuffered)
+    place = {"env": clean_environ(PYTHONPATH=ROOT, PYTHONUNBUFFERED=unbuffered), "cwd": tmp_path}
     with os.fdopen(writer, "w") as output:
-        done = subprocess.run(
-            [sys.executable, *command],
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-            cwd=tmp_path,
-            timeout=120,
-        )
+        streams = {"stdout": output, "stderr": subprocess.PIPE}
+        done = subprocess.run([sys.executable, *command], **streams, **place, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (141, "")
 
 

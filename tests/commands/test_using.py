@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,16 @@ from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoin
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp import cli
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
 from moe_exp.inference.generate import generate as generate_texts
 from moe_exp.inference.jobs import run_alone
+from moe_exp.inference.stage import Stage, load_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    model, settings = tiny_model("mixtral")
-    return write_checkpoint(model, tmp_path_factory.mktemp("mixtral") / "iter_0000000", **settings)
+    return write_checkpoint(tiny_model("mixtral"), tmp_path_factory.mktemp("mixtral") / "iter_0000000")
 
 
 def generate(checkpoint: Path, *flags: str) -> int:
@@ -58,19 +60,8 @@ def test_text_and_json(checkpoint, capsys, tmp_path, monkeypatch):
 def test_drawing_is_repeatable(checkpoint, capsys):
     texts = []
     for seed in ("1", "1", "2"):
-        flags = [
-            "--temperature",
-            "1",
-            "--top-k",
-            "40",
-            "--top-p",
-            "0.95",
-            "--seed",
-            seed,
-            "--max-new-tokens",
-            "16",
-        ]
-        assert generate(checkpoint, "--prompt", "abc", "--json", *flags) == 0
+        flags = f"--temperature 1 --top-k 40 --top-p 0.95 --seed {seed} --max-new-tokens 16"
+        assert generate(checkpoint, "--prompt", "abc", "--json", *flags.split()) == 0
         texts.append(objects(capsys.readouterr().out)[0]["tokens"])
     assert texts[0] == texts[1] != texts[2]
     same = ["--prompt", "abc", "--prompt", "abc", "--json", "--temperature", "1", "--max-new-tokens", "16"]
@@ -91,7 +82,12 @@ def test_ends(checkpoint, capsys):
     plan, end = plan_generation(GenerateRequest(str(checkpoint), ("abc",))), whole["tokens"][9]
     results: list[Generated] = []
     ending = replace(plan, tokenizer=replace(plan.tokenizer, eod_id=end))
-    run_alone(plan.config, lambda rank: results.extend(generate_texts(ending, rank)))
+
+    def work(rank: Runtime) -> None:
+        stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+        results.extend(generate_texts(ending, stage))
+
+    run_alone(plan.config, work)
     assert results[0].tokens == whole["tokens"][: whole["tokens"].index(end) + 1]
     assert (results[0].finish_reason, len(results[0].logprobs)) == ("end_of_document", len(results[0].tokens))
     assert results[0].text == bytes(results[0].tokens[:-1]).decode(errors="replace")
@@ -100,34 +96,27 @@ def test_ends(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ([], "PROMPT=: there is none. Fix: give --prompt TEXT, or --prompt-file FILE."),
-        (["--prompt", ""], "PROMPT='': has no token to continue from. Fix: "),
-        (
-            ["--prompt", "x" * SEQ_LEN],
-            f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} positions there are. Fix: ",
-        ),
-        (["--prompt", "x", "--max-new-tokens", "0"], "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),
-        (["--prompt", "x", "--temperature", "-1"], "TEMPERATURE=-1.0: must be a number of at least 0. Fix: "),
-        (["--prompt", "x", "--ep", "8"], "EP=8: does not divide NUM_EXPERTS=4. Fix: "),
-        (["--prompt", "x", "--nnodes", "two"], "NNODES=two: must be a whole number. Fix: "),
-        (["--prompt", "x", "--tokenizer", "nowhere"], "TOKENIZER=nowhere: does not exist. Fix: "),
+        ("", "PROMPT=: there is none. Fix: give --prompt TEXT, or --prompt-file FILE."),
+        ("--prompt=", "PROMPT='': has no token to continue from. Fix: "),
+        (f"--prompt {'x' * SEQ_LEN}", f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} "),
+        ("--prompt x --max-new-tokens 0", "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),
+        ("--prompt x --temperature -1", "TEMPERATURE=-1.0: must be a number of at least 0. Fix: "),
+        ("--prompt x --ep 8", "EP=8: does not divide NUM_EXPERTS=4. Fix: "),
+        ("--prompt x --nnodes two", "NNODES=two: must be a whole number. Fix: "),
+        ("--prompt x --tokenizer nowhere", "TOKENIZER=nowhere: does not exist. Fix: "),
+        ("--prompt-file prompt", "is not UTF-8 (invalid start byte at byte 2). Fix: "),
+        ("--prompt-file none", "cannot be read (No such file or directory). Fix: "),
     ],
     ids=lambda value: "",
 )
-def test_bad_input(checkpoint, capsys, flags, line):
-    assert generate(checkpoint, *flags) == 1
+def test_bad_input(checkpoint, capsys, flags, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt").write_bytes(b"ab\xff")
+    assert generate(checkpoint, *flags.split()) == 1
     printed = capsys.readouterr()
     assert line in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
-
-
-def test_a_prompt_that_is_no_text(checkpoint, capsys, tmp_path):
-    (tmp_path / "prompt").write_bytes(b"ab\xff")
-    assert generate(checkpoint, "--prompt-file", str(tmp_path / "prompt")) == 1
-    assert "is not UTF-8 (invalid start byte at byte 2). Fix: " in capsys.readouterr().err
-    assert generate(checkpoint, "--prompt-file", str(tmp_path / "none")) == 1
-    assert "cannot be read (No such file or directory). Fix: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -136,7 +125,7 @@ def test_under_torchrun(checkpoint, tmp_path):
     with BinIdxWriter(tmp_path / "held_out", vocab_size=VOCAB, eod_id=256) as writer:
         writer.add_document(list(b"a text" * 40))
     np.save(tmp_path / "ids.npy", np.random.default_rng(5).integers(0, VOCAB, (3, 9)))
-    printed, logits, evaluated = [], [], []
+    logits, outputs = [], defaultdict(list)
     for layout in (["--tp", "1"], ["--ep", "2"], ["--pp", "2"]):
         common = ["--checkpoint", str(checkpoint), *layout]
         flags = {
@@ -151,20 +140,16 @@ def test_under_torchrun(checkpoint, tmp_path):
                 line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, encoding="utf-8"
             )
             assert ended.returncode == 0, ended.stderr
-            if command == "generate":
-                printed.append(ended.stdout)
-            if command == "eval":
-                evaluated.append(json.loads(ended.stdout))
+            outputs[command].append(ended.stdout)
         logits.append(np.load(tmp_path / "logits.npy"))
-    assert printed[0] == printed[1] == printed[2]
-    assert len(printed[0]) > 50
+    (text,) = set(outputs["generate"])
+    assert len(text) > 50
     for other in logits[1:]:
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-5)
-    for result in evaluated[1:]:
-        assert result["total"]["bits_per_byte"] == pytest.approx(
-            evaluated[0]["total"]["bits_per_byte"], rel=1e-6
-        )
+    alone, *others = map(json.loads, outputs["eval"])
+    for result in others:
+        bits = alone["total"]["bits_per_byte"]
+        assert result["total"]["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
         assert result["total"]["tokens"] == 6 * 40
-        assert [sum(layer["tokens_per_expert"]["held_out"]) for layer in result["experts"]] == [
-            2 * 6 * 40
-        ] * 2
+        sums = [sum(layer["tokens_per_expert"]["held_out"]) for layer in result["experts"]]
+        assert sums == [2 * 6 * 40] * 2

@@ -26,10 +26,8 @@ def test_order_is_default_preset_environment_flag():
     assert load_config({}, cpu | {"NUM_LAYERS": "6"}).num_layers == 6
     assert load_config({"num_layers": "8"}, cpu | {"NUM_LAYERS": "6"}).num_layers == 8
     assert load_config({"num_layers": None}, cpu | {"NUM_LAYERS": "6"}).num_layers == 6
-
-
-def test_preset_flag_wins_over_preset_variable():
-    config = load_config({"preset": "reference"}, {"PRESET": "cpu"})
+    assert load_config({}, cpu | {"NUM_LAYERS": "", "LR": "", "VPP": ""}) == load_config({}, cpu)
+    config = load_config({"preset": "reference"}, cpu)
     assert (config.preset, config.num_experts, config.num_layers) == ("reference", 64, 24)
 
 
@@ -54,12 +52,6 @@ def test_default_preset_and_ranks(gpus, settings, preset, ranks, monkeypatch):
     assert settings or not check_config(config)
 
 
-def test_empty_variables_count_as_not_set():
-    assert load_config({}, {"PRESET": "cpu", "NUM_LAYERS": "", "LR": "", "VPP": ""}) == load_config(
-        {}, {"PRESET": "cpu"}
-    )
-
-
 @pytest.mark.parametrize(("text", "value"), [("none", None), ("None", None), ("2", 2)])
 def test_vpp_is_none_or_a_number(text, value):
     assert load_config({"vpp": text}, {"PRESET": "cpu"}).vpp == value
@@ -76,61 +68,8 @@ def test_layers_of_every_stage(text, stages):
 
 @pytest.mark.parametrize("text", ["8,,8", "8,-1", "8*", "8*0", "*8", "8;8", "eight", "1.5,2", "10000"])
 def test_layers_of_stages_that_cannot_be_read(text):
-    with pytest.raises(
-        ConfigError,
-        match=r"^PIPELINE_LAYERS=.*: must be whole numbers with commas, .* Fix: give PIPELINE_LAYERS, ",
-    ):
+    with pytest.raises(ConfigError, match=r"^PIPELINE_LAYERS=.*: must be whole numbers .* Fix: give PIPE"):
         load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        (
-            "EXPERT_BACKEND",
-            "trition",
-            r"^EXPERT_BACKEND=trition: must be 'auto', .*'\. Fix: set EXPERT_BACKEND=triton\.$",
-        ),
-        (
-            "ROUTING_KERNELS",
-            "1",
-            (
-                r"^ROUTING_KERNELS=1: .* Fix: set ROUTING_KERNELS=auto, as is the default, or another of"
-                r" these\.$"
-            ),
-        ),
-        (
-            "DETERMINISTIC",
-            "maybe",
-            (
-                r"^DETERMINISTIC=maybe: must be true or false\. Fix: set DETERMINISTIC=true or"
-                r" DETERMINISTIC=false\.$"
-            ),
-        ),
-        (
-            "NUM_LAYERS",
-            "-4",
-            (
-                r"^NUM_LAYERS=-4: must be greater than or equal to 1\. Fix: give NUM_LAYERS, transformer"
-                r" layers\.$"
-            ),
-        ),
-        ("NUM_EXPERTS", "many", r"^NUM_EXPERTS=many: must be a valid integer\. Fix: "),
-        ("TOPK", "1.5", r"^TOPK=1\.5: must be a valid integer\. Fix: "),
-        ("LR", "fast", r"^LR=fast: must be a valid number\. Fix: "),
-        ("LR", "nan", r"^LR=nan: must be a finite number\. Fix: "),
-        ("LR", "0", r"^LR=0: must be greater than 0\. Fix: "),
-        ("MOE_TYPE", "dropless", r"^MOE_TYPE=dropless: must be 'moe' or 'dmoe'\. Fix: "),
-        ("USE_MOE", "perhaps", r"^USE_MOE=perhaps: must be true or false\. Fix: "),
-        ("VPP", "0", r"^VPP=0: must be greater than or equal to 1\. Fix: "),
-        ("DTYPE", "int8", r"^DTYPE=int8: must be 'fp32', 'bf16' or 'fp16'\. Fix: "),
-        ("MASTER_PORT", "70000", r"^MASTER_PORT=70000: must be less than or equal to 65535\. Fix: "),
-        ("PRESET", "gpt5", r"^PRESET=gpt5: is not a preset\. Fix: use one of reference, cpu, "),
-    ],
-)
-def test_values_that_cannot_be_read(name, value, text):
-    with pytest.raises(ConfigError, match=text):
-        load_config({}, {"PRESET": "cpu"} | {name: value})
 
 
 # NUL, tab, line feed, carriage return, escape, DEL, next line, line and paragraph
@@ -150,64 +89,32 @@ def test_no_setting_takes_a_control_character(character):
     [("runs/läufe 1", "runs/läufe 1"), ("a\nb", r"'a\nb'"), ("x" * 101, "x" * 48 + "..." + "x" * 48)],
 )
 def test_errors_echo_a_value_in_one_short_line(value, text):
-    assert (
-        problem("run_name", value, "is wrong", "change it") == f"RUN_NAME={text}: is wrong. Fix: change it."
-    )
-
-
-def test_all_unreadable_values_are_reported_at_once():
-    with pytest.raises(ConfigError) as error:
-        load_config({"moe_type": "x"}, {"PRESET": "cpu", "NUM_LAYERS": "-1", "LR": "fast"})
-    assert [line.partition("=")[0] for line in error.value.problems] == ["NUM_LAYERS", "MOE_TYPE", "LR"]
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("NUM_EXPRTS", "NUM_EXPERTS"),
-        ("NUM_EXPERT", "NUM_EXPERTS"),
-        ("TRAIN_ITER", "TRAIN_ITERS"),
-        ("SEQLEN", "SEQ_LEN"),
-    ],
-)
-def test_near_names_are_found(name, near):
-    assert unknown_variables({name: "1"}) == [(name, near)]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NUM_EXPERTS",
-        "PATH",
-        "HOME",
-        "WORLD_SIZE",
-        "RANK",
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "LS_COLORS",
-    ],
-)
-def test_other_names_are_left_alone(name):
-    assert unknown_variables({name: "1"}) == []
+    assert problem("run_name", value, "is wrong", "do it") == f"RUN_NAME={text}: is wrong. Fix: do it."
 
 
 LISTS = ["GPUS", "TPS", "PPS", "EPS", "ETPS", "MBSZS"]
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "near"), [("TPZ", "1 2", "TPS"), ("MBS", "1,2, 4", "MBSZS"), ("PPZ", "none 2", "PPS")]
-)
-def test_lists_are_told_by_their_values(name, value, near):
+    ("name", "value", "near"),
+    [
+        ("NUM_EXPRTS", "1", "NUM_EXPERTS"), ("NUM_EXPERT", "1", "NUM_EXPERTS"),
+        ("TRAIN_ITER", "1", "TRAIN_ITERS"), ("SEQLEN", "1", "SEQ_LEN"),
+        # A list of sizes needs less likeness.
+        ("TPZ", "1 2", "TPS"), ("MBS", "1,2, 4", "MBSZS"), ("PPZ", "none 2", "PPS"),
+    ],
+)  # fmt: skip
+def test_near_names_are_found(name, value, near):
     assert unknown_variables({name: value}, LISTS) == [(name, near)]
-    assert unknown_variables({name: "2"}, LISTS) == unknown_variables({name: value}) == []
+    is_list = value != "1"
+    assert bool(unknown_variables({name: "2"}, LISTS)) != is_list
+    assert bool(unknown_variables({name: value})) != is_list
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("TPS", "1 2"), ("EPOCHS", "5"), ("PS1", "$ "), ("LINES", "24"), ("VISIBLE_ONES", "0,1")],
-)
-def test_other_variables_are_no_lists(name, value):
-    assert unknown_variables({name: value}, LISTS) == []
+def test_other_names_are_left_alone():
+    others = dict.fromkeys(["NUM_EXPERTS", "PATH", "HOME", "WORLD_SIZE", "RANK", "OMP_NUM_THREADS"], "1")
+    others |= {"CUDA_VISIBLE_DEVICES": "0,1", "LS_COLORS": "1", "TPS": "1 2", "EPOCHS": "5", "PS1": "$ "}
+    assert unknown_variables(others | {"LINES": "24", "VISIBLE_ONES": "0,1"}, LISTS) == []
 
 
 def test_every_setting_is_a_flag():
@@ -228,17 +135,13 @@ def test_yaml_gives_the_same_config_back(preset):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        (
-            {"ep": 4, "gpus_per_node": 8, "num_experts": 64},
-            "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8_TP_1_PP_1_VPP_none_EP_4",
-        ),
-        (
-            {"use_moe": False, "pp": 2, "vpp": 2, "cp": 2, "gpus_per_node": 4},
-            "moe_false_num_nodes_1_gpus_per_node_4_TP_1_PP_2_VPP_2_EP_1_CP_2",
-        ),
+        ({"ep": 4, "gpus_per_node": 8, "num_experts": 64},
+         "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8_TP_1_PP_1_VPP_none_EP_4"),
+        ({"use_moe": False, "pp": 2, "vpp": 2, "cp": 2, "gpus_per_node": 4},
+         "moe_false_num_nodes_1_gpus_per_node_4_TP_1_PP_2_VPP_2_EP_1_CP_2"),
         ({"run_name": "mine"}, "mine"),
     ],
-)
+)  # fmt: skip
 def test_run_name_is_built_from_the_settings(settings, name):
     assert load_config(SMALL | settings, {}).name == name
 
@@ -262,66 +165,28 @@ def test_derived_sizes():
 @pytest.mark.parametrize(
     ("freq", "first_k_dense", "expected"),
     [
-        ("1", 0, "1111"),
-        ("2", 0, "1010"),
-        ("3", 1, "0001"),
-        ("0,1,1,0", 0, "0110"),
-        ("[0]*1+[1]*3", 0, "0111"),
-        (" [0]*1 + [1,0]*1 + 1", 0, "0101"),
-        ("[0,1]*2", 2, "0001"),
+        ("1", 0, "1111"), ("2", 0, "1010"), ("3", 1, "0001"), ("0,1,1,0", 0, "0110"),
+        ("[0]*1+[1]*3", 0, "0111"), (" [0]*1 + [1,0]*1 + 1", 0, "0101"), ("[0,1]*2", 2, "0001"),
     ],
-)
+)  # fmt: skip
 def test_layer_pattern(freq, first_k_dense, expected):
     config = load_config({"moe_layer_freq": freq, "first_k_dense": first_k_dense, "num_layers": 4}, {})
     assert "".join(str(int(is_moe)) for is_moe in config.moe_layers) == expected
 
 
-def test_a_dense_model_has_no_moe_layers():
-    assert load_config({"use_moe": False, "num_layers": 3}, {}).moe_layers == [False] * 3
-
-
-def test_losses_and_their_weights():
-    both = {"aux_loss_type": "aux_loss, seq_aux_loss"}
-    assert load_config(both | {"aux_loss_coeff": "0.01"}, {}).balancing_losses == {
-        "aux_loss": 0.01,
-        "seq_aux_loss": 0.01,
-    }
-    assert load_config(both | {"aux_loss_coeff": "1e-2, 1e-4"}, {}).balancing_losses == {
-        "aux_loss": 0.01,
-        "seq_aux_loss": 1e-4,
-    }
-    assert load_config({"aux_loss_type": "none"}, {}).balancing_losses == {}
-    assert load_config({"aux_loss_type": "sinkhorn"}, {}).balancing_losses == {}
-
-
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("losses", "weights", "expected"),
     [
-        (
-            {"moe_layer_freq": "[0]*x"},
-            (
-                r"MOE_LAYER_FREQ=\[0\]\*x: must be a positive number, or a pattern .*Fix: give"
-                r" MOE_LAYER_FREQ, .*"
-            ),
-        ),
-        ({"moe_layer_freq": "0"}, r"MOE_LAYER_FREQ=0: must be a positive number.*"),
-        ({"moe_layer_freq": "__import__('os')"}, r"MOE_LAYER_FREQ=.*must be a positive number"),
-        (
-            {"aux_loss_type": "aux_los"},
-            r"AUX_LOSS_TYPE=aux_los: aux_los is not a loss\. Fix: give AUX_LOSS_TYPE, balancing losses.*",
-        ),
-        ({"aux_loss_type": "aux_loss,none"}, r"AUX_LOSS_TYPE=aux_loss,none: none and sinkhorn stand alone.*"),
-        (
-            {"aux_loss_type": "aux_loss,aux_loss"},
-            r"AUX_LOSS_TYPE=aux_loss,aux_loss: .* no loss is named twice.*",
-        ),
-        ({"aux_loss_coeff": "much"}, r"AUX_LOSS_COEFF=much: must be a number of at least 0.*"),
-        ({"aux_loss_coeff": "0.1,-1"}, r"AUX_LOSS_COEFF=0\.1,-1: must be a number of at least 0.*"),
+        ("aux_loss, seq_aux_loss", "0.01", {"aux_loss": 0.01, "seq_aux_loss": 0.01}),
+        ("aux_loss, seq_aux_loss", "1e-2, 1e-4", {"aux_loss": 0.01, "seq_aux_loss": 1e-4}),
+        ("none", "0.01", {}),
+        ("sinkhorn", "0.01", {}),
     ],
 )
-def test_patterns_and_losses_that_cannot_be_read(values, text):
-    with pytest.raises(ConfigError, match=text):
-        load_config(values, {})
+def test_losses_and_their_weights(losses, weights, expected):
+    config = load_config({"aux_loss_type": losses, "aux_loss_coeff": weights, "use_moe": False}, {})
+    assert config.balancing_losses == expected
+    assert config.moe_layers == [False] * config.num_layers
 
 
 def test_a_setting_without_traits_is_refused():

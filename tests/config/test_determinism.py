@@ -53,22 +53,17 @@ def test_training_has_the_same_bits_in_two_starts_and_those_without(tmp_path):
     always = [model | {"deterministic": True} for model in models.values()]
     # What a process has switched on stays on, so those without come first.
     first, second = run_models(1, plain + always, timeout=480), run_models(1, always, timeout=480)
-    later = [
-        job | {"load": str(tmp_path / name), "iterations": 1}
-        for name, job in zip(MODELS, always, strict=True)
-    ]
+    saved = zip(MODELS, always, strict=True)
+    later = [job | {"load": str(tmp_path / name), "iterations": 1} for name, job in saved]
     resumed = run_models(1, later, timeout=480)
-    without, deterministic = first[: len(MODELS)], first[len(MODELS) :]
-    for name, expected, found, again, rest in zip(
-        MODELS, without, deterministic, second, resumed, strict=True
-    ):
+    of_models = zip(MODELS, first[: len(MODELS)], first[len(MODELS) :], second, resumed, strict=True)
+    for name, expected, found, again, rest in of_models:
         for other in (expected, again):
             assert torch.equal(found.losses, other.losses), name
             assert found.grad_norms == other.grad_norms, name
             assert found.gradients.keys() == other.gradients.keys()
-            assert all(
-                torch.equal(gradient, other.gradients[key]) for key, gradient in found.gradients.items()
-            ), name
+            for key, gradient in found.gradients.items():
+                assert torch.equal(gradient, other.gradients[key]), (name, key)
         assert len(set(found.grad_norms)) == 2  # a step changes the model
         assert rest.grad_norms == found.grad_norms[1:], name  # the checkpoint is of a run without
 
@@ -89,9 +84,8 @@ def switched(deterministic: bool) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_torch_and_megatron_are_told(deterministic):
-    assert run_on_ranks(1, switched, deterministic, join=False, timeout=480) == [
-        (deterministic, False, deterministic)
-    ]
+    expected = (deterministic, False, deterministic)
+    assert run_on_ranks(1, switched, deterministic, join=False, timeout=480) == [expected]
     assert ("algorithms" in backends_of(tiny(deterministic=deterministic), "cpu")) == deterministic
 
 
@@ -115,10 +109,8 @@ def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, v
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 1)
     monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     monkeypatch.setenv(name, value)
-    line = (
-        f"{name}={value}: DETERMINISTIC=true needs sums in one order. Fix: unset {name}, {way} or"
-        " DETERMINISTIC=false."
-    )
+    rule = f"{name}={value}: DETERMINISTIC=true needs sums in one order"
+    line = f"{rule}. Fix: unset {name}, {way} or DETERMINISTIC=false."
     assert check_machine(tiny(master_port=free_port())) == [line]
     assert check_machine(tiny(master_port=free_port(), deterministic=False)) == []
     # A rank that no launcher has started finds it, too.
@@ -150,9 +142,8 @@ def test_flash_attention_takes_its_deterministic_backward(deterministic, monkeyp
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     config = SimpleNamespace(kv_channels=4, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    module = CausalAttention(
-        config, 1, None, "self", pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    )
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    module = CausalAttention(config, 1, None, "self", pg_collection=groups)
     module.use_flash = True
     module(*torch.randn(3, 2, 1, 1, 4), None)
     assert asked == [deterministic]

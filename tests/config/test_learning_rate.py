@@ -101,19 +101,13 @@ EXAMPLES = [
     ({"lr_decay_style": "WSD", "wsd_decay_style": "cosine"}, {850: 8.68198e-4, 900: 5.5e-4, 1000: 1e-4}),
     ({"lr_decay_style": "WSD", "wsd_decay_style": "exponential"}, {850: 7.13614e-4, 900: 4.72792e-4}),
     ({"lr_decay_style": "WSD", "wsd_decay_style": "minus_sqrt"}, {850: 5.5e-4, 900: 3.63604e-4, 1000: 1e-4}),
-    (
-        {"lr_decay_style": "WSD-S", "wsd_decay_ends": "500"},
-        {300: 1e-3, 400: 5.5e-4, 499: 1.045e-4, 500: 1e-3, 800: 1e-3, 900: 5.5e-4, 1000: 1e-4, 1001: 1e-4},
-    ),
-    (
-        {"lr_decay_style": "constant:50%,cosine:700:20%,constant:800,linear"},
-        {500: 1e-3, 600: 6e-4, 700: 2e-4, 799: 2e-4, 900: 1.5e-4, 1000: 1e-4, 1001: 1e-4},
-    ),
+    ({"lr_decay_style": "WSD-S", "wsd_decay_ends": "500"},
+     {300: 1e-3, 400: 5.5e-4, 499: 1.045e-4, 500: 1e-3, 800: 1e-3, 900: 5.5e-4, 1000: 1e-4, 1001: 1e-4}),
+    ({"lr_decay_style": "constant:50%,cosine:700:20%,constant:800,linear"},
+     {500: 1e-3, 600: 6e-4, 700: 2e-4, 799: 2e-4, 900: 1.5e-4, 1000: 1e-4, 1001: 1e-4}),
     # Warm-up to the rate of the first piece, a jump, and up again.
-    (
-        {"lr_decay_style": "constant:200:60%,constant:400:20%,linear:600:100%,constant"},
-        {50: 3e-4, 100: 6e-4, 199: 6e-4, 200: 2e-4, 500: 6e-4, 600: 1e-3, 2000: 1e-3},
-    ),
+    ({"lr_decay_style": "constant:200:60%,constant:400:20%,linear:600:100%,constant"},
+     {50: 3e-4, 100: 6e-4, 199: 6e-4, 200: 2e-4, 500: 6e-4, 600: 1e-3, 2000: 1e-3}),
 ]  # fmt: skip
 
 
@@ -167,22 +161,18 @@ def test_decay_and_warm_up_follow_train_iters():
     assert schedule(train_iters=500, decay_iters=38000) == (1000, 38000)
 
 
-def test_the_text_has_five_points():
-    text = learning_rate_text(config(lr=1e-3, min_lr=0.0, lr_decay_style="linear", train_iters=1000))
-    assert text == (
-        "learning rate after iteration (linear): 0 at 0 (0%), 0.000833 at 250 (25%), 0.000556 at 500 (50%),"
-        " 0.000278 at 750 (75%), 0 at 1000 (100%)"
-    )
-
-
-def test_the_text_has_the_pieces():
-    text = learning_rate_text(
-        config(train_iters=1000, lr_decay_style="constant:80%,linear", lr=1e-3, min_lr=0.0)
-    )
-    assert text == (
-        "learning rate after iteration (constant:80%,linear; constant until 800, linear until 1000): 0 at 0"
-        " (0%), 0.001 at 250 (25%), 0.001 at 500 (50%), 0.001 at 750 (75%), 0 at 1000 (100%)"
-    )
+@pytest.mark.parametrize(
+    ("style", "shown", "rates"),
+    [
+        ("linear", "linear", (0.000833, 0.000556, 0.000278)),
+        ("constant:80%,linear", "constant:80%,linear; constant until 800, linear until 1000", (0.001,) * 3),
+    ],
+)
+def test_the_text_has_pieces_and_five_points(style, shown, rates):
+    text = learning_rate_text(config(lr=1e-3, min_lr=0.0, lr_decay_style=style, train_iters=1000))
+    points = [f"{rate} at {share * 10} ({share}%)" for rate, share in zip(rates, (25, 50, 75), strict=True)]
+    points = ["0 at 0 (0%)", *points, "0 at 1000 (100%)"]
+    assert text == f"learning rate after iteration ({shown}): {', '.join(points)}"
 
 
 @pytest.mark.parametrize(
@@ -195,47 +185,32 @@ def test_the_text_has_the_pieces():
         ({"train_iters": 1000, "decay_iters": 901}, []),
         ({"train_iters": 1000, "decay_iters": 1099}, []),
         (  # a ramp-up
-            {"train_iters": 40000, "gbsz": 64, "rampup_batch_size": "16 16 1000000", "warmup_iters": 10},
-            [
-                r"DECAY_ITERS=38000: the run ends at TRAIN_ITERS=40000 with a learning rate of \S+, above"
-                r" MIN_LR=6e-05\. Fix: set DECAY_ITERS=17430, what the run is in batches of GBSZ\."
-            ],
+            {"gbsz": 64, "rampup_batch_size": "16 16 1000000", "warmup_iters": 10, "train_iters": 40000},
+            [r"DECAY_ITERS=38000: .* ends at TRAIN_ITERS=40000 with .*, above MIN_LR=6e-05\. .*=17430,"],
         ),
         (  # 5% fewer samples, which is the whole final decay
             {"preset": "deepseek-v3-like", "lr_decay_style": "WSD", "wsd_decay_iters": 10_000},
-            [
-                r"DECAY_ITERS=0: the run ends at TRAIN_ITERS=240000 with a learning rate of 0\.00022, above"
-                r" MIN_LR=2\.2e-05\. Fix: set DECAY_ITERS=228\d{3}, what the run is in batches of GBSZ\."
-            ],
+            [r"DECAY_ITERS=0: .* rate of 0\.00022, above MIN_LR=2\.2e-05\. .* DECAY_ITERS=228\d{3},"],
         ),
         (
             {"train_iters": 476838, "decay_iters": 38000},
-            [
-                r"DECAY_ITERS=38000: the last 92% of TRAIN_ITERS=476838 would train at MIN_LR=6e-05\. Fix:"
-                r" set DECAY_ITERS=0, which follows TRAIN_ITERS\."
-            ],
+            [r"DECAY_ITERS=38000: the last 92% of TRAIN_ITERS=476838 would train at MIN_LR=6e-05\. .*=0, "],
         ),
         (
             {"train_iters": 1000, "decay_iters": 2000, "warmup_iters": 0},
-            [
-                r"DECAY_ITERS=2000: the run ends at TRAIN_ITERS=1000 with a learning rate of 0\.00033, above"
-                r" MIN_LR=6e-05\. Fix: .*"
-            ],
+            [r"DECAY_ITERS=2000: .* with a learning rate of 0\.00033, above MIN_LR=6e-05\. Fix: "],
         ),
         (
             {"train_iters": 500, "decay_iters": 38000},
-            [
-                r"WARMUP_ITERS=1000: the run ends at TRAIN_ITERS=500, still warming up, at 0\.0003 of"
-                r" LR=0\.0006\. Fix: set WARMUP_ITERS to 50, a tenth of it, or raise TRAIN_ITERS\.",
-                r"DECAY_ITERS=38000: .* 0\.0003, above .*",
-            ],
+            [r"WARMUP_ITERS=1000: .* still warming up, at 0\.0003 of LR=0\.0006\. .* WARMUP_ITERS to 50,",
+             r"DECAY_ITERS=38000: .* 0\.0003, above "],
         ),
     ],
-)
+)  # fmt: skip
 def test_a_schedule_that_does_not_fit_the_run_is_reported(settings, expected):
-    found = schedule_warnings(config(**settings))
+    found = list(schedule_warnings(config(**settings)))
     assert len(found) == len(expected)
-    assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, found, strict=True))
+    assert all(re.match(pattern, line) for pattern, line in zip(expected, found, strict=True)), found
 
 
 # Another GBSZ at a resume
@@ -252,14 +227,8 @@ STYLES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style["lr_decay_style"])
 @pytest.mark.parametrize("gbsz", [8, 32, 48])
 def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(style, gbsz):
-    before = {
-        "lr": 1e-3,
-        "min_lr": 1e-4,
-        "gbsz": 16,
-        "mbsz": 1,
-        "train_iters": 120,
-        "warmup_iters": 12,
-    } | style
+    sizes = {"gbsz": 16, "mbsz": 1, "train_iters": 120, "warmup_iters": 12}
+    before = {"lr": 1e-3, "min_lr": 1e-4} | sizes | style
     old = config(**before)
     start = Start(66, 66 * 16)
     line = schedule_change(config(**before | {"gbsz": gbsz}), old, start)
@@ -273,7 +242,7 @@ def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(
         samples = 66 * 16 + (iteration - 66) * gbsz
         assert learning_rate(new, samples) == pytest.approx(learning_rate(old, samples), rel=1e-9), iteration
     assert learning_rate(new, samples) == pytest.approx(1e-4)
-    assert schedule_warnings(new, start) == []
+    assert list(schedule_warnings(new, start)) == []
     text = learning_rate_text(new, start)
     assert f"{learning_rate(old, 66 * 16):.3g} at 66 (resumed)" in text
     assert text.endswith(f"0.0001 at {new.train_iters} (100%)")
@@ -281,9 +250,8 @@ def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(
 
 def test_a_run_that_has_ended_keeps_its_schedule_and_the_new_length():
     old = config(gbsz=16, mbsz=1, train_iters=120, warmup_iters=12, lr=1e-3, min_lr=1e-4)
-    line = schedule_change(
-        config(gbsz=32, mbsz=1, train_iters=300, lr=1e-3, min_lr=1e-4), old, Start(120, 1920)
-    )
+    new = config(gbsz=32, mbsz=1, train_iters=300, lr=1e-3, min_lr=1e-4)
+    line = schedule_change(new, old, Start(120, 1920))
     assert line is not None and "Fix: set WARMUP_ITERS=6 DECAY_ITERS=60, the same schedule" in line
 
 

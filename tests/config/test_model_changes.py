@@ -38,61 +38,38 @@ LATENT = {
 }  # fmt: skip
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 32}
 SHAPES = [
-    ({}, "hidden_size", 64, 32),
-    ({}, "num_layers", 2, 4),
-    ({}, "num_heads", 8, 4),
-    ({}, "num_query_groups", 4, 2),
-    ({}, "head_dim", 16, 8),
-    ({}, "vocab_size", 100, 128),
-    ({}, "num_experts", 4, 8),
-    ({}, "moe_ffn_hidden_size", 48, 24),
-    ({}, "shared_expert_size", 16, 0),
-    ({}, "null_experts", 2, 0),
-    ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
-    ({"moe_latent_size": 16}, "moe_latent_size", 24, 16),
-    ({}, "qk_norm", True, False),
-    ({}, "tie_embeddings", True, False),
-    ({}, "add_bias_linear", True, False),
-    ({}, "normalization", "LayerNorm", "RMSNorm"),
-    ({}, "use_moe", False, True),
-    ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48),
-    ({}, "qkv_bias", True, False),
-    ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
-    ({}, "multi_latent_attention", True, False),
+    ({}, "hidden_size", 64, 32), ({}, "num_layers", 2, 4), ({}, "num_heads", 8, 4),
+    ({}, "num_query_groups", 4, 2), ({}, "head_dim", 16, 8), ({}, "vocab_size", 100, 128),
+    ({}, "num_experts", 4, 8), ({}, "moe_ffn_hidden_size", 48, 24), ({}, "shared_expert_size", 16, 0),
+    ({}, "null_experts", 2, 0), ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
+    ({"moe_latent_size": 16}, "moe_latent_size", 24, 16), ({}, "qk_norm", True, False),
+    ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False),
+    ({}, "normalization", "LayerNorm", "RMSNorm"), ({}, "use_moe", False, True),
+    ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48), ({}, "qkv_bias", True, False),
+    ({"qk_norm": True}, "qk_norm_scope", "all", "head"), ({}, "multi_latent_attention", True, False),
     *((LATENT, name, 24, LATENT[name]) for name in LATENT if name != "multi_latent_attention"),
-]
+]  # fmt: skip
 FUNCTIONS = [
-    ({}, "topk", 4, 2),
-    ({}, "router_score", "sigmoid", "softmax"),
-    ({}, "router_pre_softmax", False, True),
-    ({}, "router_top_p", 0.5, 1.0),
-    ({}, "router_normalize", "true", "auto"),
+    ({}, "topk", 4, 2), ({}, "router_score", "sigmoid", "softmax"), ({}, "router_pre_softmax", False, True),
+    ({}, "router_top_p", 0.5, 1.0), ({}, "router_normalize", "true", "auto"),
     ({}, "router_scaling_factor", 2.0, 1.0),
     ({"num_router_groups": 4, "router_group_topk": 2}, "num_router_groups", 2, 4),
     ({"num_router_groups": 4, "router_group_topk": 2}, "router_group_topk", 3, 2),
-    ({}, "rotary_base", 5000.0, 10000.0),
-    ({}, "norm_epsilon", 1e-6, 1e-5),
-    ({}, "activation", "geglu", "swiglu"),
-    ({}, "force_routing", "balanced", "none"),
-    ({}, "rotary_fraction", 0.5, 1.0),
-    ({}, "rope_scaling", "llama3", "none"),
-    (YARN, "rope_scaling_factor", 4.0, 2.0),
-    (YARN, "rope_original_seq_len", 64, 32),
-    (YARN, "yarn_beta_fast", 16.0, 32.0),
-    (YARN, "yarn_beta_slow", 2.0, 1.0),
-    (YARN, "yarn_mscale", 0.5, 1.0),
+    ({}, "rotary_base", 5000.0, 10000.0), ({}, "norm_epsilon", 1e-6, 1e-5),
+    ({}, "activation", "geglu", "swiglu"), ({}, "force_routing", "balanced", "none"),
+    ({}, "rotary_fraction", 0.5, 1.0), ({}, "rope_scaling", "llama3", "none"),
+    (YARN, "rope_scaling_factor", 4.0, 2.0), (YARN, "rope_original_seq_len", 64, 32),
+    (YARN, "yarn_beta_fast", 16.0, 32.0), (YARN, "yarn_beta_slow", 2.0, 1.0), (YARN, "yarn_mscale", 0.5, 1.0),
     (YARN, "yarn_mscale_all_dim", 0.5, 0.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("before", "name", "value", "old"), SHAPES)
 def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
     for flag in (False, True):
         found = lines(before, **{name: value}, allow_other_model=flag)
-        assert (
-            f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}."
-            in found
-        )
+        before_it = f"{name.upper()}={old}"
+        assert f"{name.upper()}={value}: {NAME} has {before_it}. Fix: set {before_it}." in found
         # The size of a head follows from that of the model.
         assert {line.partition("=")[0] for line in found} <= {name.upper(), "HEAD_DIM"}
 
@@ -110,51 +87,28 @@ def test_another_function_needs_the_flag(before, name, value, old, caplog):
 
 
 def test_all_lines_at_once_with_what_helps():
-    found = lines(
-        {"router_bias_update_rate": 0.01},
-        router_bias_update_rate=0,
-        first_k_dense=1,
-        topk=1,
-        activation="gelu",
-    )
-    assert found == [
-        (
-            f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ and FIRST_K_DENSE"
-            " as they were."
-        ),
-        (
-            f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
-            "Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER_BIAS_RULE=quantile."
-        ),
+    changes = {"router_bias_update_rate": 0, "first_k_dense": 1, "topk": 1, "activation": "gelu"}
+    dense, bias, *others = lines({"router_bias_update_rate": 0.01}, **changes)
+    assert dense.startswith(f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ")
+    assert "UPDATE_RATE=over 0. Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER" in bias
+    assert others == [
         f"ACTIVATION=gelu: {NAME} has ACTIVATION=swiglu. Fix: set ACTIVATION=swiglu.",
         f"TOPK=1: {NAME} has TOPK=2. Fix: set TOPK=2{FLAG}.",
     ]
 
 
 def test_everything_else_may_change():
-    same = (
-        "gpus_per_node",
-        "preset",
-        *(name for _, name, _, _ in SHAPES),
-        *(name for _, name, _, _ in FUNCTIONS),
-    )
-    same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
+    same = {"gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES + FUNCTIONS)}
+    same |= {"first_k_dense", "moe_layer_freq", "allow_other_model", "router_bias_update_rate"}
     other: dict[str, Any] = {}
-    for name in Config.model_fields:
+    for name in Config.model_fields.keys() - same:
         value = getattr(load_config(OLD, {}), name)
-        if name not in same and isinstance(value, int | float) and not isinstance(value, bool):
-            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
-        elif name not in same and isinstance(value, bool):
+        if isinstance(value, bool):
             other[name] = not value
-    other |= {
-        "moe_type": "moe",
-        "dtype": "bf16",
-        "expert_backend": "loop",
-        "aux_loss_type": "seq_aux_loss",
-        "vpp": 2,
-        "recompute": "full",
-    }
-    del other["router_bias_update_rate"]
+        elif isinstance(value, int | float):
+            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
+    other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss"}
+    other |= {"vpp": 2, "recompute": "full"}
     assert len(other) > 45
     assert lines({}, **other) == []
     # Of other versions.
@@ -226,28 +180,18 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         (folder / path.name).symlink_to(path)
     common = torch.load(folder / "common.pt", weights_only=False)
     (folder / "common.pt").unlink()
-    torch.save(
-        {name: value for name, value in common.items() if name not in ("progress", "config")},
-        folder / "common.pt",
-    )
+    of_weights = {name: value for name, value in common.items() if name not in ("progress", "config")}
+    torch.save(of_weights, folder / "common.pt")
     fix = "Fix: give the model the settings of the one in the checkpoint."
-    cases = {
-        "num_experts": (
-            16,
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-            [4, 8, 48, 32],
-            [4, 16, 48, 32],
-        ),
-        "vocab_size": (129, "embedding.word_embeddings.weight", [128, 32], [256, 32]),
-    }
-    for name, (value, key, shape, in_model) in cases.items():
-        (found,) = run_on_ranks(
-            1, refused, settings(source) | {name: value}, free_port(), str(tmp_path), join=False
-        )
-        assert found == (
-            [f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"],
-            True,
-        )
+    experts = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    for change, key, shape, in_model in (
+        ({"num_experts": 16}, experts, [4, 8, 48, 32], [4, 16, 48, 32]),
+        ({"vocab_size": 129}, "embedding.word_embeddings.weight", [128, 32], [256, 32]),
+    ):
+        job = settings(source) | change
+        (found,) = run_on_ranks(1, refused, job, free_port(), str(tmp_path), join=False)
+        line = f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"
+        assert found == ([line], True)
 
 
 def test_losses_with_a_state_may_come_and_go(source):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 
 from moe_exp.config import Config, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.choices import MUP_RULES
 from moe_exp.config.parametrization import KINDS, Factors, factors, kind_of
 
@@ -72,28 +71,3 @@ def test_nothing_changes_for_the_base_or_without(kind: str):
 )
 def test_kinds_by_name(name: str, kind: str):
     assert kind_of(name) == kind
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (
-            {"mup_base_hidden_size": 0},
-            "MUP_BASE_HIDDEN_SIZE=0: PARAMETRIZATION=mup needs the sizes of a base model. Fix: set it to the"
-            " HIDDEN_SIZE for which LR was found.",
-        ),
-        (
-            {"optimizer": "muon", "distributed_optimizer": False},
-            "PARAMETRIZATION=mup: does not go with OPTIMIZER=muon, as its rules are for Adam. Fix: set"
-            " OPTIMIZER=adam.",
-        ),
-        (
-            {"tie_embeddings": True},
-            "PARAMETRIZATION=mup: does not go with TIE_EMBEDDINGS=true, as embedding and output layer have"
-            " different rules. Fix: set TIE_EMBEDDINGS=false.",
-        ),
-    ],
-)
-def test_what_the_rules_do_not_cover_is_one_line(settings: dict[str, object], line: str):
-    assert check_config(config(**settings)) == [line]
-    assert check_config(config(**settings, parametrization="standard")) == []

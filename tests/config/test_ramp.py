@@ -13,15 +13,8 @@ from moe_exp.config.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
-    settings = {
-        **SMALL,
-        "gbsz": gbsz,
-        "mbsz": 1,
-        "gpus_per_node": 1,
-        "rampup_batch_size": rampup,
-        "train_iters": train_iters,
-    }
-    return load_config(settings, {})
+    own = {"gbsz": gbsz, "mbsz": 1, "gpus_per_node": 1, "rampup_batch_size": rampup}
+    return load_config(SMALL | own | {"train_iters": train_iters}, {})
 
 
 def one_by_one(config: Config, num_samples: int | None) -> list[RampStep]:
@@ -59,15 +52,10 @@ def test_a_trillion_samples_take_no_time():
 
 
 @given(
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(0, 8),
-    st.integers(1, 3000),
-    st.integers(1, 400),
+    st.integers(1, 9), st.integers(1, 9), st.integers(0, 8), st.integers(1, 3000), st.integers(1, 400),
     st.none() | st.integers(0, 4000),
-)
+)  # fmt: skip
 def test_as_counted_one_by_one(start, increment, num_steps, samples, train_iters, num_samples):
-    config = ramped(
-        f"{start} {increment} {samples}", gbsz=start + num_steps * increment, train_iters=train_iters
-    )
+    gbsz = start + num_steps * increment
+    config = ramped(f"{start} {increment} {samples}", gbsz=gbsz, train_iters=train_iters)
     assert ramp_steps(config, num_samples) == one_by_one(config, num_samples)

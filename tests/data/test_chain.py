@@ -1,6 +1,4 @@
-"""The commands as people type them, from a dataset's name to a training run, with a hub on 127.0.0.1 that
-fails now and then.
-"""
+"""The commands as people type them, from a name to a training run, with a hub that fails now and then."""
 
 from __future__ import annotations
 
@@ -27,18 +25,11 @@ SCRIPTS = ROOT / "moe_exp/scripts"
 
 
 def run(tmp_path: Path, *command: object, **variables: str) -> str:
-    """Output of a command that must end well, called from a folder that is not the checkout."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
-    }
-    environment["PYTHONPATH"] = str(ROOT)
-    environment |= {
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-        **variables,
-    }
-    words = [*map(str, command)]
+    """Output of a command that must end well, in a folder that is not the checkout; texts are split."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    hub = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+    environment = {**given, "PYTHONPATH": str(ROOT), **hub, **variables}
+    words = [word for one in command for word in (one.split() if isinstance(one, str) else [str(one)])]
     if words[:2] == ["-m", "moe_exp"]:
         ended = answer_warm(words[2:], environment, tmp_path)
     else:
@@ -54,33 +45,19 @@ def texts(*paths: Path) -> Counter[str]:
 
 def test_from_a_name_to_a_run(tmp_path, runs):
     for number in range(2):
-        write_fineweb_parquet(
-            tmp_path / f"hub/sample/10BT/{number:03d}_00000.parquet", num_documents=80 * (number + 1)
-        )
+        path = tmp_path / f"hub/sample/10BT/{number:03d}_00000.parquet"
+        write_fineweb_parquet(path, num_documents=80 * (number + 1))
     import pyarrow.parquet
 
-    given = [
-        row
-        for path in sorted(tmp_path.rglob("*.parquet"))
-        for row in pyarrow.parquet.read_table(path).column("text").to_pylist()
-    ]
+    tables = [pyarrow.parquet.read_table(path) for path in sorted(tmp_path.rglob("*.parquet"))]
+    given = [text for table in tables for text in table.column("text").to_pylist()]
     prepare = [
         SCRIPTS / "download_prepare_hf_data.py",
-        "fineweb_edu_10bt",
-        "--revision",
-        "main",
-        "--nchunks",
-        3,
-        "--workers",
-        1,
+        "fineweb_edu_10bt --revision main --nchunks 3 --workers 1",
     ]
     with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
-        server.faults += [
-            Fault(status=429, headers={"Retry-After": "0"}),
-            Fault(status=503, where="/api/"),
-            Fault(cut_after=20_000),
-            Fault(reset_after=5_000),
-        ]
+        server.faults += [Fault(status=429, headers={"Retry-After": "0"}), Fault(status=503, where="/api/")]
+        server.faults += [Fault(cut_after=20_000), Fault(reset_after=5_000)]
         run(tmp_path, *prepare, HF_ENDPOINT=server.url)
         assert not [fault for fault in server.faults if fault.times]
         asked = len(server.requests)
@@ -88,62 +65,30 @@ def test_from_a_name_to_a_run(tmp_path, runs):
         assert len(server.requests) - asked <= 2
     shuffled = tmp_path / "data/fineweb_edu_10bt_shuffled"
     valid = shuffled / "fineweb_edu_10bt.val.jsonl"
-    merged = [
-        "--input_dir",
-        shuffled,
-        "--valid_file_name",
-        "fineweb_edu_10bt.val",
-        "--output_file_name",
-        "merged",
-    ]
-    run(tmp_path, "-m", "moe_exp", "data", "merge", *merged)
+    names = "--valid_file_name fineweb_edu_10bt.val --output_file_name merged"
+    run(tmp_path, "-m moe_exp data merge --input_dir", shuffled, names)
     train = tmp_path / "data/merged.jsonl"
     assert texts(train, valid) == Counter(text for text in given if text)
     assert not set(texts(train)) & set(texts(valid))
 
-    run(
-        tmp_path, "-m", "moe_exp", "data", "train-tokenizer", train, "--vocab-size", 600, "--out", "tokenizer"
-    )
-    words = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        "tokenizer",
-        "--append-eod",
-        "--workers",
-        2,
-    ]
+    run(tmp_path, "-m moe_exp data train-tokenizer", train, "--vocab-size 600 --out tokenizer")
+    words = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --append-eod --workers 2"
     for name, path in (("train", train), ("valid", valid)):
-        out = run(
-            tmp_path,
-            SCRIPTS / "preprocess_data.py",
-            "--input",
-            path,
-            "--output-prefix",
-            f"data/{name}",
-            *words,
-        )
+        files = ["--input", path, f"--output-prefix data/{name}"]
+        out = run(tmp_path, SCRIPTS / "preprocess_data.py", *files, words)
         assert out.splitlines()[-1] == f"TRAIN_DATA=data/{name}_text_document VOCAB_SIZE=600"
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "tokenizer"))
     tokens = np.fromfile(tmp_path / "data/train_text_document.bin", dtype=np.uint16)
     assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
-    inspected = json.loads(
-        run(tmp_path, "-m", "moe_exp", "data", "inspect", "data/train_text_document", "--json")
-    )
+    inspected = json.loads(run(tmp_path, "-m moe_exp data inspect data/train_text_document --json"))
     assert inspected["documents"] == sum(texts(train).values())
     for path in (shuffled, tmp_path / "data/fineweb_edu_10bt", train, tmp_path / "data/valid_text_document"):
-        run(tmp_path, "-m", "moe_exp", "data", "verify", path)
+        run(tmp_path, "-m moe_exp data verify", path)
 
     # A model for which a run is little more than its imports.
-    ended = runs.succeed(
-        "chain",
-        TRAIN_DATA=tmp_path / "data/train_text_document",
-        VALID_DATA=tmp_path / "data/valid_text_document",
-        TOKENIZER=tmp_path / "tokenizer",
-        VOCAB_SIZE=600,
-        TRAIN_ITERS=3,
-        EVAL_INTERVAL=3,
-        EVAL_ITERS=1,
-    )
+    names = {"TRAIN_DATA": "data/train_text_document", "VALID_DATA": "data/valid_text_document"}
+    paths = {name: tmp_path / path for name, path in (names | {"TOKENIZER": "tokenizer"}).items()}
+    small = {"VOCAB_SIZE": 600, "TRAIN_ITERS": 3, "EVAL_INTERVAL": 3, "EVAL_ITERS": 1}
+    ended = runs.succeed("chain", **paths, **small)
     assert len(ended.curve("lm_loss")) == 3
     assert all(5 < loss < 8 for loss in [*ended.curve("lm_loss"), ended.records("valid")[0]["lm_loss"]])

@@ -33,14 +33,14 @@ def small_corpus(monkeypatch):
     monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
 
 
+def build(folder):
+    return ensure_embedded_corpus(folder, vocab_size=300)
+
+
 def read_texts(prefix, tokenizer):
     """The documents of a file, by its sizes alone."""
-    sizes = np.fromfile(
-        f"{prefix}.idx",
-        dtype="<i4",
-        offset=34,
-        count=int(np.fromfile(f"{prefix}.idx", "<u8", 1, offset=18)[0]),
-    )
+    count = int(np.fromfile(f"{prefix}.idx", "<u8", 1, offset=18)[0])
+    sizes = np.fromfile(f"{prefix}.idx", dtype="<i4", offset=34, count=count)
     tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
     parts = np.split(tokens, np.cumsum(sizes)[:-1])
     assert all(part[-1] == 0 for part in parts)
@@ -48,79 +48,63 @@ def read_texts(prefix, tokenizer):
 
 
 def test_corpus_holds_every_document_once(small_corpus, tmp_path):
-    corpus = ensure_embedded_corpus(tmp_path / "new" / "data", vocab_size=300)
+    corpus = build(tmp_path / "new" / "data")
     tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
-    train, valid = read_texts(corpus.train_prefix, tokenizer), read_texts(corpus.valid_prefix, tokenizer)
-    assert len(HELD_OUT) > 2
-    assert valid == HELD_OUT
-    assert train == [text for _, text in DOCUMENTS if text not in HELD_OUT]
-    assert corpus.num_documents == 200
-    assert not corpus.was_cached
+    texts = {
+        "train": [text for _, text in DOCUMENTS if text not in HELD_OUT],
+        "valid": HELD_OUT,
+    }
+    folder = tmp_path / "new/data" / FOLDER
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert len(HELD_OUT) > 2 and manifest["license"] == "PSF-2.0 and BSD-3-Clause"
+    for name, prefix in (("train", corpus.train_prefix), ("valid", corpus.valid_prefix)):
+        assert read_texts(prefix, tokenizer) == texts[name]
+        num_bytes = sum(len(text.encode()) for text in texts[name])
+        num_tokens = np.fromfile(f"{prefix}.bin", np.uint16).size
+        facts = {"num_documents": len(texts[name]), "num_bytes": num_bytes, "num_tokens": num_tokens}
+        assert manifest[name] == facts
 
 
 @pytest.mark.slow
 def test_all_sources_of_python_and_torch(tmp_path):
     corpus = ensure_embedded_corpus(tmp_path)
-    assert corpus.num_documents > 1500 and corpus.num_train_tokens > 5e6
     tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
     assert tokenizer.get_vocab_size() == 2048
-    texts = read_texts(corpus.valid_prefix, tokenizer)
-    assert set(texts) <= {text for _, text in embedded._documents()}
-
-
-def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
-    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
-    folder = tmp_path / FOLDER
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert (
-        corpus.num_train_tokens
-        == np.fromfile(folder / "train.bin", np.uint16).size
-        == manifest["train"]["num_tokens"]
-    )
-    assert (
-        corpus.num_valid_tokens
-        == np.fromfile(folder / "valid.bin", np.uint16).size
-        == manifest["valid"]["num_tokens"]
-    )
-    assert manifest["license"] == "PSF-2.0 and BSD-3-Clause"
-    assert manifest["valid"]["num_bytes"] == sum(len(text.encode()) for text in HELD_OUT)
-    assert manifest["train"]["num_documents"] + manifest["valid"]["num_documents"] == 200
+    train, valid = (read_texts(prefix, tokenizer) for prefix in (corpus.train_prefix, corpus.valid_prefix))
+    assert len(train) > 1500 and np.fromfile(f"{corpus.train_prefix}.bin", np.uint16).size > 5e6
+    assert set(valid) <= {text for _, text in embedded._documents()}
 
 
 def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
     monkeypatch.setattr(embedded, "_TEXTS_PER_BPE_TEXT", 1)
     marked = [(path, text + "zqzqzq " * 500 if text in HELD_OUT else text) for path, text in DOCUMENTS]
     monkeypatch.setattr(embedded, "_documents", lambda: marked)
-    with_marks = ensure_embedded_corpus(tmp_path / "marked", vocab_size=300)
+    with_marks = build(tmp_path / "marked")
     monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
-    without = ensure_embedded_corpus(tmp_path / "plain", vocab_size=300)
-    assert with_marks.num_valid_tokens > without.num_valid_tokens + 500
-    assert (
-        Tokenizer.from_file(with_marks.tokenizer_path).to_str()
-        == Tokenizer.from_file(without.tokenizer_path).to_str()
-    )
+    without = build(tmp_path / "plain")
+    sizes = [np.fromfile(f"{one.valid_prefix}.bin", np.uint16).size for one in (with_marks, without)]
+    assert sizes[0] > sizes[1] + 500
+    tokenizers = {Tokenizer.from_file(one.tokenizer_path).to_str() for one in (with_marks, without)}
+    assert len(tokenizers) == 1
 
 
 def test_text_that_quotes_the_special_token_is_one_document(monkeypatch, tmp_path):
     quoting = [(path, "x = '<|endoftext|>'\n" + text) for path, text in DOCUMENTS]
     monkeypatch.setattr(embedded, "_documents", lambda: quoting)
-    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    corpus = build(tmp_path)
     tokens = np.fromfile(f"{corpus.train_prefix}.bin", np.uint16)
     assert np.count_nonzero(tokens == 0) == 200 - len(HELD_OUT)
 
 
 def test_second_call_reads_only(small_corpus, tmp_path, monkeypatch):
-    first = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    first = build(tmp_path)
     monkeypatch.setattr(embedded, "_build", lambda *_: pytest.fail("built again"))
     monkeypatch.setattr(embedded, "_check_writable", lambda _: pytest.fail("a read-only folder is enough"))
-    second = ensure_embedded_corpus(tmp_path, vocab_size=300)
-    assert second.was_cached
-    assert second.__dict__ | {"was_cached": False} == first.__dict__
+    assert build(tmp_path) == first
 
 
 def test_vocabularies_have_folders_of_their_own(small_corpus, tmp_path):
-    small, large = (ensure_embedded_corpus(tmp_path, vocab_size=size) for size in (300, 310))
-    assert not large.was_cached
+    small, large = build(tmp_path), ensure_embedded_corpus(tmp_path, vocab_size=310)
     assert small.tokenizer_path != large.tokenizer_path
     assert Tokenizer.from_file(large.tokenizer_path).get_vocab_size() == 310
 
@@ -133,29 +117,29 @@ def test_crash_leaves_no_folder_that_looks_complete(small_corpus, tmp_path, monk
         # The last step of all: everything but the manifest is written by then.
         patch.setattr(json, "dumps", crash)
         with pytest.raises(KeyboardInterrupt):
-            ensure_embedded_corpus(tmp_path, vocab_size=300)
+            build(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert not ensure_embedded_corpus(tmp_path, vocab_size=300).was_cached
+    build(tmp_path)
 
 
 def test_leftovers_of_a_killed_process_are_cleared(small_corpus, tmp_path):
-    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    corpus = build(tmp_path)
     folder = next(path for path in tmp_path.iterdir() if path.is_dir())
     folder.rename(folder.with_name(folder.name + ".building"))
     (folder.with_name(folder.name + ".building") / "rubbish").touch()
-    assert ensure_embedded_corpus(tmp_path, vocab_size=300) == corpus
+    assert build(tmp_path) == corpus
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folder.name]
     assert not (folder / "rubbish").exists()
 
 
 @pytest.mark.parametrize("name", ["train.bin", "valid.idx", "tokenizer.json", "manifest.json"])
 def test_damaged_folder_is_built_again_and_says_so(small_corpus, tmp_path, caplog, name):
-    corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
+    corpus = build(tmp_path)
     folder = next(path for path in tmp_path.iterdir() if path.is_dir())
     (folder / name).unlink()
     caplog.clear()  # of the first build, which is told at INFO where an earlier test has asked for it
     with caplog.at_level(logging.WARNING):
-        assert ensure_embedded_corpus(tmp_path, vocab_size=300) == corpus
+        assert build(tmp_path) == corpus
     assert caplog.messages == [f"embedded corpus: built again, as {folder / name} is missing"]
 
 
@@ -171,10 +155,10 @@ def slow_build(*args):
     build(*args)
 embedded._build = slow_build
 embedded._documents = lambda: documents
-print(embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300).was_cached)
+embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300)
 """
     # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
-    with FileLock(tmp_path / f"{FOLDER}.lock"):
+    with FileLock(tmp_path / f".{FOLDER}.lock"):
         processes = [
             subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
             for _ in range(2)
@@ -183,40 +167,26 @@ print(embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_siz
             processes[0].wait(timeout=2)
     outputs = sorted(process.communicate(timeout=60)[0].split() for process in processes)
     assert [process.returncode for process in processes] == [0, 0]
-    assert outputs == [["True"], ["building", "False"]]
+    assert outputs == [[], ["building"]]
 
 
 def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        ensure_embedded_corpus(tmp_path, vocab_size=300)
+        build(tmp_path)
     messages = [message for message in caplog.messages if message.startswith("embedded corpus: ")]
-    assert [message.split()[2] for message in messages[:4]] == [
-        "reading",
-        "training",
-        "tokenizing",
-        "tokenizing",
-    ]
-    assert "tokens in" in messages[4]
-    assert not any("\n" in message for message in messages)
+    steps = [message.split()[2] for message in messages[:4]]
+    assert steps == ["reading", "training", "tokenizing", "tokenizing"]
+    assert "tokens in" in messages[4] and not any("\n" in message for message in messages)
 
 
-def test_data_dir_that_cannot_be_written(small_corpus, tmp_path):
+def test_data_dir_that_cannot_be_used(small_corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
-        ),
-    ):
+    rule = r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
+    with pytest.raises(ValueError, match=rule):
         ensure_embedded_corpus(tmp_path / "file" / "data")
-
-
-def test_data_dir_without_space(small_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=199 * 10**6))
-    with pytest.raises(
-        ValueError,
-        match=r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space",
-    ):
+    rule = r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space"
+    with pytest.raises(ValueError, match=rule):
         ensure_embedded_corpus(tmp_path)
 
 

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import random
+import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -63,9 +65,8 @@ def test_text_is_prepared_once_and_found_again(place, caplog):
     assert train.tokenizer_fact("vocab_size") == tokenizer_vocab_size(used.tokenizer) <= 300
     assert used.tokenizer == str(Path(used.train_data).parent / "tokenizer")
     assert "40 files" in caplog.text and "held out for validation" in caplog.text
-    assert sorted(path.suffix for path in place.glob("data/*/*")) == sorted(
-        ["", ".json", *(".bin", ".idx", ".json") * 2]
-    ), "nothing is left of the work"
+    suffixes = sorted(path.suffix for path in place.glob("data/*/*"))
+    assert suffixes == sorted(["", ".json", *(".bin", ".idx", ".json") * 2]), "nothing is left of the work"
 
     made_at = Path(f"{used.train_data}.bin").stat().st_mtime_ns
     caplog.clear()
@@ -114,27 +115,14 @@ def test_every_document_ends_with_its_token(place):
 
 
 def test_an_interrupted_preparation_resumes(place, monkeypatch):
-    tokenize = preparation.tokenize_files
-
-    def killed(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preparation, "tokenize_files", killed)
-    with pytest.raises(KeyboardInterrupt):
-        with_prepared_text(settings())
-    (partial,) = place.glob("data/*.partial")
-    assert (partial / "tokenizer/tokenizer.json").exists() and not list(place.glob("data/*/text.json"))
-    monkeypatch.setattr(preparation, "tokenize_files", tokenize)
-
-    # what a full disk or a worker that was killed for memory leaves, too
-    def full(*arguments, **options):
-        raise Unfinished("tokenize: a worker process died")
-
-    monkeypatch.setattr(preparation, "tokenize_files", full)
-    with pytest.raises(ConfigError, match="a worker process died"):
-        with_prepared_text(settings())
-    assert (partial / "tokenizer/tokenizer.json").exists()
-    monkeypatch.setattr(preparation, "tokenize_files", tokenize)
+    # the latter is what a full disk or a worker that was killed for memory leaves
+    for error, seen in ((KeyboardInterrupt(), KeyboardInterrupt), (Unfinished("a worker died"), ConfigError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "tokenize_files", Mock(side_effect=error))
+            with pytest.raises(seen):
+                with_prepared_text(settings())
+        (partial,) = place.glob("data/*.partial")
+        assert (partial / "tokenizer/tokenizer.json").exists() and not list(place.glob("data/*/text.json"))
     (partial / "documents/manifest.json").write_text("{")  # damaged: it begins anew
     used = with_prepared_text(settings())
     assert TokenFiles(used.train_data).num_documents > 30 and not partial.exists()
@@ -208,9 +196,8 @@ def test_errors_of_held_out_documents_name_the_setting_of_the_text(place):
     lines = data_warnings(used.model_copy(update={"seq_len": 8, "train_iters": 1}))
     assert f"TRAIN_DATA={used.valid_data}: has one document: " in "".join(lines)
     # another text, which VALID_DATA names
-    used = with_prepared_text(
-        settings(**given | {"train_data": "text", "valid_data": "few.jsonl", "seq_len": 512})
-    )
+    other = given | {"train_data": "text", "valid_data": "few.jsonl", "seq_len": 512}
+    used = with_prepared_text(settings(**other))
     (line,) = data_problems(used)
     assert line.startswith(f"VALID_DATA={used.valid_data}: has ")
 
@@ -225,12 +212,10 @@ def tokenizer_of(place):
 
 def test_vocabulary_that_fits(place):
     assert fitting_vocab_size(settings()) == 512
-    with (place / "big.txt").open("wb") as file:
-        file.truncate(4_900_000)
-    assert fitting_vocab_size(settings(train_data="big.txt")) == 4096
-    with (place / "big.txt").open("wb") as file:
-        file.truncate(10**10)
-    assert fitting_vocab_size(settings(train_data="big.txt")) == 32768
+    for size, vocab_size in ((4_900_000, 4096), (10**10, 32768)):
+        with (place / "big.txt").open("wb") as file:
+            file.truncate(size)
+        assert fitting_vocab_size(settings(train_data="big.txt")) == vocab_size
     assert fitting_vocab_size(settings(train_data="a", split="9,1")) is None
 
 
@@ -265,8 +250,7 @@ def test_wrong_text_is_named_before_anything_is_written(name, place):
     if content is not None:
         (place / name).write_bytes(content)
     (line,) = text_problems(settings(train_data=name))
-    with pytest.raises(ConfigError, match=message):
-        raise ConfigError([line])
+    assert re.search(message, line)
     assert not (place / "data").exists()
 
 

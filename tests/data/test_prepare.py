@@ -1,6 +1,4 @@
-"""From a name to shuffled shards, by the command: the whole chain on small data, from a hub on 127.0.0.1 and
-from this machine.
-"""
+"""From a name to shuffled shards, by the command, on small data of a hub on 127.0.0.1 and of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -73,14 +72,8 @@ def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
     names = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
     for number, name in enumerate(names):
         write_fineweb_parquet(tmp_path / "hub" / name, num_documents=40 * (number + 1))
-    expected = Counter(
-        [
-            text
-            for number in range(3)
-            for _, text in islice(python_stdlib_documents(), 40 * (number + 1))
-            if text
-        ]
-    )
+    documents = [text for _, text in islice(python_stdlib_documents(), 120)]
+    expected = Counter(text for number in (40, 80, 120) for text in documents[:number] if text)
     data = tmp_path / "data"
     command = ["fineweb_edu_10bt", "--revision", "main", "--data_dir", str(data), "--nchunks", "4", *SMALL]
     with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
@@ -90,38 +83,24 @@ def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
         assert "3 files" in capsys.readouterr().out
         server.faults.append(Fault(cut_after=1000))
         assert main("prepare", command) == 0
-        server.requests.clear()
-        assert main("prepare", command) == 0
-        assert len(server.requests) <= 2
-        server.requests.clear()
-        assert main("prepare", [*command, "--dry-run"]) == 0
-        assert len(server.requests) <= 2
+        for flags in ([], ["--dry-run"]):
+            server.requests.clear()
+            assert main("prepare", [*command, *flags]) == 0
+            assert len(server.requests) <= 2
     chunks = data / "fineweb_edu_10bt"
-    assert sorted(path.name for path in chunks.glob("*.jsonl")) == [
-        f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)
-    ]
-    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= {
-        path.name for path in (chunks / "datatrove").iterdir()
-    }
+    made = sorted(path.name for path in chunks.glob("*.jsonl"))
+    assert made == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)]
+    made = {path.name for path in (chunks / "datatrove").iterdir()}
+    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= made
     shards = data / "fineweb_edu_10bt_shuffled"
     made = sorted(path.name for path in shards.glob("*.jsonl"))
-    assert made == [
-        *(f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)),
-        "fineweb_edu_10bt.val.jsonl",
-    ]
+    names = [f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)]
+    assert made == [*names, "fineweb_edu_10bt.val.jsonl"]
     assert texts(*chunks.glob("*.jsonl")) == texts(*shards.glob("*.jsonl")) == expected
     first = json.loads((chunks / "fineweb_edu_10bt.chunk.00000.jsonl").read_bytes().split(b"\n")[0])
     assert list(first) == ["text", "id", "metadata"]
-    assert list(first["metadata"]) == [
-        "dump",
-        "url",
-        "file_path",
-        "language",
-        "language_score",
-        "token_count",
-        "score",
-        "int_score",
-    ]
+    fields = ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
+    assert list(first["metadata"]) == fields
 
 
 def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys):
@@ -143,21 +122,9 @@ def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys
 
 def test_flags_reach_the_conversion(tmp_path):
     folder = local_folder(tmp_path)
-    write_jsonl(
-        folder / "2.jsonl", [{"text": "document 0 3 xxx", "id": "again", "score": 0.3}, {"text": None}]
-    )
-    flags = [
-        "--min-chars",
-        "15",
-        "--max-chars",
-        "30",
-        "--min-score",
-        "0.1",
-        "--dedup",
-        "--skip-bad",
-        "--tasks",
-        "2",
-    ]
+    again = {"text": "document 0 3 xxx", "id": "again", "score": 0.3}
+    write_jsonl(folder / "2.jsonl", [again, {"text": None}])
+    flags = shlex.split("--min-chars 15 --max-chars 30 --min-score 0.1 --dedup --skip-bad --tasks 2")
     assert main("prepare", [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 0
     manifest = json.loads((tmp_path / "data/pages/manifest.json").read_text())
     assert manifest["read"]["skipped"] == {"field 'text' is null, not a text": 1}
@@ -173,8 +140,8 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     assert main("prepare", command) == 1
     fix = (
         "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts such"
-        " lines and continues."
     )
+    fix += " lines and continues."
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
     assert main("prepare", [*command, "--skip-bad"]) == 0
     made = list((tmp_path / "data").rglob("manifest.json"))
@@ -196,10 +163,7 @@ def test_a_damaged_compressed_file_is_named_before_anything_is_made(tmp_path, ca
     path.write_bytes(packed)
     assert main("prepare", [str(path.parent), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.startswith(f"moe-exp data: {path}:")
-        and ": the compressed file is damaged or ends early (" in error
-    )
+    assert re.match(rf"moe-exp data: {path}:\d+: the compressed file is damaged or ends early \(", error)
     assert error.count("\n") == 1
     assert not (tmp_path / "data").exists()
 
@@ -228,20 +192,15 @@ def test_the_source_is_not_where_the_outputs_come(tmp_path, capsys, monkeypatch,
     before = {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
     assert main("prepare", [source, "--data-dir", data_dir, *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert re.match(r"moe-exp data: output=\S+: .*the input \S+", error) and error.endswith(
-        "Fix: another output folder.\n"
-    )
+    assert re.match(r"moe-exp data: output=\S+: .*the input \S+.* Fix: another output folder\.\n", error)
     assert before == {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
 
 
 def test_convert_refuses_an_input_or_benchmarks_in_its_output(tmp_path):
     made, other = (write_jsonl(tmp_path / name / "a.jsonl", [{"text": "a"}]) for name in ("out", "in"))
-    with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
-        convert([made], tmp_path / "out", ConvertSettings(), start_over=True)
-    with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
-        convert(
-            [other], tmp_path / "out", ConvertSettings(decontaminate=benchmarks_of(made)), start_over=True
-        )
+    for path, decontaminate in ((made, ()), (other, benchmarks_of(made))):
+        with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
+            convert([path], tmp_path / "out", ConvertSettings(decontaminate=decontaminate), start_over=True)
     assert made.is_file()
 
 
@@ -263,9 +222,8 @@ def test_python_stdlib(tmp_path):
     assert [(one["id"], one["text"]) for one in written] == list(python_stdlib_documents())
     before = path.stat()
     assert write_stdlib(tmp_path / "raw").stat() == before
-    assert (
-        main("prepare", ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]) == 0
-    )
+    command = ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]
+    assert main("prepare", command) == 0
     lines = (tmp_path / "data/python_stdlib/python_stdlib.chunk.00000.jsonl").read_bytes().split(b"\n")[:-1]
     assert [json.loads(line) for line in lines] == [one for one in written if one["text"]][:30]
 
@@ -274,10 +232,8 @@ def test_python_stdlib(tmp_path):
     ("flags", "message"),
     [
         (["--nchunks", "0"], "num_shards=0: must be at least 1. Fix: "),
-        (["--valid-fraction", "1.5"], "valid_fraction=1.5: must be"),
         (["--valid-fraction", "0"], "valid_fraction=0.0: must be between 0 and 1"),
         (["--valid-fraction", "1"], "valid_fraction=1.0: must be between 0 and 1"),
-        (["--valid-fraction", "-0.1"], "valid_fraction=-0.1: must be between 0 and 1"),
         (["--memory", "15MB"], "must be at least 16 MB. Fix: "),
         (["--tasks", "3"], "tasks=3: there are 2 input files"),
         (["--executor", "slurm"], "partition=: executor=slurm needs"),
@@ -286,10 +242,8 @@ def test_python_stdlib(tmp_path):
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_made(tmp_path, capsys, flags, message):
-    assert (
-        main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL, *flags])
-        == 1
-    )
+    command = [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL, *flags]
+    assert main("prepare", command) == 1
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -326,9 +280,8 @@ def test_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
 
 def test_script_of_a_checkout_lists_the_sources(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--list"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, str(SCRIPT), "--list"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "HuggingFaceFW/fineweb-edu" in done.stdout
     assert len(SCRIPT.read_text().splitlines()) < 60
@@ -338,25 +291,15 @@ def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch):
     cluster = Cluster(tmp_path / "queue")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     folder = local_folder(tmp_path, num_files=1)
-    command = [
-        str(folder),
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--memory",
-        "32MB",
-        "--executor",
-        "slurm",
-        "--partition",
-        "cpu",
-    ]
+    command = [str(folder), "--data-dir", str(tmp_path / "data"), "--memory", "32MB"]
+    command += ["--executor", "slurm", "--partition", "cpu"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command, "--start-over"])
     assert main("prepare") == UNDER_WAY
     assert main("prepare", command) == UNDER_WAY
     assert len(cluster.jobs()) == 3
     cluster.run()
-    assert (tmp_path / "data/pages_shuffled/manifest.json").is_file(), [
-        path.read_text() for path in cluster.folder.glob("*.out")
-    ]
+    told = [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert (tmp_path / "data/pages_shuffled/manifest.json").is_file(), told
     assert texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
     assert main("prepare", command) == 0
     assert len(cluster.jobs()) == 3

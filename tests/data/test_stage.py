@@ -30,10 +30,8 @@ def source(tmp_path):
 
 def make(output, source, content="made", *, settings=None, stop=False, is_folder=True, **options):
     """A step that appends to a file what it is given; returns (manifest, whether it was done before)."""
-    settings = settings or {"a": 1}
-    with run_stage(
-        "test", output, settings=settings, inputs=[source], is_folder=is_folder, **options
-    ) as stage:
+    options |= {"settings": settings or {"a": 1}, "inputs": [source], "is_folder": is_folder}
+    with run_stage("test", output, **options) as stage:
         if stage.was_done:
             return stage.manifest, True
         path = stage.folder / f"{output.name}.out"
@@ -43,6 +41,23 @@ def make(output, source, content="made", *, settings=None, stop=False, is_folder
             raise KeyboardInterrupt
         finish = stage.finish_folder if is_folder else stage.finish_files
         return finish([path], num_documents=7), False
+
+
+def begin(*given, **options):
+    """As `make`, interrupted."""
+    with pytest.raises(KeyboardInterrupt):
+        make(*given, stop=True, **options)
+
+
+def refused(rule, *given, **options):
+    with pytest.raises(ValueError, match=rule):
+        make(*given, **options)
+
+
+def run_other(output, source, **options):
+    """Another step with the same output."""
+    with run_stage("other", output, settings={"a": 1}, inputs=[source], **options):
+        pass
 
 
 def made_file(output, is_folder):
@@ -61,20 +76,16 @@ class TestBothKinds:
         assert not was_done and made_file(output, is_folder).read_text() == "made"
         assert {"stage": "test", "settings": {"a": 1}, "num_documents": 7}.items() <= manifest.items()
         assert manifest["inputs"] == [fingerprint(source)]
-        assert manifest["outputs"] == [
-            {"name": "out.out", "bytes": 4, "hash": xxhash.xxh3_128_hexdigest(b"made")}
-        ]
+        known = {"name": "out.out", "bytes": 4, "hash": xxhash.xxh3_128_hexdigest(b"made")}
+        assert manifest["outputs"] == [known]
         names = {path.name for path in output.parent.rglob("*") if not path.name.endswith(".lock")}
-        assert names == (
-            {"out", "manifest.json", "out.out"} if is_folder else {"out.manifest.json", "out.out"}
-        )
+        assert names == {"out.out", *(("out", "manifest.json") if is_folder else ("out.manifest.json",))}
         assert make(output, source, "more", is_folder=is_folder) == (manifest, True)
         assert made_file(output, is_folder).read_text() == "made"
 
     def test_goes_on_after_an_interruption(self, tmp_path, source, is_folder):
         output = tmp_path / "out"
-        with pytest.raises(KeyboardInterrupt):
-            make(output, source, "first ", stop=True, is_folder=is_folder)
+        begin(output, source, "first ", is_folder=is_folder)
         assert not made_file(output, is_folder).exists() and partial(output).exists()
         (partial(output) / "state.json.77.tmp").write_text("of a write_json that was killed")
         make(output, source, "second", is_folder=is_folder)
@@ -84,33 +95,23 @@ class TestBothKinds:
     @pytest.mark.parametrize("stop", [True, False])
     def test_refuses_other_settings_and_inputs(self, tmp_path, source, is_folder, stop):
         output, verb = tmp_path / "out", "was begun" if stop else "was made"
-        if stop:
-            with pytest.raises(KeyboardInterrupt):
-                make(output, source, stop=True, is_folder=is_folder)
-        else:
-            make(output, source, is_folder=is_folder)
-        fix = r"Fix: give --start-over to make it again, or choose another output\."
-        with pytest.raises(ValueError, match=rf"out: {verb} with a=1, now it is 2\. {fix}"):
-            make(output, source, settings={"a": 2}, is_folder=is_folder)
-        with pytest.raises(ValueError, match=rf"out: {verb} with b=None, now it is 3\. {fix}"):
-            make(output, source, settings={"a": 1, "b": 3}, is_folder=is_folder)
+        (begin if stop else make)(output, source, is_folder=is_folder)
+        for settings, rule in (({"a": 2}, "a=1, now it is 2"), ({"a": 1, "b": 3}, "b=None, now it is 3")):
+            rule = rf"out: {verb} with {rule}\. Fix: give --start-over to make it again, or choose another"
+            refused(rule, output, source, settings=settings, is_folder=is_folder)
         source.write_text("Input\n")
-        with pytest.raises(
-            ValueError, match=rf"out: {verb} from other inputs \(in.jsonl is not what it was\)\. {fix}"
-        ):
-            make(output, source, is_folder=is_folder)
+        rule = rf"out: {verb} from other inputs \(in.jsonl is not what it was\)"
+        refused(rule, output, source, is_folder=is_folder)
         source.write_text("input\n")
-        with (
-            pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. {fix}"),
-            run_stage("other", output, settings={"a": 1}, inputs=[source], is_folder=is_folder),
+        with pytest.raises(
+            ValueError, match=rf"out: {verb} by the step test, not other\. Fix: give --start-over"
         ):
-            pass
+            run_other(output, source, is_folder=is_folder)
 
     def test_start_over_keeps_the_old_until_the_new_is_complete(self, tmp_path, source, is_folder):
         output = tmp_path / "out"
         make(output, source, "old", is_folder=is_folder)
-        with pytest.raises(KeyboardInterrupt):
-            make(output, source, "new", settings={"a": 2}, start_over=True, stop=True, is_folder=is_folder)
+        begin(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "old"
         manifest, _ = make(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "new"
@@ -120,15 +121,19 @@ class TestBothKinds:
         output = tmp_path / "out"
         make(output, source, is_folder=is_folder)
         made_file(output, is_folder).write_text("mad")
-        with pytest.raises(
-            ValueError, match=r"out.out: has 3 bytes, its manifest.json says 4 bytes. Fix: give --start-over"
-        ):
-            make(output, source, is_folder=is_folder)
+        refused(
+            r"out.out: has 3 bytes, .* says 4 bytes. Fix: give --start-over",
+            output,
+            source,
+            is_folder=is_folder,
+        )
         made_file(output, is_folder).unlink()
-        with pytest.raises(
-            ValueError, match=r"out.out: is missing, its manifest.json says 4 bytes. Fix: give --start-over"
-        ):
-            make(output, source, is_folder=is_folder)
+        refused(
+            r"out.out: is missing, .* says 4 bytes. Fix: give --start-over",
+            output,
+            source,
+            is_folder=is_folder,
+        )
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"
 
@@ -140,9 +145,7 @@ class TestBothKinds:
         assert not partial(output).exists()
 
     def test_killed_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder):
-        """SIGKILL at every rename and removal of the publishing; what had a name before has content
-        afterwards.
-        """
+        """SIGKILL at every rename and removal: what had a name before has content afterwards."""
         code = f"""
 import os, shutil, signal
 from pathlib import Path
@@ -177,9 +180,8 @@ Path({str(tmp_path / "calls")!r}).write_text(str(calls))
             output = tmp_path / f"out{kill_at}"
             with pytest.raises(RankError, match="died with exit code -9"):
                 run(output, kill_at)
-            contents = [path.read_text() for path in tmp_path.glob(f"out{kill_at}*/*.out")] + [
-                path.read_text() for path in tmp_path.glob(f"out{kill_at}*.out")
-            ]
+            paths = [*tmp_path.glob(f"out{kill_at}*/*.out"), *tmp_path.glob(f"out{kill_at}*.out")]
+            contents = [path.read_text() for path in paths]
             assert {"old", "new"} & set(contents)  # one of them is there, whole
             make(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
             assert made_file(output, is_folder).read_text() == "new"
@@ -197,14 +199,10 @@ try:
 except ValueError as error:
     print(error)
 """
+    command = [sys.executable, "-c", code]
     with run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source]):
-        second = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert (
-            "out: another process is working on it. Fix: wait for it, or choose another output."
-            in second.stdout
-        )
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "out: another process is working on it. Fix: wait for it, or choose another" in second.stdout
     assert make(tmp_path / "out", source)[1] is False  # the lock is free again
 
 
@@ -212,26 +210,26 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
     output = tmp_path / "out"
     output.mkdir()
     (output / "precious").write_text("data")
+    rule = r"out: is there, without a manifest.json of this program. Fix: choose another folder"
     for start_over in (False, True):
-        with pytest.raises(
-            ValueError,
-            match=r"out: is there, without a manifest.json of this program. Fix: choose another folder",
-        ):
-            make(output, source, start_over=start_over)
+        refused(rule, output, source, start_over=start_over)
     assert (output / "precious").read_text() == "data"
     (output / "precious").unlink()
     make(output, source)  # an empty folder is one to fill
 
 
-def test_a_damaged_manifest_is_an_error_not_a_fresh_start(tmp_path, source):
-    make(tmp_path / "out", source)
-    (tmp_path / "out/manifest.json").write_text('{"stage": "te')
-    with pytest.raises(
-        ValueError, match=r"manifest.json: is damaged \(.*\). Fix: remove it, or give --start-over."
-    ):
-        make(tmp_path / "out", source)
-    make(tmp_path / "out", source, "new", start_over=True)
-    assert made_file(tmp_path / "out", True).read_text() == "new"
+def test_damage_is_an_error_not_a_fresh_start(tmp_path, source):
+    output, rule = tmp_path / "out", r"is damaged \(.*\). Fix: remove it, or give --start-over."
+    make(output, source)
+    (output / "manifest.json").write_text('{"stage": "te')
+    refused(rf"manifest.json: {rule}", output, source)
+    make(output, source, "new", start_over=True)
+    assert made_file(output, True).read_text() == "new"
+    begin(output, source, "half", settings={"a": 2}, start_over=True)
+    (partial(output) / "running.json").write_text("{")
+    refused(rf"running.json: {rule}", output, source)
+    make(output, source, "newer", settings={"a": 2}, start_over=True)
+    assert made_file(output, True).read_text() == "newer"
 
 
 def test_the_order_of_inputs_counts(tmp_path, source):
@@ -294,70 +292,45 @@ def test_hashes_that_are_known_are_not_made_again(tmp_path, source):
 def test_json_is_written_whole(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"é": 1})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
     assert json.loads(path.read_text(encoding="utf-8")) == {"é": 1}
-    assert list(tmp_path.glob("*.json")) == [path]
 
 
 def test_free_disk(tmp_path):
     folder = tmp_path / "not/there/yet"
     check_free_disk(folder, 1000, "the test")
-    with pytest.raises(
-        ValueError,
-        match=r"yet: has [\d.]+ [GT]B free, the test needs 1 EB. Fix: free some space, or choose",
-    ):
+    with pytest.raises(ValueError, match=r"yet: has [\d.]+ [GT]B free, the test needs 1 EB. Fix: free some"):
         check_free_disk(folder, 10**18, "the test")
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-class TestStartOver:
-    def test_goes_on_without_the_flag(self, tmp_path, source, is_folder):
-        output = tmp_path / "out"
-        make(output, source, "old", is_folder=is_folder)
-        for settings in ({"a": 1}, {"a": 2}):  # the same as before, and others
-            with pytest.raises(KeyboardInterrupt):
-                make(
-                    output,
-                    source,
-                    "half ",
-                    settings=settings,
-                    start_over=True,
-                    stop=True,
-                    is_folder=is_folder,
-                )
-            assert made_file(output, is_folder).exists()  # what was there stays until the new is complete
-            manifest, was_done = make(output, source, "whole", settings=settings, is_folder=is_folder)
-            assert not was_done and manifest["settings"] == settings
-            assert made_file(output, is_folder).read_text() == "half whole"
-            assert make(output, source, settings=settings, is_folder=is_folder)[1] is True
-
-    def test_with_the_flag_begins_anew(self, tmp_path, source, is_folder):
-        with pytest.raises(KeyboardInterrupt):
-            make(tmp_path / "out", source, "half ", start_over=True, stop=True, is_folder=is_folder)
-        make(tmp_path / "out", source, "whole", start_over=True, is_folder=is_folder)
-        assert made_file(tmp_path / "out", is_folder).read_text() == "whole"
-
-    def test_old_settings_find_the_old_output(self, tmp_path, source, is_folder):
-        output = tmp_path / "out"
-        make(output, source, "old", is_folder=is_folder)
-        with pytest.raises(KeyboardInterrupt):
-            make(output, source, settings={"a": 2}, start_over=True, stop=True, is_folder=is_folder)
-        assert make(output, source, is_folder=is_folder)[1] is True
-        with pytest.raises(ValueError, match="was made with a=1, now it is 3"):
-            make(output, source, settings={"a": 3}, is_folder=is_folder)
+def test_a_start_over_goes_on_without_the_flag(tmp_path, source, is_folder):
+    output = tmp_path / "out"
+    make(output, source, "old", is_folder=is_folder)
+    for settings in ({"a": 1}, {"a": 2}):  # the same as before, and others
+        begin(output, source, "half ", settings=settings, start_over=True, is_folder=is_folder)
+        assert made_file(output, is_folder).exists()  # what was there stays until the new is complete
+        manifest, was_done = make(output, source, "whole", settings=settings, is_folder=is_folder)
+        assert not was_done and manifest["settings"] == settings
+        assert made_file(output, is_folder).read_text() == "half whole"
+        assert make(output, source, settings=settings, is_folder=is_folder)[1] is True
+    begin(output, source, "half ", settings={"a": 3}, start_over=True, is_folder=is_folder)
+    assert make(output, source, settings={"a": 2}, is_folder=is_folder)[1] is True  # finds the old output
+    refused("was made with a=2, now it is 4", output, source, settings={"a": 4}, is_folder=is_folder)
+    # with the flag it begins anew
+    make(output, source, "whole", settings={"a": 3}, start_over=True, is_folder=is_folder)
+    assert made_file(output, is_folder).read_text() == "whole"
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
+    rule = r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over."
+    options = {"settings": {}, "inputs": [source], "is_folder": is_folder}
     with (
-        pytest.raises(
-            ValueError,
-            match=r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over.",
-        ),
-        run_stage("test", tmp_path / "out", settings={}, inputs=[source], is_folder=is_folder) as stage,
+        pytest.raises(ValueError, match=rule),
+        run_stage("test", tmp_path / "out", **options) as stage,
     ):
         source.write_text("inp\n")
         (stage.finish_folder if is_folder else stage.finish_files)([])
@@ -367,14 +340,8 @@ def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
 def test_files_of_others_are_left_alone(tmp_path, source):
     theirs = tmp_path / "out.bin"
     theirs.write_text("precious")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give"
-            r" --start"
-        ),
-    ):
-        make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",))
+    rule = r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give --start"
+    refused(rule, tmp_path / "out", source, is_folder=False, suffixes=(".bin",))
     assert theirs.read_text() == "precious" and not partial(tmp_path / "out").exists()
     make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",), start_over=True)
 
@@ -389,13 +356,10 @@ def test_an_output_that_is_a_link(tmp_path, source):
 
 
 def test_what_another_version_has_begun_is_not_resumed(tmp_path, source, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "out", source, stop=True)
+    begin(tmp_path / "out", source)
     monkeypatch.setattr(stage_module, "_FORMAT", stage_module._FORMAT + 1)
-    with pytest.raises(
-        ValueError, match=r"out: was begun by another version of moe_exp. Fix: give --start-over"
-    ):
-        make(tmp_path / "out", source)
+    rule = r"out: was begun by another version of moe_exp. Fix: give --start-over"
+    refused(rule, tmp_path / "out", source)
     make(tmp_path / "out", source, "new", start_over=True)
     assert make(tmp_path / "out", source)[1] is True  # what is finished is finished
 
@@ -407,37 +371,16 @@ def test_stale(tmp_path, source):
     assert not stage_module.is_stale(output, [source])
     source.write_text("other\n")
     assert stage_module.is_stale(output, [source])
-    with pytest.raises(KeyboardInterrupt):
-        make(output, source, start_over=True, stop=True)
+    begin(output, source, start_over=True)
     assert not stage_module.is_stale(output, [source])  # it has only to continue
 
 
 def test_another_step_is_never_replaced(tmp_path, source):
     make(tmp_path / "out", source, "precious")
-    with (
-        pytest.raises(
-            ValueError,
-            match=(
-                r"out: is the work of the step test, which other does not replace. Fix: choose another output"
-            ),
-        ),
-        run_stage("other", tmp_path / "out", settings={"a": 1}, inputs=[source], start_over=True),
-    ):
-        pass
+    rule = r"out: is the work of the step test, which other does not replace. Fix: choose another output"
+    with pytest.raises(ValueError, match=rule):
+        run_other(tmp_path / "out", source, start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "precious"
-
-
-def test_damage_of_what_was_begun_is_started_over(tmp_path, source):
-    make(tmp_path / "out", source, "old")
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "out", source, "half", settings={"a": 2}, start_over=True, stop=True)
-    (partial(tmp_path / "out") / "running.json").write_text("{")
-    with pytest.raises(
-        ValueError, match=r"running.json: is damaged \(.*\). Fix: remove it, or give --start-over."
-    ):
-        make(tmp_path / "out", source)
-    make(tmp_path / "out", source, "new", settings={"a": 2}, start_over=True)
-    assert made_file(tmp_path / "out", True).read_text() == "new"
 
 
 def test_killed_while_new_files_get_their_places(tmp_path, source, monkeypatch):

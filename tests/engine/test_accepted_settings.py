@@ -47,24 +47,10 @@ DRAWN = [
     for name in Config.model_fields
     if name not in FIXED and (name in VALUES or traits(Config, name).part in ("model", "experts", "layout"))
 ]
-ONE_RANK = {
-    "gpus_per_node": 1,
-    "tp": 1,
-    "pp": 1,
-    "ep": 1,
-    "etp": 1,
-    "cp": 1,
-    "vpp": None,
-    "pipeline_layers": "",
-}
-START = TINY | {
-    "num_layers": 4,
-    "num_experts": 4,
-    "gbsz": 16,
-    "gpus_per_node": 1,
-    "train_data": "tokens",
-    "eval_interval": 0,
-}
+ONE_RANK = dict.fromkeys(("gpus_per_node", "tp", "pp", "ep", "etp", "cp"), 1)
+ONE_RANK |= {"vpp": None, "pipeline_layers": ""}
+START = TINY | {"num_layers": 4, "num_experts": 4, "gbsz": 16, "gpus_per_node": 1}
+START |= {"train_data": "tokens", "eval_interval": 0}
 
 
 def values_of(name: str) -> tuple[Any, ...]:
@@ -120,9 +106,8 @@ def train_step(config: Config) -> None:
         optimizer = build_optimizer(config, model)
         build_scheduler(config, optimizer)
         train.set_megatron_hooks(model, optimizer)
-        job: Any = SimpleNamespace(
-            config=config, runtime=rank, trained=SimpleNamespace(model=model), eod_id=None
-        )
+        trained = SimpleNamespace(model=model)
+        job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
         ((total, num_counted), *_) = train.forward_backward(job, RandomTokens(config.seq_len, 100), 0, 1)
         assert math.isfinite(total / num_counted)
         optimizer.step()

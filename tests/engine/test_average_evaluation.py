@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import free_port, in_turn, run_on_ranks
-from moe_exp.config import load_config
 
 DECAY = 0.6
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,15 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2": {"gpus_per_node": 2, "cp": 2},
     "PP2_EP2, biased": {"gpus_per_node": 4, "pp": 2, "ep": 2, "router_bias_update_rate": 0.01},
 }
-
-
-def build(settings: dict[str, Any], port: int) -> tuple[Any, Any]:
-    from moe_exp import train
-    from moe_exp.engine import runtime
-
-    os.environ["MASTER_PORT"] = str(port)
-    config = load_config(settings, {})
-    return train.build(config, runtime.start(config))
 
 
 class Records:
@@ -55,12 +45,8 @@ def state_of(job: Any) -> dict[str, list[bytes]]:
 
     with parameters_in_sync(job.trained.model):
         weights = [parameter.detach() for chunk in job.trained.model for parameter in chunk.parameters()]
-    owned = [
-        value
-        for one in owned_state(job.trained.optimizer)
-        for name, value in one.values.items()
-        if name != "ema"
-    ]
+    states = [owned.values for owned in owned_state(job.trained.optimizer)]
+    owned = [value for values in states for name, value in values.items() if name != "ema"]
     found = {"weights": [one.float().numpy().tobytes() for one in weights]}
     found["optimizer"] = [one.numpy().tobytes() for one in owned]
     found["random"] = [rng_state(job.runtime).data[0]["cpu"].numpy().tobytes()]
@@ -69,12 +55,12 @@ def state_of(job: Any) -> dict[str, list[bytes]]:
 
 def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     """On one rank: some iterations with an evaluation after each second, and perhaps a save."""
+    from helpers.checkpoint.saving import save
     from moe_exp import train
-    from moe_exp.checkpoint.save import save
     from moe_exp.engine import runtime
     from moe_exp.training.interval import Interval
 
-    job, progress = build(settings, port)
+    job, progress = build_small(settings, port)
     interval, records, norms = Interval(job.config, job.runtime, job.trained.model), Records(), []
     # fp16 begins with steps that are skipped, until the loss scale fits
     for iteration in range(1, 30 if job.config.dtype == "fp16" else 6):
@@ -101,7 +87,7 @@ def validated(settings: dict[str, Any], port: int, folder: str) -> float:
         (Path(folder) / "done").touch()
     while not (Path(folder) / "done").exists():
         time.sleep(0.01)
-    job, progress = build(settings | {"load_dir": f"{folder}/mean"}, port)
+    job, progress = build_small(settings | {"load_dir": f"{folder}/mean"}, port)
     records = Records()
     train.validate(job, progress, records)
     runtime.stop()
@@ -115,22 +101,17 @@ def both_and_loaded(settings: dict[str, Any], ports: list[int], folder: str) -> 
     return plain, averaged, loss
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        name if name == "DP2, bf16, overlapped" else pytest.param(name, marks=pytest.mark.slow)
-        for name in LAYOUTS
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "DP2, bf16, overlapped"]
+
+
+@pytest.mark.parametrize("layout", ["DP2, bf16, overlapped", *SLOW])
 def test_evaluating_the_average_changes_nothing_of_training(layout, tmp_path):
     """To the bit: weights, moments, random streams, losses and gradients."""
     tokens = write_tokens(tmp_path)
     settings = small_settings(tmp_path, "plain", valid_data=str(tokens), eval_interval=1, eval_iters=2)
     settings |= LAYOUTS[layout] | {"lr": 0.01, "warmup_iters": 0}
-    ports = [free_port() for _ in range(3)]
-    found = run_on_ranks(
-        settings["gpus_per_node"], both_and_loaded, settings, ports, str(tmp_path / "saved"), join=False
-    )
+    num_ranks, ports, folder = settings["gpus_per_node"], [free_port() for _ in range(3)], tmp_path / "saved"
+    found = run_on_ranks(num_ranks, both_and_loaded, settings, ports, str(folder), join=False)
     for plain, averaged, loss in found:
         for name in ("weights", "optimizer", "random", "norms"):
             assert plain[name] == averaged[name], name

@@ -9,26 +9,23 @@ import torch
 
 from helpers.relative_error import relative_error
 from moe_exp.engine.averaged_weights import (
-    AVERAGE,
     allocate_average,
     averaged_weights,
     restart_average,
     update_average,
 )
+from moe_exp.engine.optimizer_classes import AVERAGE
 
 
 def an_optimizer(*weights: torch.Tensor) -> SimpleNamespace:
     """Two parts of Megatron's chain, and a stage without experts."""
     found = [torch.optim.SGD([torch.nn.Parameter(one)]) for one in weights]
-    parts = [
-        SimpleNamespace(is_stub_optimizer=False, optimizer=one, param_groups=one.param_groups)
-        for one in found
-    ]
+    parts = [SimpleNamespace(is_stub_optimizer=False, optimizer=one) for one in found]
     return SimpleNamespace(chained_optimizers=[*parts, SimpleNamespace(is_stub_optimizer=True)])
 
 
 def weights_of(optimizer):
-    return [part.param_groups[0]["params"][0] for part in optimizer.chained_optimizers[:-1]]
+    return [part.optimizer.param_groups[0]["params"][0] for part in optimizer.chained_optimizers[:-1]]
 
 
 def averages_of(optimizer):

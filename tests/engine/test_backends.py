@@ -17,6 +17,7 @@ TINY = {
     **SMALL, "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,
     "num_heads": 2, "num_query_groups": 2, "seq_len": 12, "vocab_size": 500, "num_experts": 4,
 }  # fmt: skip
+SEQ_AUX_LOSS = {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.01"}
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,7 @@ TINY = {
     [
         ({}, ""),
         ({"use_moe": False}, ""),
-        (
-            {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.01"},
-            "seq_aux_loss or l1 or entropy needs the scores of all experts",
-        ),
+        (SEQ_AUX_LOSS, "seq_aux_loss or l1 or entropy needs the scores of all experts"),
         ({"force_routing": "balanced"}, "it has top-k alone, not balanced"),
         ({"router_dtype": "fp64"}, "it computes in fp32, not in fp64"),
     ],
@@ -39,10 +37,8 @@ def test_the_row_on_routing_is_that_of_the_settings(monkeypatch, settings, route
     name, reason = backends_of(load_config(TINY | settings, {}), "cuda")["routing"]
     assert name == "triton"
     assert reason.partition("the router itself in torch: ")[2] == router_in_torch
-    assert (
-        backends_of(load_config(TINY | settings | {"routing_kernels": "off"}, {}), "cuda")["routing"][0]
-        == "torch"
-    )
+    without = load_config(TINY | settings | {"routing_kernels": "off"}, {})
+    assert backends_of(without, "cuda")["routing"][0] == "torch"
 
 
 @pytest.mark.parametrize(
@@ -70,10 +66,7 @@ def test_experts_whose_kernels_are_wrong_have_another_backend():
 
 def test_experts_with_biases_may_take_the_kernels():
     config = load_config(TINY | {"add_bias_linear": True, "expert_backend": "triton"}, {})
-    assert backends_of(config, "cpu")["grouped GEMM"] == (
-        "triton",
-        "asked for by EXPERT_BACKEND; on a CPU the same in plain torch",
-    )
+    assert backends_of(config, "cpu")["grouped GEMM"][0] == "triton"
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch):
@@ -85,12 +78,9 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore of it")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(ValueError, match=r"^CUDA: this host has 8 GPUs") as raised:
+    rule = r"^CUDA: this host has 8 GPUs.* too old \(found version 12040\)\. Fix: .*\(CUDA 12\.4\)"
+    with pytest.raises(ValueError, match=rule):
         runtime._device(load_config(TINY, {}), 0)
-    assert str(raised.value).endswith(
-        "cannot use them: The NVIDIA driver on your system is too old (found version 12040). Fix: install a"
-        " build of torch for this driver (CUDA 12.4), or set CUDA_VISIBLE_DEVICES= to run on the CPU."
-    )
 
 
 @pytest.mark.parametrize(

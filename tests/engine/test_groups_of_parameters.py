@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoint.legs import MODEL, Leg, build_job, run_legs, write_data
+from helpers.checkpoint.legs import MODEL, Leg, run_legs, start_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.naming import logical_tensors
@@ -85,12 +85,9 @@ def after_three_steps(folder: Path, layouts: dict[str, dict[str, Any]], **settin
         "adam_eps": 1e-5, "lr_groups": GROUPS, **settings,
     }  # fmt: skip
     for num_ranks in (1, 2):
+        before = {0: folder / "start"} if num_ranks == 1 else {}
         legs = [
-            Leg(
-                settings | layout,
-                steps=3,
-                saves={3: folder / name} | ({} if num_ranks > 1 else {0: folder / "start"}),
-            )
+            Leg(settings | layout, steps=3, saves={3: folder / name, **before})
             for name, layout in layouts.items()
             if layout["gpus_per_node"] == num_ranks
         ]
@@ -104,22 +101,18 @@ def after_three_steps(folder: Path, layouts: dict[str, dict[str, Any]], **settin
     }
 
 
+SLOW = [
+    ({}, ["TP 2", "EP 2"]),
+    ({"optimizer": "sgd", "lr": 0.5}, ["TP 2", "PP 2", "EP 2"]),
+    ({"optimizer": "muon", "distributed_optimizer": False}, ["TP 2", "PP 2", "EP 2"]),
+    ({"tie_embeddings": True}, ["PP 2"]),
+    ({"distributed_optimizer": False, "first_k_dense": 1}, ["PP 2", "EP 2"]),
+]
+
+
 @pytest.mark.parametrize(
     ("settings", "names"),
-    [
-        ({}, ["PP 2"]),
-        pytest.param({}, ["TP 2", "EP 2"], marks=pytest.mark.slow),
-        pytest.param({"optimizer": "sgd", "lr": 0.5}, ["TP 2", "PP 2", "EP 2"], marks=pytest.mark.slow),
-        pytest.param(
-            {"optimizer": "muon", "distributed_optimizer": False},
-            ["TP 2", "PP 2", "EP 2"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"tie_embeddings": True}, ["PP 2"], marks=pytest.mark.slow),
-        pytest.param(
-            {"distributed_optimizer": False, "first_k_dense": 1}, ["PP 2", "EP 2"], marks=pytest.mark.slow
-        ),
-    ],
+    [({}, ["PP 2"]), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     ids=["adam PP", "adam", "sgd", "muon", "tied", "not distributed"],
 )
 def test_weights_are_the_same_in_every_layout(settings, names, tmp_path):
@@ -145,30 +138,22 @@ def _update(settings: dict[str, Any], port: int) -> dict[str, tuple[Tensor, Tens
     from moe_exp.engine.optimizer_setup import parameter_names
     from moe_exp.training.interval import Interval
 
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
-    job = build_job(config, rank)
+    job = start_job(settings, port)
     names, parameters = parameter_names(job.trained.model), list(job.trained.model[0].parameters())
     before = [parameter.detach().double() for parameter in parameters]
-    train.train_step(job, Progress(), Interval(config, rank, job.trained.model), count_zeros=False)
+    interval = Interval(job.config, job.runtime, job.trained.model)
+    train.train_step(job, Progress(), interval, count_zeros=False)
     runtime.stop()
-    return {
-        names[id(parameter)]: (start, parameter.detach().double() - start)
-        for parameter, start in zip(parameters, before, strict=True)
-    }
+    pairs = zip(parameters, before, strict=True)
+    return {names[id(p)]: (start, p.detach().double() - start) for p, start in pairs}
 
 
 def test_weight_decay_by_group(tmp_path):
     """In the first step, decay adds -rate * WEIGHT_DECAY * weight to the update: of its group, and with any
     optimizer.
     """
-    settings = ONE | {
-        "train_data": str(write_data(tmp_path)),
-        "lr": 0.5,
-        "min_lr": 0.5,
-        "distributed_optimizer": False,
-    }
+    settings = ONE | {"train_data": str(write_data(tmp_path)), "lr": 0.5, "min_lr": 0.5}
+    settings["distributed_optimizer"] = False
     settings["lr_groups"] = "*.router.*:wd=0;*.experts.*:wd=3,lr=0.5;*linear_proj*:lr=2"
     optimizers = ("adam", "sgd", "muon")
     jobs = [
@@ -192,35 +177,27 @@ def test_weight_decay_by_group(tmp_path):
 
 def wrong_groups(settings: dict[str, Any], port: int) -> list[list[str]]:
     """Problems of sound groups, and of those whose learning rate, and then whose decay, is another one."""
-    from moe_exp.engine import runtime
     from moe_exp.training.replica_checks import replica_problems
 
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job = build_job(config, runtime.start(config))
-    found = [replica_problems(config, job.runtime, job.trained)]
-    groups = job.trained.optimizer.param_groups
-    (routers,) = [group for group in groups if group["params"] and group["max_lr"] == 4 * config.lr]
-    for key, value in (("max_lr", config.lr), ("wd_mult", 1.0)):
-        before, routers[key] = routers[key], value
-        found.append(replica_problems(config, job.runtime, job.trained))
-        routers[key] = before
+    job = start_job(settings, port)
+    groups, lr = job.trained.optimizer.param_groups, job.config.lr
+    (routers,) = [group for group in groups if group["params"] and group["max_lr"] == 4 * lr]
+    found = []
+    for changes in ({}, {"max_lr": lr}, {"wd_mult": 1.0}):
+        before = dict(routers)
+        routers.update(changes)
+        found.append(replica_problems(job.config, job.runtime, job.trained))
+        routers.update(before)
     return [[line.replace(job.runtime.host, "HOST") for line in lines] for lines in found]
 
 
 def test_groups_that_are_not_those_of_the_settings_are_found(tmp_path):
-    settings = ONE | {
-        "train_data": str(write_data(tmp_path)),
-        "lr": 1e-3,
-        "lr_groups": "*.router.*:lr=4,wd=0",
-    }
+    settings = ONE | {"train_data": str(write_data(tmp_path)), "lr": 1e-3}
+    settings["lr_groups"] = "*.router.*:lr=4,wd=0"
     (found,) = run_on_ranks(1, wrong_groups, settings, free_port(), join=False)
     sound, rates, decays = found
     routers = [f"decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1)]
     assert sound == []
-    assert rates == [
-        f"optimizer: {name} has a schedule from 0.001 instead of 0.004, on rank 0 (HOST)" for name in routers
-    ]
-    assert decays == [
-        f"optimizer: {name} has 1 times WEIGHT_DECAY instead of 0 times, on rank 0 (HOST)" for name in routers
-    ]
+    line = "optimizer: %s has %s, on rank 0 (HOST)"
+    assert rates == [line % (name, "a schedule from 0.001 instead of 0.004") for name in routers]
+    assert decays == [line % (name, "1 times WEIGHT_DECAY instead of 0 times") for name in routers]

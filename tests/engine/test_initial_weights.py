@@ -24,80 +24,41 @@ MODEL = {
     **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
     "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 8, "mbsz": 1, "gbsz": 8,
 }  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 18, "qk_head_dim": 10, "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 14, "qk_norm": True,
+}  # fmt: skip
+LAYER_NORM = {"normalization": "LayerNorm"}
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "moe": {"moe_ffn_hidden_size": 40},
-    "moe_gelu_tied": {
-        "activation": "gelu",
-        "tie_embeddings": True,
-        "head_dim": 12,
-        "init_distribution": "truncated_normal",
-    },
-    "moe_shared": {
-        "shared_expert_size": 24,
-        "shared_expert_gate": True,
-        "moe_layer_freq": "0,1,0,1",
-        "qk_norm": True,
-        "normalization": "LayerNorm",
-    },
+    "moe_gelu_tied": {"activation": "gelu", "tie_embeddings": True, "head_dim": 12}
+    | {"init_distribution": "truncated_normal"},
+    "moe_shared": {"shared_expert_size": 24, "shared_expert_gate": True, "moe_layer_freq": "0,1,0,1"}
+    | {"qk_norm": True, **LAYER_NORM},
     "moe_biased": {"add_bias_linear": True, "activation": "squared_relu", "moe_latent_size": 20},
     "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
-    "dense_biased": {
-        "use_moe": False,
-        "add_bias_linear": True,
-        "normalization": "LayerNorm",
-        "activation": "gelu",
-        "qk_norm": True,
-    },
-    "latent": {
-        "multi_latent_attention": True,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 18,
-        "qk_head_dim": 10,
-        "qk_pos_emb_head_dim": 6,
-        "v_head_dim": 14,
-        "qk_norm": True,
-        "num_query_groups": 1,
-        "first_k_dense": 1,
-    },
-    "latent_queries_whole": {
-        "multi_latent_attention": True,
-        "kv_lora_rank": 18,
-        "qk_head_dim": 10,
-        "qk_pos_emb_head_dim": 6,
-        "v_head_dim": 14,
-        "qk_norm": True,
-        "normalization": "LayerNorm",
-        "use_moe": False,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4,
-        "add_bias_linear": True,
-    },
-    "dense_qkv_biased": {
-        "use_moe": False,
-        "qkv_bias": True,
-        "rope_scaling": "yarn",
-        "rope_scaling_factor": 4,
-    },
+    "dense_biased": {"use_moe": False, "add_bias_linear": True, "activation": "gelu", "qk_norm": True}
+    | LAYER_NORM,
+    "latent": {**LATENT, "q_lora_rank": 12, "num_query_groups": 1, "first_k_dense": 1},
+    "latent_queries_whole": {**LATENT, **LAYER_NORM, **YARN, "use_moe": False, "add_bias_linear": True},
+    "dense_qkv_biased": {**YARN, "use_moe": False, "qkv_bias": True},
     "dense_tied": {"use_moe": False, "tie_embeddings": True},
 }
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {
-        "tp2": {"tp": 2},
-        "pp2_vpp2": {"pp": 2, "vpp": 2},
-        "ep2": {"ep": 2},
+        "tp2": {"tp": 2}, "pp2_vpp2": {"pp": 2, "vpp": 2}, "ep2": {"ep": 2},
         "pp2_first1": {"pp": 2, "first_stage_layers": 1},
     },
     3: {"pp3_last2": {"pp": 3, "last_stage_layers": 2}},
     4: {
-        "ep4": {"ep": 4},
-        "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
-        "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2},
-        "ep2_etp2": {"ep": 2, "etp": 2},
+        "ep4": {"ep": 4}, "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
+        "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2}, "ep2_etp2": {"ep": 2, "etp": 2},
         "tp2_cp2": {"tp": 2, "cp": 2},
     },
-}
+}  # fmt: skip
 # Of attention, and biases; every layout is one of the others.
 ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased"}
 ATTENTION |= {"moe_biased", "dense_biased"}
@@ -137,33 +98,24 @@ def _build(models: list[dict[str, Any]], port: int) -> list[dict[str, Any]]:
 def _build_one(config: Any, rank: Any) -> dict[str, Any]:
     from moe_exp.engine.model import build_chunk, transformer_config
 
-    chunks = [
-        build_chunk(config, transformer_config(config), rank, stage) for stage in range(config.vpp or 1)
-    ]
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    sizes = {
-        is_expert: sum(p.numel() for p in parameters if is_expert != getattr(p, "allreduce", True))
-        for is_expert in (False, True)
-    }
+    settings, stages = transformer_config(config), range(config.vpp or 1)
+    chunks = [build_chunk(config, settings, rank, stage) for stage in stages]
+    sizes = {"dense": 0, "expert": 0}
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        sizes["dense" if getattr(parameter, "allreduce", True) else "expert"] += parameter.numel()
     pieces = [piece for chunk in chunks for piece in _pieces(chunk, rank.groups, tied=config.tie_embeddings)]
-    return {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, "dense": sizes[False], "expert": sizes[True]}
+    return {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, **sizes}
 
 
 def _pieces(chunk: Any, groups: Any, *, tied: bool) -> Pieces:
     pieces = []
     for name, parameter in chunk.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-        whole_name, value = ".".join(parts), parameter.detach().clone()
+        whole_name, value = initial_weights.global_name(chunk, name), parameter.detach().clone()
         if tied and whole_name == "output_layer.weight":
             whole_name = "embedding.word_embeddings.weight"
         if ".mlp.experts." in name:
-            first = groups.ep.rank() * len(value)
-            pieces += [
-                (f"{whole_name}.{first + index}", groups.expt_tp.rank(), expert)
-                for index, expert in enumerate(value)
-            ]
+            for number, expert in enumerate(value, start=groups.ep.rank() * len(value)):
+                pieces.append((f"{whole_name}.{number}", groups.expt_tp.rank(), expert))
         else:
             pieces.append((whole_name, groups.tp.rank(), value))
     return pieces
@@ -175,9 +127,8 @@ def assemble(pieces: Pieces, full: dict[str, Tensor], *, gated: bool) -> dict[st
     """
     by_name: dict[str, dict[int, Tensor]] = {}
     for name, rank, value in pieces:
-        assert torch.equal(by_name.setdefault(name, {}).setdefault(rank, value), value), (
-            f"{name}: copies differ"
-        )
+        other = by_name.setdefault(name, {}).setdefault(rank, value)
+        assert torch.equal(other, value), f"{name}: copies differ"
     return {
         name: _whole(name, [parts[rank] for rank in sorted(parts)], full[name].shape, gated=gated)
         for name, parts in by_name.items()
@@ -203,20 +154,13 @@ def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
 
     @cache
     def all_of(num_ranks: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
-        found = {}
-        variants = {
-            layout: [variant for variant, ranks, of in CASES if (ranks, of) == (num_ranks, layout)]
-            for layout in LAYOUTS[num_ranks]
-        }
-        jobs = [
-            ([settings_of(variant, num_ranks, layout) for variant in names], free_port())
-            for layout, names in variants.items()
-        ]
+        jobs, places = [], {}
+        for job, layout in enumerate(LAYOUTS[num_ranks]):
+            names = [variant for variant, ranks, of in CASES if (ranks, of) == (num_ranks, layout)]
+            jobs.append(([settings_of(variant, num_ranks, layout) for variant in names], free_port()))
+            places |= {(variant, layout): (job, place) for place, variant in enumerate(names)}
         by_rank = run_on_ranks(num_ranks, build_all, jobs, join=False, timeout=240)
-        for job, (layout, names) in enumerate(variants.items()):
-            for place, variant in enumerate(names):
-                found[variant, layout] = [results[job][place] for results in by_rank]
-        return found
+        return {key: [found[job][place] for found in by_rank] for key, (job, place) in places.items()}
 
     return lambda variant, num_ranks, layout: all_of(num_ranks)[variant, layout]
 
@@ -244,9 +188,8 @@ def test_mup_scales_them():
     """
     settings = settings_of("moe_shared", 1, "one")
     mup = {"parametrization": "mup", "mup_base_hidden_size": 8}
-    ((plain, scaled),) = run_on_ranks(1, build_all, [([settings, settings | mup], free_port())], join=False)[
-        0
-    ]
+    jobs = [([settings, settings | mup], free_port())]
+    (((plain, scaled),),) = run_on_ranks(1, build_all, jobs, join=False)
     for (name, _, one), (_, _, other) in zip(plain["pieces"], scaled["pieces"], strict=True):
         factor = 0.25 if "output_layer" in name else 1.0 if "embedding" in name or one.dim() == 1 else 0.5
         torch.testing.assert_close(other, one * factor, rtol=1e-6, atol=0)
@@ -271,9 +214,8 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
     for name, value in matrices.items():
         to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2", "fc2_latent"))
         few = 4 / math.sqrt(value.numel())  # the gate of the shared expert has 32 values
-        assert value.std().item() == pytest.approx(
-            0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)
-        ), name
+        std = 0.02 / math.sqrt(8) if to_residual else 0.02
+        assert value.std().item() == pytest.approx(std, rel=max(0.15, few)), name
         assert abs(value.mean().item()) < max(0.2, few) * value.std().item(), name
     assert len({value.sum().item() for value in matrices.values()}) == len(matrices)
     for name, value in weights.items():
@@ -283,15 +225,8 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
 
 def test_what_each_rank_has_as_a_whole_is_no_part():
     """Transformer Engine marks such weights as parts, too."""
-    linears = {}
-    for mode in (None, "column"):
-        linears[mode] = torch.nn.Linear(4, 4)
-        linears[mode].parallel_mode = mode
-        for parameter in linears[mode].parameters():
-            parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-    for linear in linears.values():
-        if linear.parallel_mode is None:
-            initial_weights._mark_whole(linear)
-    marks = {mode: linear.weight.partition_dim for mode, linear in linears.items()}
-    assert marks == {None: -1, "column": 0}
-    assert not linears[None].bias.tensor_model_parallel
+    linear = torch.nn.Linear(4, 4)
+    for parameter in linear.parameters():
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    initial_weights._mark_whole(linear)
+    assert linear.weight.partition_dim == -1 and not linear.bias.tensor_model_parallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ pytest.importorskip("triton")
 from helpers.checkpoint.small_job import build_small, records, small_settings, write_tokens
 from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp import train
-from moe_exp.config import ConfigError, load_config
-from moe_exp.engine import kernel_checks, runtime
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.engine import backends, kernel_checks, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
 from moe_exp.layers.kernel_choice import KernelFailure
@@ -29,6 +30,7 @@ from moe_exp.layers.kernels import (
     up_projection,
     weight_grad,
 )
+from moe_exp.layers.megatron import moe_parts
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -45,12 +47,8 @@ def pretend(broken_rank: int | None) -> list[str]:
     """On a rank: auto is what it is on a GPU, and a kernel is wrong on one of the ranks. Returns a list that
     gets all warnings.
     """
-    for place in (
-        "moe_exp.engine.kernel_checks",
-        "moe_exp.layers.megatron.moe_parts",
-        "moe_exp.engine.backends",
-    ):
-        vars(__import__(place, fromlist=["choose_backend"]))["choose_backend"] = as_on_a_gpu
+    for place in (kernel_checks, moe_parts, backends):
+        place.choose_backend = as_on_a_gpu
     kernel = grouped_matmul._kernel.fn
     run = kernel.run
     if int(os.environ["RANK"]) == broken_rank:
@@ -134,21 +132,17 @@ def test_auto_continues_on_another_backend_with_a_warning_and_an_event(settings,
 def test_a_backend_that_was_named_ends_the_start(settings):
     with pytest.raises(RankError) as raised:
         run_on_ranks(1, built, settings | {"expert_backend": "triton"}, 0, free_port(), join=False)
-    error = raised.value.error
-    assert isinstance(error, ConfigError)
-    (line,) = error.problems
-    assert line.startswith(
-        "EXPERT_BACKEND=triton: the self-test of its kernels has failed: kernel grouped_matmul ("
-    )
+    (line,) = raised.value.error.problems
+    rule = "the self-test of its kernels has failed: kernel grouped_matmul ("
+    assert line.startswith(f"EXPERT_BACKEND=triton: {rule}")
     assert line.endswith("; and 1 more. Fix: set EXPERT_BACKEND=auto.") and "\n" not in line
 
 
 @pytest.mark.parametrize("broken_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_change_together(settings, broken_rank):
     two = settings | {"gpus_per_node": 2, "ep": 2}
-    first, second = run_on_ranks(2, built, two, broken_rank, free_port(), join=False)
-    for backends, warnings in (first, second):
-        assert backends == {"loop"}
+    for found, warnings in run_on_ranks(2, built, two, broken_rank, free_port(), join=False):
+        assert found == {"loop"}
         assert len(warnings) == 2
         assert all(f"(rank {broken_rank}, " in warning for warning in warnings)
 
@@ -185,44 +179,37 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
     assert record.getMessage().startswith("some kernels are not tuned, as memory is full: OutOfMemoryError")
 
 
+RANK: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, host="here")
+
+
+def small(**settings: Any) -> Config:
+    return load_config({"preset": "cpu", "gpus_per_node": 1} | settings, {})
+
+
 def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
     """As in a CPU's default start."""
-    config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
-    rank: Any = type("Rank", (), {"device": torch.device("cpu")})
     monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: pytest.fail("a kernel is run"))
-    assert kernel_checks.check_run(config, rank) == []
+    assert kernel_checks.check_run(small(), RANK) == []
     monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)  # not interpreted: the twins run
-    named = load_config({"preset": "cpu", "gpus_per_node": 1, "expert_backend": "triton"}, {})
-    assert kernel_checks.check_run(named, rank) == []
+    assert kernel_checks.check_run(small(expert_backend="triton"), RANK) == []
 
 
 @pytest.mark.parametrize(("part", "backend"), [("routing", "torch"), ("cross entropy", "megatron")])
 def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
-    config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
-    rank: Any = type("Rank", (), {"device": torch.device("cpu"), "rank": 0, "host": "here"})
-    wrong: Any = type("Check", (), {"problem": "wrong", "line": lambda self, device: "a kernel is wrong"})
+    wrong = SimpleNamespace(problem="wrong", line=lambda device: "a kernel is wrong")
     monkeypatch.setattr(kernel_checks, "parts_with_kernels", lambda *args: ["experts", part])
     monkeypatch.setattr(kernel_checks, "can_check", lambda device: True)
-    monkeypatch.setattr(
-        kernel_checks, "check_kernels", lambda other, *args: [wrong()] if other == part else []
-    )
-    assert kernel_checks.check_run(config, rank) == [KernelFailure(part, ["a kernel is wrong"], backend)]
-
-
-def test_a_loss_that_was_named_ends_the_start():
-    config = load_config({"preset": "cpu", "gpus_per_node": 1, "cross_entropy": "triton"}, {})
-    with pytest.raises(ConfigError) as raised:
-        kernel_checks._without_kernels(config, torch.device("cpu"), "cross entropy", ["a kernel is wrong"])
-    (line,) = raised.value.problems
-    rule = "the self-test of its kernels has failed: a kernel is wrong"
-    assert line == f"CROSS_ENTROPY=triton: {rule}. Fix: set CROSS_ENTROPY=auto."
+    monkeypatch.setattr(kernel_checks, "check_kernels", lambda other, *_: [wrong] if other == part else [])
+    assert kernel_checks.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
+    if part == "cross entropy":  # named, it ends the start
+        with pytest.raises(ConfigError, match=r"CROSS_ENTROPY=triton: .*\. Fix: set CROSS_ENTROPY=auto\."):
+            kernel_checks.check_run(small(cross_entropy="triton"), RANK)
 
 
 def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda: "")
-    settings = {"preset": "cpu", "gpus_per_node": 1, "use_moe": False}
     for loss, found in (("auto", {"cuda"}), ("triton", {"cuda", "cpu"}), ("megatron", set())):
-        config = load_config(settings | {"cross_entropy": loss}, {})
+        config = small(use_moe=False, cross_entropy=loss)
         for kind in ("cuda", "cpu"):
             parts = kernel_checks.parts_with_kernels(config, torch.device(kind))
             assert parts == ["cross entropy"] * (kind in found), (loss, kind)
@@ -232,10 +219,7 @@ def test_a_margin_leaves_a_multiprocessor(monkeypatch):
     """The interpreter has two."""
     monkeypatch.setattr(launch, "_num_free_processors", 0)
     monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: [])
-    rank: Any = type("Rank", (), {"device": torch.device("cpu")})
-    settings = {"preset": "cpu", "gpus_per_node": 1, "expert_backend": "triton"}
-    assert kernel_checks.check_run(load_config(settings | {"moe_sm_margin": 1}, {}), rank) == []
+    assert kernel_checks.check_run(small(expert_backend="triton", moe_sm_margin=1), RANK) == []
     assert launch._num_free_processors == 1
-    line = r"MOE_SM_MARGIN=2: the device has 2 multiprocessors, and the GEMMs need one\. Fix: set at most 1\."
-    with pytest.raises(ConfigError, match=line):
-        kernel_checks.check_run(load_config(settings | {"moe_sm_margin": 2}, {}), rank)
+    with pytest.raises(ConfigError, match=r"MOE_SM_MARGIN=2: the device has 2 .*\. Fix: set at most 1\."):
+        kernel_checks.check_run(small(expert_backend="triton", moe_sm_margin=2), RANK)

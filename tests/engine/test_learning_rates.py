@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoint.legs import MODEL, build_job, write_data
+from helpers.checkpoint.legs import MODEL, start_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.relative_error import relative_error
-from moe_exp.config import load_config
 from moe_exp.config.parametrization import KINDS, kind_of
 
 # Without momentum, decay and clipping an update is the gradient times the learning rate.
@@ -24,7 +21,7 @@ SGD: dict[str, Any] = {
 MULTIPLES = {"router_lr_mult": 0.25, "expert_lr_mult": 4.0}
 
 
-def test_factors_of_mup_are_in_the_optimizer(tmp_path: Path):
+def test_factors_of_mup_are_in_the_optimizer(tmp_path):
     """LR and weight decay of every parameter; without it both are those of the run."""
     settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "shared_expert_size": 24}
     settings |= {"shared_expert_gate": True, "distributed_optimizer": False, "router_lr_mult": 0.5}
@@ -34,33 +31,21 @@ def test_factors_of_mup_are_in_the_optimizer(tmp_path: Path):
     assert kinds == set(KINDS)
     for name, (rate, decay) in found.items():
         if "norm" in name or "word_embeddings" in name:
-            assert (rate, decay) == (1.0, 0.0 if "norm" in name else 1.0), name
+            expected = (1.0, 0.0 if "norm" in name else 1.0)
         else:
-            assert (rate, decay) == (
-                pytest.approx(0.125 if ".router." in name else 0.25),
-                pytest.approx(4.0),
-            ), name
+            expected = (0.125 if ".router." in name else 0.25, 4.0)
+        assert (rate, decay) == pytest.approx(expected), name
 
 
 def rates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[float, float]]:
     """Learning rate and weight decay of each parameter, over those of the run."""
-    from moe_exp.engine import runtime
-
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job = build_job(config, runtime.start(config))
-    groups = {
-        id(parameter): (group["max_lr"] / config.lr, group["wd_mult"])
-        for group in job.trained.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    assert all(
-        group["min_lr"] * config.lr == pytest.approx(group["max_lr"] * config.min_lr)
-        for group in job.trained.optimizer.param_groups
-    )
-    return {
-        name.removeprefix("module."): groups[id(one)] for name, one in job.trained.model[0].named_parameters()
-    }
+    job, found = start_job(settings, port), {}
+    for group in job.trained.optimizer.param_groups:
+        rate = group["max_lr"] / job.config.lr
+        assert group["min_lr"] == pytest.approx(rate * job.config.min_lr)
+        found |= {id(parameter): (rate, group["wd_mult"]) for parameter in group["params"]}
+    named = job.trained.model[0].named_parameters()
+    return {name.removeprefix("module."): found[id(parameter)] for name, parameter in named}
 
 
 def updates_of(jobs: list[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, Tensor], float]]:
@@ -75,20 +60,18 @@ def _update(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], flo
     from moe_exp.engine.optimizer_setup import base_learning_rate
     from moe_exp.training.interval import Interval
 
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
-    job = build_job(config, rank)
+    job = start_job(settings, port)
     parameters = dict(job.trained.model[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    train.train_step(job, Progress(), Interval(config, rank, job.trained.model), count_zeros=False)
+    interval = Interval(job.config, job.runtime, job.trained.model)
+    train.train_step(job, Progress(), interval, count_zeros=False)
     rate = base_learning_rate(job.trained.scheduler)
     runtime.stop()
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}, rate
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {"ep": 2})], ids=["one rank", "EP 2"])
-def test_updates_are_multiplied(num_ranks: int, layout: dict[str, Any], tmp_path: Path):
+def test_updates_are_multiplied(num_ranks, layout, tmp_path):
     settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": num_ranks} | layout
     jobs = [(settings, free_port()), (settings | MULTIPLES, free_port())]
     for (plain, rate), (multiplied, other_rate) in run_on_ranks(num_ranks, updates_of, jobs, join=False):
@@ -103,7 +86,7 @@ def test_updates_are_multiplied(num_ranks: int, layout: dict[str, Any], tmp_path
         assert seen == {"router", "expert", ""}
 
 
-def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path: Path):
+def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path):
     settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
     jobs = [(settings | {"clip_grad": clip}, free_port()) for clip in (0.0, 0.1, 1e6)]
     ((plain, _), (clipped, _), (not_clipped, _)) = run_on_ranks(1, updates_of, jobs, join=False)[0]
@@ -116,27 +99,12 @@ def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path: Path):
         assert relative_error(not_clipped[name], update) < 1e-6, name
 
 
-def decayed_of(settings: dict[str, Any], port: int) -> dict[str, bool]:
-    """Whether each parameter has weight decay."""
-    from moe_exp.engine import runtime
-
-    config = load_config(MODEL | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job = build_job(config, runtime.start(config))
-    is_decayed = {
-        id(parameter): bool(group["wd_mult"] * group["weight_decay"])
-        for group in job.trained.optimizer.param_groups
-        for parameter in group["params"]
-    }
-    named = job.trained.model[0].named_parameters()
-    return {name.removeprefix("module."): is_decayed[id(parameter)] for name, parameter in named}
-
-
-def test_norms_and_biases_have_no_weight_decay(tmp_path: Path):
+def test_norms_and_biases_have_no_weight_decay(tmp_path):
     settings = {
         "train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "add_bias_linear": True,
         "weight_decay": 0.1, "distributed_optimizer": False,
     }  # fmt: skip
-    (found,) = run_on_ranks(1, decayed_of, settings, free_port(), join=False)
+    (found,) = run_on_ranks(1, rates_of, settings, free_port(), join=False)
     assert any(".mlp.experts.bias" in name for name in found)
-    assert found == {name: "bias" not in name and "norm" not in name for name in found}
+    for name, (_, decay) in found.items():
+        assert decay == (0.0 if "bias" in name or "norm" in name else 1.0), name

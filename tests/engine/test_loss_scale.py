@@ -4,14 +4,12 @@ fp32.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.config import load_config
 
 
 def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
@@ -26,19 +24,15 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     from megatron.core.utils import get_model_config
 
-    os.environ["MASTER_PORT"] = str(port)
-    config = load_config(settings, {})
-    job, progress = train.build(config, runtime.start(config))
-    interval = Interval(config, job.runtime, job.trained.model)
+    job, progress = build_small(settings, port)
+    interval = Interval(job.config, job.runtime, job.trained.model)
     model_settings = get_model_config(job.trained.model[0])
-    dense = [
-        parameter for parameter in job.trained.model[0].parameters() if getattr(parameter, "allreduce", True)
-    ]
+    dense = [p for p in job.trained.model[0].parameters() if getattr(p, "allreduce", True)]
     finalize, overflows = model_settings.finalize_model_grads_func, []
 
     def spoilt(*args: Any, **kwargs: Any) -> None:
         finalize(*args, **kwargs)
-        if overflows and torch.distributed.get_rank() == config.world_size - 1:
+        if overflows and torch.distributed.get_rank() == job.config.world_size - 1:
             for parameter in dense:
                 parameter.main_grad.fill_(float("inf"))
 
@@ -48,9 +42,8 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     def iterate() -> bool:
         progress.consumed_samples = 0
         step = train.train_step(job, progress, interval, count_zeros=False)
-        found["scales"].append(
-            [float(part.get_loss_scale()) for part in job.trained.optimizer.chained_optimizers]
-        )
+        parts = job.trained.optimizer.chained_optimizers
+        found["scales"].append([float(part.get_loss_scale()) for part in parts])
         found["updated"].append(step.done.updated)
         found["grad_norms"].append(step.done.grad_norm)
         return step.done.updated
@@ -67,10 +60,8 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param({}, id="1", marks=pytest.mark.slow),
-        pytest.param({"gpus_per_node": 2, "ep": 2}, id="EP=2"),
-    ],
+    [pytest.param({}, marks=pytest.mark.slow), {"gpus_per_node": 2, "ep": 2}],
+    ids=["1", "EP=2"],
 )
 def test_a_part_that_overflows_alone_takes_all_others_along(tmp_path, layout):
     write_tokens(tmp_path)

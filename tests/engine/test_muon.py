@@ -13,6 +13,7 @@ from moe_exp.engine.muon import AXIS, Muon, Ranks, orthogonalized, shared_out
 from moe_exp.engine.optimizer_classes import allocate_moments, moments
 
 NOBODY = Ranks()
+ADAM = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 SHAPES = [(16, 16), (7, 33), (40, 5), (1, 9)]
 
 
@@ -21,9 +22,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def muon(groups: list[dict[str, object]], ranks: Ranks = NOBODY) -> Muon:
-    made = Muon(
-        groups, momentum=0.95, dense=ranks, experts=ranks, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
-    )
+    made = Muon(groups, momentum=0.95, dense=ranks, experts=ranks, **ADAM)
     allocate_moments(made)
     return made
 
@@ -61,10 +60,8 @@ def test_steps_are_torchs_within_bf16(shape):
 
 
 def test_each_expert_by_itself_and_adam_for_other_groups():
-    experts, alone = (
-        torch.nn.Parameter(random(3, 8, 5)),
-        [torch.nn.Parameter(part.clone()) for part in random(3, 8, 5)],
-    )
+    experts = torch.nn.Parameter(random(3, 8, 5))
+    alone = [torch.nn.Parameter(part.clone()) for part in random(3, 8, 5)]
     norm = torch.nn.Parameter(torch.ones(6))
     together = muon([{"params": [experts], AXIS: -2, "is_expert_parallel": True}, {"params": [norm]}])
     apart = muon([{"params": alone, AXIS: 0}])
@@ -75,9 +72,8 @@ def test_each_expert_by_itself_and_adam_for_other_groups():
         together.step()
         apart.step()
     assert relative_error(experts.detach(), torch.stack([part.detach() for part in alone])) < 1e-6
-    adam = torch.optim.AdamW(
-        [reference := torch.nn.Parameter(torch.ones(6))], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
-    )
+    reference = torch.nn.Parameter(torch.ones(6))
+    adam = torch.optim.AdamW([reference], **ADAM)
     for seed in range(2):
         reference.grad = random(6, seed=seed)
         adam.step()

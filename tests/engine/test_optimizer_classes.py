@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -38,17 +37,17 @@ def parameters(*sizes: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def train(optimizers: list[torch.optim.Optimizer], *, steps: int, first: int = 0) -> None:
     """The same gradients for all of them."""
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(1 + step)
-        of_each = [
-            [p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers
-        ]
-        for same in zip(*of_each, strict=True):
-            gradient = torch.randn(same[0].shape, generator=generator) * 10 ** torch.randn(
-                same[0].shape, generator=generator
-            )
+        for same in zip(*map(parameters_of, optimizers), strict=True):
+            gradient, exponent = (torch.randn(same[0].shape, generator=generator) for _ in range(2))
+            gradient *= 10**exponent
             for p in same:
                 p.grad = gradient.clone()
         for optimizer in optimizers:
@@ -60,21 +59,15 @@ def clones(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
 
 
 def all_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [value.clone() for p in params for value in moments(optimizer, p).values()]
-
-
-# SGD
+    return [value.clone() for p in parameters_of(optimizer) for value in moments(optimizer, p).values()]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_torchs_to_the_bit_with_momentum_from_the_start(momentum):
     params = parameters(7, 300)
     copies = clones(params)
-    ours, theirs = (
-        cls(p, lr=0.1, momentum=momentum, weight_decay=0.1)
-        for cls, p in ((Sgd, params), (torch.optim.SGD, copies))
-    )
+    settings = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.1}
+    ours, theirs = Sgd(params, **settings), torch.optim.SGD(copies, **settings)
     allocate_moments(ours)
     for first in range(3):
         train([ours, theirs], steps=1, first=first)
@@ -93,9 +86,6 @@ def test_sgd_by_hand():
     assert (moments(optimizer, p)["momentum_buffer"].item(), p.item()) == (3.0, -2.0)
 
 
-# Moments in bf16
-
-
 def test_bf16_moments_follow_fp32_ones():
     params = parameters(5, 3000)
     copies, start = clones(params), clones(params)
@@ -104,12 +94,9 @@ def test_bf16_moments_follow_fp32_ones():
     assert {value.dtype for p in params for value in ours.state[p].values()} == {torch.bfloat16}
     for p, q, s in zip(params, copies, start, strict=True):
         assert 1e-6 < relative_error(p.detach() - s.detach(), q.detach() - s.detach()) < 0.02
-    assert all(
-        relative_error(a, b) < 0.01 for a, b in zip(all_moments(ours), all_moments(exact), strict=True)
-    )
+    for a, b in zip(all_moments(ours), all_moments(exact), strict=True):
+        assert relative_error(a, b) < 0.01
 
-
-# 8 bits
 
 TABLES = {"signed": torch.linspace(-0.993, 1, 256), "unsigned": torch.linspace(0, 1, 256) ** 3}
 
@@ -149,9 +136,8 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch):
     whole = quantized(values, TABLES["signed"])
     back = dequantized(*whole, TABLES["signed"])
     monkeypatch.setattr("moe_exp.engine.optimizer_classes._CHUNK", 2 * BLOCK)
-    assert all(
-        torch.equal(a, b) for a, b in itertools.zip_longest(whole, quantized(values, TABLES["signed"]))
-    )
+    in_pieces = quantized(values, TABLES["signed"])
+    assert torch.equal(in_pieces[0], whole[0]) and torch.equal(in_pieces[1], whole[1])
     assert torch.equal(dequantized(*whole, TABLES["signed"]), back)
 
 
@@ -174,10 +160,8 @@ def test_adam8bit_is_that_of_bitsandbytes(bitsandbytes):
     """To the bit where moments are codes; small tensors have torch's fp32 Adam."""
     params = parameters(*SIZES)
     copies, exact = clones(params), clones(params)
-    ours, theirs = (
-        Adam8bit(params, **HYPERPARAMETERS),
-        bitsandbytes.optim.AdamW8bit(copies, **HYPERPARAMETERS),
-    )
+    ours = Adam8bit(params, **HYPERPARAMETERS)
+    theirs = bitsandbytes.optim.AdamW8bit(copies, **HYPERPARAMETERS)
     train([ours, theirs, Adam(exact, **HYPERPARAMETERS)], steps=10)
     assert all(torch.equal(p, q) for p, q in zip(params[1:], copies[1:], strict=True))
     assert torch.equal(params[0], exact[0])

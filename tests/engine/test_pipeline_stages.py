@@ -25,13 +25,8 @@ from moe_exp.config.checks.checks import check_config
 LIMIT = 1e-5
 KINDS: dict[str, dict[str, Any]] = {
     "moe": {"num_layers": 6, "first_k_dense": 1, "shared_expert_size": 16},
-    "dense": {
-        "num_layers": 6,
-        "use_moe": False,
-        "tie_embeddings": True,
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-    },
+    "dense": {"num_layers": 6, "use_moe": False, "tie_embeddings": True, "normalization": "LayerNorm"}
+    | {"add_bias_linear": True},
     "deep": {"num_layers": 10, "moe_layer_freq": "2"},
 }
 # Kind, ranks, layout. The number of ranks is TP*PP.
@@ -74,9 +69,7 @@ def on_ranks(folder: Path, one_rank: Callable[[str], Found]) -> Callable[[str], 
 
     @cache
     def run_all(num_ranks: int, fast: bool) -> dict[str, Found]:
-        names = [
-            name for name, (_, ranks, _) in SPLITS.items() if ranks == num_ranks and (name in FAST) is fast
-        ]
+        names = [name for name in SPLITS if SPLITS[name][1] == num_ranks and (name in FAST) is fast]
         for kind in {SPLITS[name][0] for name in names}:
             one_rank(kind)
         start = {"iterations": 1, "seed": 99}
@@ -100,11 +93,8 @@ def test_same_numbers_as_on_one_rank(name, on_ranks, one_rank):
     assert found.grad_norms == pytest.approx(alone.grad_norms[:1], rel=LIMIT)
     gradients = dict(found.gradients)
     if "output_layer.weight" not in alone.gradients:  # tied: the last stage has a copy
-        assert_equal_to(
-            LIMIT,
-            {"copy": gradients.pop("output_layer.weight")},
-            {"copy": alone.gradients["embedding.word_embeddings.weight"]},
-        )
+        copy, tied = gradients.pop("output_layer.weight"), alone.gradients["embedding.word_embeddings.weight"]
+        assert_equal_to(LIMIT, {"copy": copy}, {"copy": tied})
     assert_equal_to(LIMIT, gradients, alone.gradients)
 
 
@@ -119,11 +109,8 @@ def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
     run on one rank.
     """
     alone = one_rank("moe")
-    ends = (
-        BATCH
-        | KINDS["moe"]
-        | {"distributed_optimizer": True, "pp": 4, "pipeline_layers": "0,4,2,0", "gpus_per_node": 4}
-    )
+    ends = BATCH | KINDS["moe"] | {"distributed_optimizer": True, "gpus_per_node": 4}
+    ends |= {"pp": 4, "pipeline_layers": "0,4,2,0"}
     start, middle = f"{folder}/moe", f"{folder}/ends"
     [saved] = run_models(4, [ends | {"load": start, "save": middle, "save_after": 1}])
     again = BATCH | KINDS["moe"] | {"load": middle, "iterations": 1, "seed": 99}
@@ -136,5 +123,4 @@ def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
     assert_equal_to(LIMIT, {"losses": saved.losses}, {"losses": alone.losses})
     for resumed in found:
         assert_equal_to(LIMIT, {"losses": resumed.losses}, {"losses": second})
-    one = one_checkpoint(Path(middle))
-    assert saved_config(one).stage_layers == [6]
+    assert saved_config(one_checkpoint(Path(middle))).stage_layers == [6]

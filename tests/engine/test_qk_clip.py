@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs, write_data
+from helpers.checkpoint.legs import Leg, deviations, run_legs, start_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
-from moe_exp.config import load_config
 from moe_exp.engine.qk_clip import _scale_rows
 from moe_exp.training.metrics import curves
 
@@ -36,10 +34,8 @@ def _clipped(settings: dict[str, Any], port: int) -> Any:
     from moe_exp.engine.qk_clip import attention_cores
     from moe_exp.training.interval import Interval
 
-    config = load_config(MODEL | BASE | {"gpus_per_node": 1, "lr": 1e-12, "min_lr": 0} | settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    job = build_job(config, runtime.start(config))
-    model = job.trained.model
+    job = start_job(BASE | {"gpus_per_node": 1, "lr": 1e-12, "min_lr": 0} | settings, port)
+    config, model = job.config, job.trained.model
     parameters = dict(model[0].named_parameters())
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -82,7 +78,6 @@ def test_a_step_brings_the_largest_logit_to_the_limit(tmp_path):
     jobs = [(data | model, free_port()) for model in MODELS]
     (found,) = run_on_ranks(1, clipped, jobs, join=False)
     for model, (before, after, is_right, record) in zip(MODELS, found, strict=True):
-        print(before, after)
         assert record[0] == pytest.approx(max(before)) and len(record) == 4
         size = 1 if model.get("multi_latent_attention") else 2  # heads of a group
         for start in range(0, len(before), size):
@@ -114,12 +109,8 @@ def test_a_run_logs_the_largest_logits(session_runs):
 
 
 def _legs(num_ranks: int, layouts: list[dict[str, Any]], **settings: Any) -> list[Any]:
-    common = (
-        BASE
-        | settings
-        | {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "mbsz": 4, "gpus_per_node": num_ranks}
-    )
-    return run_legs([Leg(common | layout, steps=4) for layout in layouts])
+    common = {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "mbsz": 4, "gpus_per_node": num_ranks}
+    return run_legs([Leg(BASE | settings | common | layout, steps=4) for layout in layouts])
 
 
 @pytest.mark.parametrize(

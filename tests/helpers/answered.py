@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -42,19 +43,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: object) -> None:
         raise _Overtime
 
-    timers = {
-        signal.SIGALRM: (signal.ITIMER_REAL, 20 * seconds),
-        signal.SIGPROF: (signal.ITIMER_PROF, seconds),
-    }
-    before = {number: signal.signal(number, ring) for number in timers}
-    for timer, after in timers.values():
-        signal.setitimer(timer, after)
+    before = {number: signal.signal(number, ring) for number in (signal.SIGALRM, signal.SIGPROF)}
+    signal.setitimer(signal.ITIMER_REAL, 20 * seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        for number, (timer, _) in timers.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def answer(argv: Sequence[str], *, codes: Sequence[int] = EXIT_CODES) -> Answer:
@@ -87,6 +85,16 @@ JUNK_KINDS = (
 )  # fmt: skip
 
 
+def wrong_events() -> Iterator[str]:
+    """Records whose values have types that they should not have."""
+    names = ("hang", "rank_failed", "start", "end", "checkpoint", "spike", "restart", [])
+    values = (3, None, True, "x", [], {"a": 1}, 1e300)
+    for kind, name, value in itertools.product(("event", "train", "valid", None), names, values):
+        record = {"kind": kind, "event": name, "iteration": value, "time": value}
+        yield json.dumps(record) + "\n"
+        yield json.dumps(record | dict.fromkeys([*TRAIN_KEYS, "ranks", "hosts", "seconds"], value)) + "\n"
+
+
 def spoil(path: Path, kind: str) -> None:
     """Puts something of `kind` where a file, or a folder, belongs."""
     import shutil
@@ -112,17 +120,7 @@ def spoil(path: Path, kind: str) -> None:
         "list": b"[1, null, {}]\n",
         "wrong_types": b'{"kind": [], "iteration": "x", "event": 3, "starts": 1, "files": 7, "status": {}, '
         b'"outputs": {"a": []}, "settings": [], "version": "9", "cases": 4, "rollbacks": [null]}\n',
-        "wrong_events": b"".join(
-            json.dumps({"kind": kind, "event": name, "iteration": value, "time": value, **more}).encode()
-            + b"\n"
-            for kind in ("event", "train", "valid", None)
-            for name in ("hang", "rank_failed", "start", "end", "checkpoint", "spike", "restart", [])
-            for value in (3, None, True, "x", [], {"a": 1}, 1e300)
-            for more in (
-                {},
-                dict.fromkeys(TRAIN_KEYS, value) | {"ranks": value, "hosts": value, "seconds": value},
-            )
-        ),
+        "wrong_events": "".join(wrong_events()).encode(),
         "nul_bytes": b"\0" * 4096,
         "yaml_tag": b"!!python/object/apply:os.system ['true']\n",
     }

@@ -28,26 +28,11 @@ class Chromium:
         self._in, from_browser = os.pipe()
         # The browser reads its pipe on descriptor 3 and writes to 4.
         script = f'exec 3<&{to_browser} 4>&{from_browser}; exec "$@"'
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--hide-scrollbars",
-            "--no-first-run",
-        ]
+        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars"
+        flags += " --no-first-run --remote-debugging-pipe"
+        command = [BINARY, *flags.split(), f"--user-data-dir={folder}", "about:blank"]
         self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                script,
-                "bash",
-                BINARY,
-                *flags,
-                f"--user-data-dir={folder}",
-                "--remote-debugging-pipe",
-                "about:blank",
-            ],
+            ["bash", "-c", script, "bash", *command],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -76,21 +61,15 @@ class Chromium:
         """Loads a file from the disk and waits until its script is through; returns the seconds that took."""
         self.problems, self.requests = [], []
         self._send("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self._send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._send("Emulation.setDeviceMetricsOverride", **window)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._send("Emulation.setEmulatedMedia", features=[scheme])
         start = time.monotonic()
         self._send("Page.navigate", url=path.absolute().as_uri())
+        ready = "document.documentElement?.dataset.ready"
         while True:
-            state = self(
-                "document.readyState + location.protocol + (document.documentElement?.dataset.ready || '')"
-            )
+            state = self(f"document.readyState + location.protocol + ({ready} || '')")
             if state == ("completefile:true" if scripts else "completefile:"):
                 return time.monotonic() - start
             assert time.monotonic() - start < _SECONDS, (state, self.problems)
@@ -118,10 +97,8 @@ class Chromium:
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._id += 1
         session = {"sessionId": self._session} if self._session else {}
-        os.write(
-            self._out,
-            json.dumps({"id": self._id, "method": method, "params": parameters, **session}).encode() + b"\0",
-        )
+        command = json.dumps({"id": self._id, "method": method, "params": parameters, **session})
+        os.write(self._out, command.encode() + b"\0")
         while True:
             message = self._message()
             if message.get("id") == self._id:

@@ -20,13 +20,9 @@ from moe_exp.config import load_config
 from moe_exp.data.samples.dataset import Stage
 
 DOUBLE = {
-    "document_mask": True,
-    "router_dtype": "fp64",
-    "expert_backend": "loop",
-    "mbsz": 2,
-    "gbsz": 8,
-    "seq_len": 24,
-}
+    "document_mask": True, "router_dtype": "fp64", "expert_backend": "loop", "mbsz": 2, "gbsz": 8,
+    "seq_len": 24, "aux_loss_type": "none", "z_loss_coeff": 0,
+}  # fmt: skip
 
 
 class DocumentTokens:
@@ -109,7 +105,7 @@ def built(settings: dict[str, Any], port: int) -> Any:
         _in_float64()
         torch.is_wide = True  # type: ignore[attr-defined]
     given = {"gpus_per_node": int(os.environ["WORLD_SIZE"])}
-    config = load_config(TINY | DOUBLE | {"aux_loss_type": "none", "z_loss_coeff": 0} | given | settings, {})
+    config = load_config(TINY | DOUBLE | given | settings, {})
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
     model = build_model(config, rank)

@@ -141,13 +141,8 @@ def parallel_model(weights: dict[str, Tensor], meshes: Meshes) -> Model:
     model.to(meshes.dense.device_type)
     for block in model.blocks:
         if meshes.dense["tp"].size() > 1:
-            plan = {
-                "query": ColwiseParallel(),
-                "key": ColwiseParallel(),
-                "value": ColwiseParallel(),
-                "out": RowwiseParallel(),
-            }
-            parallelize_module(block.attention, meshes.dense["tp"], plan)
+            plan = {name: ColwiseParallel() for name in ("query", "key", "value")}
+            parallelize_module(block.attention, meshes.dense["tp"], plan | {"out": RowwiseParallel()})
         if meshes.experts["ep"].size() > 1:
             experts = fully_shard(block.moe.experts, mesh=meshes.experts["dp", "shard"])
             # FSDP takes the mean over its ranks. An expert's gradient has the tokens of all `ep` ranks in it

@@ -74,9 +74,8 @@ class RandomTokens:
     def batch(self, first: int, count: int) -> Tensor:
         """Tokens [count, S+1]."""
         drawn = [torch.Generator().manual_seed(index) for index in range(first, first + count)]
-        return torch.stack(
-            [torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator) for generator in drawn]
-        )
+        size = (self.seq_len + 1,)
+        return torch.stack([torch.randint(self.vocab_size, size, generator=one) for one in drawn])
 
 
 def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
@@ -99,9 +98,9 @@ def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]
 
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
+    from helpers.checkpoint.saving import save
     from moe_exp import train
     from moe_exp.checkpoint.load import load
-    from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
@@ -139,12 +138,11 @@ def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     job.trained.optimizer.zero_grad()
-    losses = train.forward_backward(
-        job, RandomTokens(config.seq_len, 200), progress.consumed_samples, num_microbatches
-    )
+    stream, first_sample = RandomTokens(config.seq_len, 200), progress.consumed_samples
+    losses = train.forward_backward(job, stream, first_sample, num_microbatches)
     for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):  # on the last pipeline stage
         place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
-        found["losses"][microbatch_start(progress.consumed_samples, index, **place)] = loss.double()
+        found["losses"][microbatch_start(first_sample, index, **place)] = loss.double()
     if not found["norms"] and not config.distributed_optimizer:
         found["pieces"] = [piece for chunk in model for piece in parameter_pieces(chunk.module, groups)]
     found["norms"].append(float(job.trained.optimizer.step()[1]))
@@ -167,21 +165,13 @@ def draw_vectors(chunk: Any) -> None:
 
 
 def _parameters(chunk: Any, groups: Any) -> list[tuple[Piece, Tensor]]:
+    from moe_exp.engine.initial_weights import global_name
+
     found = []
-    gated = chunk.config.gated_linear_unit
     for name, parameter in chunk.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-        whole_name, stride = ".".join(parts), 2 if gated and "linear_fc1" in name else 1
-        found.append(
-            (
-                Piece(
-                    whole_name, groups.tp.rank(), getattr(parameter, "partition_dim", -1), stride, parameter
-                ),
-                parameter,
-            )
-        )
+        stride = 2 if chunk.config.gated_linear_unit and "linear_fc1" in name else 1
+        dim, whole_name = getattr(parameter, "partition_dim", -1), global_name(chunk, name)
+        found.append((Piece(whole_name, groups.tp.rank(), dim, stride, parameter), parameter))
     return found
 
 
@@ -192,10 +182,8 @@ def parameter_pieces(chunk: Any, groups: Any) -> list[Piece]:
         if ".mlp.experts." in piece.name:
             first, dim = groups.ep.rank() * len(grad), 0 if piece.name.endswith("1") else 1
             stride = 2 if chunk.config.gated_linear_unit and dim == 0 else 1
-            pieces += [
-                Piece(f"{piece.name}.{first + index}", groups.expt_tp.rank(), dim, stride, expert)
-                for index, expert in enumerate(grad)
-            ]
+            for number, expert in enumerate(grad, start=first):
+                pieces.append(Piece(f"{piece.name}.{number}", groups.expt_tp.rank(), dim, stride, expert))
         else:
             pieces.append(piece._replace(value=grad))
     return pieces
@@ -220,11 +208,8 @@ def _assembled(parts: list[Piece]) -> Tensor:
     first = parts[0]
     if first.dim < 0 or len(parts) == 1:
         for part in parts:
-            assert torch.equal(part.value, first.value), (
-                f"{first.name}: copies of the gradient differ between tensor parallel ranks"
-            )
+            assert torch.equal(part.value, first.value), f"{first.name}: copies of the gradient differ"
         return first.value
     blocks = [part.value.chunk(first.stride, dim=first.dim) for part in parts]
-    return torch.cat(
-        [block for blocks_of_stride in zip(*blocks, strict=True) for block in blocks_of_stride], dim=first.dim
-    )
+    of_strides = zip(*blocks, strict=True)
+    return torch.cat([block for blocks in of_strides for block in blocks], dim=first.dim)

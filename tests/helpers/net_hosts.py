@@ -67,47 +67,17 @@ class Host:
         """Starts a command there, with its output in pipes."""
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": _INTERFACE, "MASTER_ADDR": self.master}
         variables |= {name: str(value) for name, value in environ.items()}
-        named = 'hostname "$0" && exec "$@"'
-        process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self.namespace,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                named,
-                self.name,
-                *command,
-            ],
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        there = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([*there, *named], env=variables, start_new_session=True, **pipes)
         self.processes.append(process)
         return process
 
     def slow_down(self, rate: str) -> None:
         """Lets only so much out of its interface."""
-        self.run(
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            _INTERFACE,
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "32kbit",
-            "latency",
-            "400ms",
-        )
+        limit = f"tbf rate {rate} burst 32kbit latency 400ms"
+        self.run(*f"tc qdisc add dev {_INTERFACE} root {limit}".split())
 
     def part(self) -> None:
         """Takes it out of the bridge: what it sends is lost, and nobody says so."""

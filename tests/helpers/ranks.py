@@ -205,14 +205,10 @@ def have_fork_server() -> str:
 def _collect(ranks: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
-        ready = wait(
-            [pipe for rank, pipe in enumerate(pipes) if rank not in results],
-            timeout=max(0.0, deadline - time.monotonic()),
-        )
+        left = [rank for rank in range(len(ranks)) if rank not in results]
+        ready = wait([pipes[rank] for rank in left], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(
-                f"ranks {sorted(set(range(len(ranks))) - set(results))} of {len(ranks)} are not done in time"
-            )
+            raise RankError(f"ranks {left} of {len(ranks)} are not done in time")
         for pipe in ready:
             rank = pipes.index(pipe)
             results[rank] = _receive(rank, ranks, pipe)
@@ -262,14 +258,8 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in names.items()} | {
-        "MASTER_ADDR": "localhost",
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-    }
+    }  # fmt: skip

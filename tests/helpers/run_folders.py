@@ -44,21 +44,15 @@ def experts(*layers: Sequence[int]) -> list[dict[str, Any]]:
 
 def event(name: str, iteration: int, time: str, **more: Any) -> dict[str, Any]:
     """An event record."""
-    return {
-        "kind": "event",
-        "event": name,
-        "iteration": iteration,
-        "time": f"2026-01-02T{time}+00:00",
-        **more,
-    }
+    head = {"kind": "event", "event": name, "iteration": iteration}
+    return {**head, "time": f"2026-01-02T{time}+00:00", **more}
 
 
 def write_run(path: Path, records: Sequence[Mapping[str, Any]], **settings: Any) -> Path:
     """Makes the run folder `path` and returns it."""
     path.mkdir(parents=True)
-    config = Config(
-        **({**SMALL, "num_layers": 2, "num_experts": 4, "seq_len": 64, "gbsz": SAMPLES} | settings)
-    )
+    sizes = {"num_layers": 2, "num_experts": 4, "seq_len": 64, "gbsz": SAMPLES}
+    config = Config(**(SMALL | sizes | settings))
     (path / "config.yaml").write_text(to_yaml(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -73,23 +67,16 @@ def dense_and_moe(folder: Path) -> tuple[Path, Path]:
         norm = 9.0 if index == 30 else 1.0
         loads = ([120, 8, 64, 64], [64 * index, 64 * index, 64 * index, 0 if index > 20 else 64 * index])
         dense.append(train_record(index, 8 - 0.1 * index))
+        loss = None if index in (11, 12) else 8 - 0.125 * index
+        more = {"experts": experts(*loads), "load_balancing_loss": 1.1, "grad_norm": norm}
         moe.append(
-            train_record(
-                index,
-                None if index in (11, 12) else 8 - 0.125 * index,
-                grad_norm=norm,
-                consumed_flops=1500 * index,
-                training_seconds=0.3 * index,
-                experts=experts(*loads),
-                load_balancing_loss=1.1,
-            )
+            train_record(index, loss, consumed_flops=1500 * index, training_seconds=0.3 * index, **more)
         )
         for records in (dense, moe):
             if index % 10 == 0:
                 loss = records[-1]["lm_loss"] + 0.05
-                records.append(
-                    {"kind": "valid", "iteration": index, "lm_loss": loss, "lm_loss_ppl": math.exp(loss)}
-                )
+                losses = {"lm_loss": loss, "lm_loss_ppl": math.exp(loss)}
+                records.append({"kind": "valid", "iteration": index, **losses})
     moe.append(event("checkpoint_failed", 20, "10:00:30", reason="no space left"))
     moe.append(event("resume", 20, "10:01:00"))
     for records in (dense, moe):

@@ -10,21 +10,15 @@ import numpy as np
 
 from helpers.checkpoint.small_job import VOCAB, small_settings
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 DISTINCT_VOCAB = 60000
 SEQ_LEN, GBSZ = 16, 4
 # The loss falls from 5.6 to below 1 in the first half.
 SETTINGS: dict[str, Any] = {
-    "seq_len": SEQ_LEN,
-    "gbsz": GBSZ,
-    "lr": 0.01,
-    "min_lr": 0.001,
-    "warmup_iters": 5,
-    "decay_iters": 100,
-    "train_iters": 100,
-    "num_workers": 0,
-}
+    "seq_len": SEQ_LEN, "gbsz": GBSZ, "lr": 0.01, "min_lr": 0.001, "warmup_iters": 5, "decay_iters": 100,
+    "train_iters": 100, "num_workers": 0,
+}  # fmt: skip
 
 
 def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
@@ -37,6 +31,16 @@ def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1
             writer.add_document(range(first_id, first_id + length - 1))
             first_id += length - 1
     return str(prefix)
+
+
+def samples_of(kind: str, blend: str, seq_len: int, num_samples: int, folder: Path) -> Any:
+    """Samples in the order of DATA_ORDER=`kind`, of which Megatron's has about `num_samples`."""
+    if kind == "stream":
+        return SampleStream(parse_blend(blend), seq_len=seq_len, seed=1)
+    from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+
+    order = MegatronOrder(blend, "", "", seq_len, 1, num_samples, num_valid_samples=0)
+    return megatron_samples(order, folder)[0]
 
 
 def write_corpus(folder: Path, num_documents: int = 1000) -> Path:
@@ -55,10 +59,8 @@ def corrupt(prefix: Path, samples: range, seed: int = 1234) -> list[int]:
     tokens = np.fromfile(path, dtype=np.uint16)
     for document in documents:
         # But for the first token, which is the last label of the window before.
-        first = document * SEQ_LEN
-        tokens[first + 1 : first + SEQ_LEN] = np.random.default_rng(document).integers(
-            100, VOCAB, SEQ_LEN - 1
-        )
+        first, random = document * SEQ_LEN, np.random.default_rng(document)
+        tokens[first + 1 : first + SEQ_LEN] = random.integers(100, VOCAB, SEQ_LEN - 1)
     tokens.tofile(path)
     return documents
 

@@ -67,15 +67,8 @@ def torchrun(num_ranks: int, script: str, **environment: object) -> subprocess.C
         script: `__file__` of the test.
         environment: variables on top of those of this process.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        script,
-    ]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"} | {
-        name: str(value) for name, value in environment.items()
-    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, *launcher, script]
+    given = {name: str(value) for name, value in environment.items()}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **given}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helpers.ranks import free_port, rank_variables, start_process
-from moe_exp.config import module_arguments
-from moe_exp.host.exit_codes import EXIT_CODE_FILE
+from moe_exp.config import Config, module_arguments
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, settings_file
 from moe_exp.launch.torchrun_job import TRAIN_MODULE
 
 _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
@@ -100,11 +100,7 @@ def _launch(environ: dict[str, str], out: Path, err: Path, *flags: str) -> None:
 
 
 def _run_ranks(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    stopping: str = "",
-    poll: Callable[[bool], bool] | None = None,
+    command: Sequence[str], environ: Mapping[str, str], *, config: Config, poll: Callable[[bool], bool]
 ) -> int:
     """In place of torchrun_job.run_job: forks the ranks that `command` asks for."""
     num_ranks = int(command[command.index("--nproc-per-node") + 1])
@@ -114,6 +110,7 @@ def _run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
+        settings_file(str(code_file)).write_text(config.model_dump_json())
         left = {}
         for rank in range(num_ranks):
             pid = os.fork()
@@ -124,7 +121,7 @@ def _run_ranks(
         return int(code_file.read_text()) if code_file.exists() else code
 
 
-def _wait(left: dict[int, int], poll: Callable[[bool], bool] | None) -> int:
+def _wait(left: dict[int, int], poll: Callable[[bool], bool]) -> int:
     """The first exit code that is not 0; `left` has ranks by process id."""
     failed, deadline = 0, float("inf")
     while left:
@@ -138,8 +135,7 @@ def _wait(left: dict[int, int], poll: Callable[[bool], bool] | None) -> int:
         if time.monotonic() > deadline:
             for rank in left:
                 os.kill(rank, signal.SIGKILL)
-        if poll is not None:
-            poll(False)
+        poll(False)
         time.sleep(0.02)
     return failed
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ class EndedRun:
     def records(self, kind: str = "train") -> list[dict[str, Any]]:
         """Records of metrics.jsonl in order."""
         return [record for record in read_metrics(self.folder.metrics) if record["kind"] == kind]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Event records of these names in order."""
+        return [record for record in self.records("event") if record["event"] in names]
 
     def curve(self, name: str) -> list[Any]:
         """One value of every train record."""
@@ -155,30 +159,29 @@ class Runs:
         self, name: str, process: subprocess.Popen[str], iteration: int, *, timeout: float = 120.0
     ) -> None:
         """Returns once the train record of `iteration` is written."""
-        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while not (
-            metrics.exists()
-            and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))
-        ):
-            assert process.poll() is None, (
-                f"the run ended before iteration {iteration}:\n{self.printed(name)}"
-            )
-            assert time.monotonic() < deadline, (
-                f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
-            )
-            time.sleep(0.05)
+
+        def is_there(found: list[dict[str, Any]]) -> bool:
+            return any(one["kind"] == "train" and one["iteration"] >= iteration for one in found)
+
+        self._wait_for(f"iteration {iteration}", is_there, name, process, timeout)
 
     def wait_for_start(
         self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0
     ) -> None:
         """Returns once the ranks of a run have started training `number` times."""
+
+        def is_there(found: list[dict[str, Any]]) -> bool:
+            return sum(one.get("event") in ("start", "resume") for one in found) >= number
+
+        self._wait_for(f"start {number}", is_there, name, process, timeout)
+
+    def _wait_for(
+        self, what: str, is_there: Callable[[Any], bool], name: str, process: Any, timeout: float
+    ) -> None:
         metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while (
-            not metrics.exists()
-            or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number
-        ):
-            assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
-            assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
+        while not metrics.exists() or not is_there(read_metrics(metrics)):
+            assert process.poll() is None, f"the run ended before {what}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
 
     def _stream(self, name: str, kind: str) -> Path:
@@ -190,15 +193,11 @@ def clean_environ(**settings: Any) -> dict[str, str]:
     """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not
     interpreted in it.
     """
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}
-    }
-    return environ | {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in settings.items()
-    }
+    left_out = {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}
+    environ = {name: value for name, value in os.environ.items() if name not in left_out}
+    for name, value in settings.items():
+        environ[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return environ
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:

@@ -390,14 +390,13 @@ def test_adam_without_decoupled_weight_decay():
 
 
 def test_choose_optimizer():
-    assert choose_optimizer("sgd", momentum=0.5) == ("torch SGD", "OPTIMIZER=sgd, momentum 0.5")
-    assert choose_optimizer(state_dtype="bf16") == (
-        "torch fused Adam, moments in bf16",
-        "OPTIMIZER_STATE_DTYPE=bf16",
-    )
+    sgd = Config(optimizer="sgd", sgd_momentum=0.5)
+    assert choose_optimizer(sgd) == ("torch SGD", "OPTIMIZER=sgd, momentum 0.5")
+    in_bf16 = Config(optimizer_state_dtype="bf16")
+    assert choose_optimizer(in_bf16) == ("torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16")
     if optimizer_setup._FUSED_ADAM is not None:
         pytest.skip("Transformer Engine or Apex is installed")
-    assert choose_optimizer() == (
+    assert choose_optimizer(Config()) == (
         "torch fused",
         "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract",
     )

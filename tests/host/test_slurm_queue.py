@@ -8,7 +8,6 @@ import pytest
 
 from moe_exp.host.slurm_queue import (
     QueueError,
-    num_tasks,
     parse_queue,
     read_queue,
     slurm_seconds,
@@ -103,7 +102,8 @@ def test_reason_with_nodes_that_are_away():
     ],
 )
 def test_tasks_of_a_name(name, number):
-    assert num_tasks(name) == number
+    (job,) = parse_queue(f"{name}|PENDING|N/A|1:00:00|1:00:00|Priority").coming
+    assert job.num_tasks == number
 
 
 @pytest.mark.parametrize(

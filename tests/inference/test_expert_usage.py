@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
+from moe_exp.inference.eval_report import LayerUsage, RouterCounts
 from moe_exp.inference.held_out import Cut, HeldOut, short_names
 
 
@@ -40,9 +40,7 @@ def test_sources_that_use_experts_alike():
 
 
 def test_one_expert_by_hand():
-    """Shares 0.6 and 0.2 of expert 0: 1/2 (0.6 log2(0.6/0.4) + 0.2 log2(0.2/0.4)) bits. One that hardly
-    anybody uses stays behind.
-    """
+    """Shares 0.6 and 0.2 of expert 0; one that hardly anybody uses stays behind."""
     layer = usage([600, 399, 1], [200, 800, 0])
     assert layer.bits_E[0] == pytest.approx((0.6 * math.log2(1.5) - 0.2) / 2)
     assert layer.order_E.tolist()[-1] == 2

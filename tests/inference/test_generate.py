@@ -1,6 +1,4 @@
-"""Scoring and generation against transformers, on one rank and on several; and the cache against the whole
-sequence.
-"""
+"""Scoring and generation against transformers, on one rank and on several; the cache changes nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +15,12 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import load_config
+from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine import runtime
-from moe_exp.inference.generate import new_tokens
-from moe_exp.inference.layout import Layout, config_for_use, longest_sample
-from moe_exp.inference.loading import load_model
-from moe_exp.inference.sampling import Sampler, Sampling
+from moe_exp.inference.generate import Sampler, Sampling, new_tokens
+from moe_exp.inference.jobs import Layout, config_for_use
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.stage import Stage, load_model
 from moe_exp.layers.kernel_choice import KernelFailure
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
@@ -53,34 +50,34 @@ def test_kernels_that_fail_their_self_test_are_not_used(monkeypatch):
         given.append(options["kernel_failures"])
         raise LookupError
 
-    monkeypatch.setattr("moe_exp.inference.loading.check_run", lambda config, rank: failures)
-    monkeypatch.setattr("moe_exp.inference.loading.build_chunk", build)
+    monkeypatch.setattr("moe_exp.inference.stage.check_run", lambda config, rank: failures)
+    monkeypatch.setattr("moe_exp.inference.stage.build_chunk", build)
     with pytest.raises(LookupError):
         load_model(load_config({"preset": "cpu"}, {}), None, Path("none"))
     assert given == [failures]
 
 
+def drawn(stage: Stage, prompt: list[int], sampling: Sampling, num_tokens: int = NEW_TOKENS) -> list[int]:
+    found = new_tokens(stage, prompt, Sampler(sampling), max_positions=len(prompt) + num_tokens)
+    return [token for token, _ in found]
+
+
 def greedy(stage: Stage, prompt: list[int]) -> list[int]:
-    return [
-        token
-        for token, _ in new_tokens(stage, prompt, Sampler(Sampling()), max_positions=len(prompt) + NEW_TOKENS)
-    ]
+    return drawn(stage, prompt, Sampling())
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
     """A model of transformers, and the checkpoint with its weights."""
-    model, settings = tiny_model(request.param)
-    return model, write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "iter_0000000", **settings)
+    model = tiny_model(request.param)
+    return model, write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "iter_0000000")
 
 
 def theirs_greedy(model, prompt: list[int]) -> list[int]:
     model.generation_config.eos_token_id = None  # no token ends these texts
     tokens = torch.tensor([prompt])
-    out = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False
-    )
-    return out[0, len(prompt) :].tolist()
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(tokens, **options)[0, len(prompt) :].tolist()
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
@@ -95,14 +92,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path):
-    model, settings = tiny_model(kind)
-    trained = settings | {
-        "dtype": "bf16",
-        "impl": "te",
-        "fp8": "hybrid",
-        "expert_backend": "te",
-        "cross_entropy": "triton",
-    }
+    model = tiny_model(kind)
+    trained = {"dtype": "bf16", "impl": "te", "fp8": "hybrid", "expert_backend": "te"}
+    trained["cross_entropy"] = "triton"
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
     with one_stage(folder, dtype="fp32") as stage:
         assert (stage.config.fp8, stage.config.cross_entropy) == ("none", "megatron")
@@ -111,8 +103,8 @@ def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path)
 
 def test_settings_that_only_training_uses_are_no_obstacle(tmp_path):
     """They are checked against sizes that the ranks of inference do not have."""
-    model, settings = tiny_model("mixtral")
-    trained = settings | {
+    model = tiny_model("mixtral")
+    trained = {
         "seq_len": "32", "mbsz": "2", "gbsz": "16", "gpus_per_node": "8", "ep": "2", "train_iters": "20",
         "train_data": "unused", "save_interval": "10", "eval_interval": "10", "keep_best": "2",
         "data_stages": "[{from_samples: 64, train_data: x, seq_len: 64}]", "token_rounding": "8",
@@ -137,9 +129,8 @@ def test_the_cache_changes_no_logit(pair):
                 parts += [stage.logits(tokens[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a]
             cached = torch.cat(parts, dim=1)
             for position in range(SEQ_LEN):
-                assert relative_error(cached[:, position], whole[:, position]) < 1e-6, (
-                    f"position {position} after a prompt of {first}"
-                )
+                error = relative_error(cached[:, position], whole[:, position])
+                assert error < 1e-6, f"position {position} after a prompt of {first}"
 
 
 def test_rows_do_not_depend_on_each_other(pair):
@@ -151,35 +142,38 @@ def test_rows_do_not_depend_on_each_other(pair):
     assert relative_error(alone, together) < 1e-6
 
 
+SAMPLING = Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3)
+
+
 def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
     """Scores and generates, greedily and by drawing, on this rank of a job."""
     scoring = plan_scoring(ScoreRequest(str(folder), str(tokens), str(out), batch_size=2, layout=layout))
     rank = runtime.start(scoring.config)
     score(scoring, rank)
     stage = Stage(scoring.config, rank, load_model(scoring.config, rank, folder))
-    drawn = Sampler(Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3))
-    return greedy(stage, PROMPT), [token for token, _ in new_tokens(stage, PROMPT, drawn, max_positions=30)]
+    return greedy(stage, PROMPT), drawn(stage, PROMPT, SAMPLING)
+
+
+SLOW = [
+    ("qwen3_moe", {"ep": 2, "gpus_per_node": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2, "gpus_per_node": 2}),
+    ("qwen3_moe", {"tp": 2, "pp": 2, "etp": 2, "gpus_per_node": 4}),
+    ("deepseek_v3", {"pp": 2, "ep": 2, "gpus_per_node": 4}),
+    ("mixtral", {"tp": 2, "ep": 4, "gpus_per_node": 4}),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "sizes"),
     [
-        pytest.param("qwen3_moe", Layout(ep=2, gpus_per_node=2), marks=pytest.mark.slow),
-        ("qwen3_moe", Layout(tp=2, gpus_per_node=2)),
-        pytest.param("deepseek_v3", Layout(tp=2, ep=2, gpus_per_node=2), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", Layout(tp=2, pp=2, etp=2, gpus_per_node=4), marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", Layout(pp=2, ep=2, gpus_per_node=4), marks=pytest.mark.slow),
-        pytest.param("mixtral", Layout(tp=2, ep=4, gpus_per_node=4), marks=pytest.mark.slow),
+        ("qwen3_moe", {"tp": 2, "gpus_per_node": 2}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
-    ids=lambda value: (
-        value
-        if isinstance(value, str)
-        else "-".join(f"{name}{getattr(value, name)}" for name in ("tp", "pp", "ep", "etp"))
-    ),
 )
-def test_several_ranks_are_one_model(tmp_path, kind, layout):
-    model, settings = tiny_model(kind)
-    folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
+def test_several_ranks_are_one_model(tmp_path, kind, sizes):
+    model = tiny_model(kind)
+    layout = Layout(**sizes)
+    folder = write_checkpoint(model, tmp_path / "iter_0000000")
     tokens, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
     np.save(tokens, ids(5).astype(np.uint16))
     results = run_on_ranks(layout.gpus_per_node, use_on_rank, folder, layout, tokens, out, join=False)
@@ -190,5 +184,4 @@ def test_several_ranks_are_one_model(tmp_path, kind, layout):
     assert all(result == results[0] for result in results)
     assert results[0][0] == theirs_greedy(model, PROMPT)
     with one_stage(folder) as stage:
-        drawn = Sampler(Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3))
-        assert results[0][1] == [token for token, _ in new_tokens(stage, PROMPT, drawn, max_positions=30)]
+        assert results[0][1] == drawn(stage, PROMPT, SAMPLING)

@@ -1,6 +1,4 @@
-"""lm-evaluation-harness on an export to Hugging Face, as docs/inference.md has it: a local task, no
-network.
-"""
+"""lm-evaluation-harness on an export to Hugging Face, as docs/inference.md has it: without network."""
 
 from __future__ import annotations
 
@@ -42,25 +40,16 @@ metric_list:
 
 def byte_tokenizer(path: Path) -> Path:
     """Byte b of a text is token b, as the model's own tokenizer has it; 256 ends a document."""
-    characters = _byte_characters()
-    tokenizer = Tokenizer(
-        models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[])
-    )
+    # Byte-level tokenizers write printable bytes as themselves, the others as characters from 256 on.
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
+    vocab = {chr(byte) if byte in printable else chr(next(others)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     return path
-
-
-def _byte_characters() -> list[str]:
-    """The characters that byte-level tokenizers write bytes as: printable ones themselves, the others from
-    256 on.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 @torch.no_grad()
@@ -72,20 +61,16 @@ def log_likelihood(model: Any, question: str, choice: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not HAS_HARNESS, reason="lm_eval or accelerate is not installed: pip install 'lm_eval[hf]'"
-)
+@pytest.mark.skipif(not HAS_HARNESS, reason="lm_eval or accelerate is missing: pip install 'lm_eval[hf]'")
 def test_a_local_task(tmp_path):
-    model, settings = tiny_model("mixtral")
-    checkpoint = write_checkpoint(model, tmp_path / "iter_0000000", **settings)
+    model = tiny_model("mixtral")
+    checkpoint = write_checkpoint(model, tmp_path / "iter_0000000")
     exported = tmp_path / "hf"
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     assert cli.main(["convert", "to-hf", str(checkpoint), str(exported), "--tokenizer", str(tokenizer)]) == 0
     data, tasks = tmp_path / "questions.jsonl", tmp_path / "tasks"
-    rows = [
-        {"question": question, "choices": choices, "answer": answer}
-        for question, choices, answer in QUESTIONS
-    ]
+    names = ("question", "choices", "answer")
+    rows = [dict(zip(names, question, strict=True)) for question in QUESTIONS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks.mkdir()
     (tasks / "local_choice.yaml").write_text(TASK.format(data=data))
@@ -94,12 +79,8 @@ def test_a_local_task(tmp_path):
         f"pretrained={exported},dtype=float32", "--tasks", "local_choice", "--include_path", str(tasks),
         "--device", "cpu", "--batch_size", "2", "--output_path", str(tmp_path / "out"), "--log_samples",
     ]  # fmt: skip
-    offline = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "cache"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    offline["HF_HOME"] = str(tmp_path / "cache")
     done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = (tmp_path / "out").rglob("results_*.json")
@@ -109,9 +90,8 @@ def test_a_local_task(tmp_path):
     by_number = {sample["doc_id"]: sample for sample in map(json.loads, samples.read_text().splitlines())}
     for number, (question, choices, answer) in enumerate(QUESTIONS):
         expected = [log_likelihood(model, question, choice) for choice in choices]
-        assert [float(response[0]) for response in by_number[number]["filtered_resps"]] == pytest.approx(
-            expected, rel=1e-4
-        )
+        found = [float(response[0]) for response in by_number[number]["filtered_resps"]]
+        assert found == pytest.approx(expected, rel=1e-4)
         num_right += max(range(2), key=expected.__getitem__) == answer
     accuracy = json.loads(results.read_text())["results"]["local_choice"]["acc,none"]
     assert accuracy == pytest.approx(num_right / len(QUESTIONS))

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moe_exp.inference.sampling import Sampler, Sampling, candidates
+from moe_exp.inference.generate import Sampler, Sampling, candidates
 
 # Probabilities 0.1, 0.4, 0.2, 0.3.
 LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
@@ -63,14 +63,14 @@ def test_a_seed_and_a_text_have_a_stream_of_their_own():
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"temperature": -0.1}, "TEMPERATURE=-0.1: must be a number of at least 0. Fix: "),
-        ({"temperature": math.nan}, "TEMPERATURE=nan: must be a number of at least 0. Fix: "),
-        ({"temperature": 1.0, "top_p": 0.0}, "TOP_P=0.0: must be over 0 and at most 1. Fix: "),
-        ({"temperature": 1.0, "top_p": 1.1}, "TOP_P=1.1: must be over 0 and at most 1. Fix: "),
-        ({"temperature": 1.0, "top_k": -1}, "TOP_K=-1: must not be negative. Fix: "),
-        ({"seed": -1}, "SEED=-1: must not be negative. Fix: "),
-        ({"top_k": 5}, "TOP_K=5: has no effect with the temperature 0, which is greedy. Fix: "),
-        ({"top_p": 0.9}, "TOP_P=0.9: has no effect with the temperature 0, which is greedy. Fix: "),
+        ({"temperature": -0.1}, "TEMPERATURE=-0.1: must be a number of at least 0"),
+        ({"temperature": math.nan}, "TEMPERATURE=nan: must be a number of at least 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "TOP_P=0.0: must be over 0 and at most 1"),
+        ({"temperature": 1.0, "top_p": 1.1}, "TOP_P=1.1: must be over 0 and at most 1"),
+        ({"temperature": 1.0, "top_k": -1}, "TOP_K=-1: must not be negative"),
+        ({"seed": -1}, "SEED=-1: must not be negative"),
+        ({"top_k": 5}, "TOP_K=5: has no effect with the temperature 0"),
+        ({"top_p": 0.9}, "TOP_P=0.9: has no effect with the temperature 0"),
     ],
 )
 def test_what_cannot_be(values, line):

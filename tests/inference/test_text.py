@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,25 +63,21 @@ def test_a_trained_tokenizer(tmp_path):
     assert "".join([*map(stream.push, encode(tokenizer, text)), stream.finish()]) == text
     special = f"<|endoftext|>{prompt}"
     assert len(encode(tokenizer, special)) > 1 + len(encode(tokenizer, prompt))
-    assert encode(tokenizer_for(config, "", allow_special=True), special) == [
-        tokenizer.eod_id,
-        *encode(tokenizer, prompt),
-    ]
+    ids = encode(tokenizer_for(config, "", allow_special=True), special)
+    assert ids == [tokenizer.eod_id, *encode(tokenizer, prompt)]
 
 
-def test_tokenizers_that_cannot_be(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "name", "rule"),
+    [
+        ({"vocab_size": 200, "train_data": "x"}, "{folder}", r"^TOKENIZER=.*: has \d+ .* VOCAB_SIZE=200"),
+        ({"train_data": "x"}, "", r"^TOKENIZER=: the training did not name one\. Fix: give --tokenizer"),
+        ({"train_data": "x"}, "/nowhere", r"^TOKENIZER=/nowhere: does not exist\. Fix: give --tokenizer"),
+        ({"data_dir": "{folder}/data"}, "", "embedded corpus, whose tokenizer is not at"),
+    ],
+)
+def test_tokenizers_that_cannot_be(settings, name, rule, tmp_path):
     train_bpe(["abc " * 50], 300).save(str(tmp_path / "tokenizer.json"))
-    size = load_tokenizer("HuggingFaceTokenizer", model=tmp_path).vocab_size
-    with pytest.raises(
-        ValueError,
-        match=rf"TOKENIZER=.*: has {size} tokens, the model VOCAB_SIZE=200\. Fix: give --tokenizer",
-    ):
-        tokenizer_for(Config(preset="cpu", vocab_size=200, train_data="x"), str(tmp_path))
-    with pytest.raises(
-        ValueError, match=r"^TOKENIZER=: the training did not name one\. Fix: give --tokenizer"
-    ):
-        tokenizer_for(Config(preset="cpu", train_data="x"), "")
-    with pytest.raises(ValueError, match=r"^TOKENIZER=/nowhere: does not exist\. Fix: give --tokenizer"):
-        tokenizer_for(Config(preset="cpu", train_data="x"), "/nowhere")
-    with pytest.raises(ValueError, match="embedded corpus, whose tokenizer is not at"):
-        tokenizer_for(Config(preset="cpu", data_dir=str(Path(tmp_path) / "data")), "")
+    given = {key: str(value).format(folder=tmp_path) for key, value in settings.items()}
+    with pytest.raises(ValueError, match=rule):
+        tokenizer_for(Config(preset="cpu", **given), name.format(folder=tmp_path))

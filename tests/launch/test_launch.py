@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,7 +18,7 @@ import pytest
 from helpers import ROOT
 from helpers.warm_runs import answer_warm
 from moe_exp.cli import main
-from moe_exp.config import Config, add_arguments, load_config, module_arguments
+from moe_exp.config import Config, load_config
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, report_exit_code, reported_exit_code
@@ -45,7 +44,9 @@ STOP = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 for number in STOP:
     signal.signal(number, stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-(here / f"args{rank}").write_text(" ".join(sys.argv[1:]) + " OMP=" + os.environ["OMP_NUM_THREADS"])
+from moe_exp.host.exit_codes import settings_file
+(here / f"settings{rank}").write_text(settings_file(os.environ["MOE_EXP_EXIT_CODE_FILE"]).read_text())
+(here / f"args{rank}").write_text(" ".join(sys.argv[1:]))
 time.sleep(60)
 """
 
@@ -65,13 +66,9 @@ sys.exit(code if code >= 0 else 1)
 
 def clean_environ(**values: str) -> dict[str, str]:
     # Python would put the folder of the tests before the package otherwise.
-    root = str(ROOT)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return (
-        {k: v for k, v in os.environ.items() if k not in SETTINGS}
-        | {"PYTHONPATH": path, "PRESET": "cpu"}
-        | values
-    )
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    others = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    return others | {"PYTHONPATH": path, "PRESET": "cpu"} | values
 
 
 def moe_exp(*args: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -96,82 +93,48 @@ def test_torchrun_command():
         "2", "--master-addr", "node0", "--master-port", "4000", "--max-restarts", "3", "-m", "moe_exp.train",
         "--topk=2",
     ]  # fmt: skip
-    assert torchrun_command(config, [], "moe_exp.inference.score")[-4:] == [
-        "--max-restarts",
-        "0",
-        "-m",
-        "moe_exp.inference.score",
-    ]
-
-
-def test_module_arguments():
-    assert module_arguments({"num_experts": "4", "topk": None, "rampup_batch_size": "8 8 100"}) == [
-        "--num-experts=4",
-        "--rampup-batch-size=8 8 100",
-    ]
-
-
-def test_ranks_record_the_rendezvous_that_was_given(monkeypatch):
-    monkeypatch.setenv("MASTER_PORT", "4000")
-    arguments = rank_arguments(load_config({"topk": "2"}), {"topk": "2"})
-    assert arguments == ["--topk=2", "--master-addr=localhost", "--master-port=4000"]
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    monkeypatch.setenv("MASTER_PORT", "42445")  # of the ranks' own store
-    assert load_config(vars(parser.parse_args(arguments))).master_port == 4000
+    assert torchrun_command(config, [], "other")[-4:] == ["--max-restarts", "0", "-m", "other"]
 
 
 @pytest.mark.parametrize(
     ("gpus", "threads", "expected"), [(0, 0, "1"), (0, 3, "3"), (8, 0, "7"), (8, 2, "2")]
 )
-def test_threads_per_rank(monkeypatch, gpus, threads, expected):
+def test_threads_and_allocator_of_the_ranks(monkeypatch, gpus, threads, expected):
     monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert child_environment(cpu(threads_per_rank=threads))["OMP_NUM_THREADS"] == expected
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(0, "0"), (8, None)])
-def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
-    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
     for name in KEEP_FREED_MEMORY:
         monkeypatch.delenv(name, raising=False)
-    environ = child_environment(cpu())
-    assert environ.get("MALLOC_MMAP_MAX_") == expected
-    assert (set(KEEP_FREED_MEMORY) <= set(environ)) == (gpus == 0)
+    environ = child_environment(cpu(threads_per_rank=threads))
+    assert environ["OMP_NUM_THREADS"] == expected
+    assert (KEEP_FREED_MEMORY.items() <= environ.items()) == (gpus == 0)
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "100")
     assert child_environment(cpu())["MALLOC_MMAP_MAX_"] == "100"
 
 
-def test_dry_run_text_says_where_a_setting_comes_from():
-    flags, environ = {"topk": "2", "lr": None, "train_iters": "50"}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
-    text = dry_run_text(load_config(flags, environ), flags, environ)
-    assert re.search(r"^TOPK=2 +# command line$", text, re.M)
-    assert re.search(r"^NUM_EXPERTS=16 +# environment$", text, re.M)
-    assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
-    assert re.search(r"^WARMUP_ITERS=5 +# from TRAIN_ITERS$", text, re.M)
-    assert re.search(r"^VPP=none$", text, re.M)
-    assert re.search(r"^USE_MOE=true$", text, re.M)
-    assert "moe_exp.launch.agent" in text
-    assert " --topk=2" in text
+def test_dry_run_text_says_where_a_setting_comes_from(monkeypatch):
+    monkeypatch.setenv("PRESET", "cpu")
+    monkeypatch.setenv("NUM_EXPERTS", "16")
+    flags = {"topk": "2", "lr": None, "train_iters": "50"}
+    text = dry_run_text(load_config(flags), flags, {"seed": "a file"})
+    for line in (
+        "TOPK=2 +# command line", "NUM_EXPERTS=16 +# environment", "NUM_LAYERS=4 +# preset cpu",
+        "WARMUP_ITERS=5 +# from TRAIN_ITERS", "SEED=1234 +# a file", "VPP=none", "USE_MOE=true",
+    ):  # fmt: skip
+        assert re.search(f"^{line}$", text, re.M), line
+    assert re.search(r"moe_exp\.launch\.agent .* --topk=2", text)
 
 
 def test_dry_run_of_the_reference(tmp_path):
-    done = moe_exp(
-        "train", "--dry-run", "--ep", "4", cwd=tmp_path, PRESET="reference", GPUS_PER_NODE="8", NUM_EXPRTS="8"
-    )
+    environ = {"PRESET": "reference", "GPUS_PER_NODE": "8", "NUM_EXPRTS": "8"}
+    done = moe_exp("train", "--dry-run", "--ep", "4", cwd=tmp_path, **environ)
     assert done.returncode == 0, done.stderr
     for text in (
-        "4,375,732,736",
-        "rank (0, 0): 1204838912",
-        "13153.68 MB",
-        "--nproc-per-node 8",
-        "-m moe_exp.train --ep=4",
-        "learning rate after iteration (cosine): 0 at 0 (0%), 0.000525 at 10000 (25%), ",
-    ):
+        "4,375,732,736", "rank (0, 0): 1204838912", "13153.68 MB", "--nproc-per-node 8",
+        "-m moe_exp.train --ep=4", "iteration (cosine): 0 at 0 (0%), 0.000525 at 10000 (25%), ",
+    ):  # fmt: skip
         assert text in done.stdout
-    assert (
-        "moe-exp: warning: NUM_EXPRTS is not a setting; did you mean NUM_EXPERTS?" in done.stderr.splitlines()
-    )
+    line = "moe-exp: warning: NUM_EXPRTS is not a setting; did you mean NUM_EXPERTS?"
+    assert line in done.stderr.splitlines()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -196,22 +159,9 @@ def _drawn(name: str, rng: random.Random) -> str:
         "true", "~no_such_user/x", "/dev/null/x", "/", "..", "%s{}", "--", "²", "9" * 5000,
     ]  # fmt: skip
     numbers = [
-        "-1",
-        "nan",
-        "9" * 40,
-        "0",
-        "1",
-        "2",
-        "3",
-        "7",
-        "64",
-        "4096",
-        "10000",
-        "100000",
-        "16777216",
-        "1000000000",
-        "1e30",
-    ]
+        "-1", "nan", "9" * 40, "0", "1", "2", "3", "7", "64", "4096", "10000", "100000", "16777216",
+        "1000000000", "1e30",
+    ]  # fmt: skip
     if get_origin(kind) is Literal and rng.random() < 0.95:
         return str(rng.choice(get_args(kind)))
     if kind is bool and rng.random() < 0.95:
@@ -236,55 +186,10 @@ def test_random_settings_are_answered_at_once(seed, count, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"num_layers": "1000000000"}, "NUM_LAYERS=1000000000: must be less than or equal to 10000."),
-        (
-            {"num_experts": "1000000000", "ep": "4096"},
-            "NUM_EXPERTS=1000000000: must be less than or equal to 1048576.",
-        ),
-        (
-            {"num_heads": "1000000000", "tp": "7"},
-            "NUM_HEADS=1000000000: must be less than or equal to 65536.",
-        ),
-        (
-            {"moe_layer_freq": "[0,1]*200000000"},
-            "MOE_LAYER_FREQ=[0,1]*200000000: stands for 400000000 layers, and there may be 10000.",
-        ),
-        (
-            {"pipeline_layers": "9999*9999,1*2"},
-            "PIPELINE_LAYERS=9999*9999,1*2: stands for 10001 stages, and ",
-        ),
-        (
-            {"gbsz": "1000000000", "rampup_batch_size": "64 64 1000"},
-            "RAMPUP_BATCH_SIZE=64 64 1000: must have at most 10000 steps and ",
-        ),
-        ({"run_dir": "~no_such_user/x"}, "RUN_DIR=~no_such_user/x: names the home folder of no user of "),
-        ({"tokenizer": "x" * 300}, "is longer than a file name may be, 255 bytes."),
-        ({"run_name": "x/" * 2000}, "makes a path of "),
-        ({"run_name": "x" * 5000}, "is longer than a file name may be, 255 bytes."),
-    ],
+    ("given", "port"), [({}, "0"), ({"nnodes": 2}, "23456"), ({"master_port": 25000}, "25000")]
 )
-def test_sizes_beyond_all_bounds_end_with_2(settings, line, capsys):
-    assert train({"preset": "cpu", "gpus_per_node": "1", **settings}, dry_run=True) == 2
-    assert line in capsys.readouterr().err
-
-
-def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
-    monkeypatch.setenv("PRESET", "cpu")
-    assert main(["train", "--num-layers=-1", "--moe-type=x"]) == 2
-    assert [line.partition(":")[2].partition("=")[0] for line in capsys.readouterr().err.splitlines()] == [
-        " NUM_LAYERS",
-        " MOE_TYPE",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "port"), [({}, "0"), ({"nnodes": 2}, "23456"), ({"master_port": 25000}, "25000")]
-)
-def test_the_port_of_a_job(settings, port):
-    config = cpu(**settings)
-    command = torchrun_command(config, rank_arguments(config, {}))
+def test_the_port_of_a_job(given, port):
+    command = torchrun_command(cpu(**given), rank_arguments(cpu(**given), {}))
     assert command[command.index("--master-port") + 1] == port
     assert f"--master-port={port}" in command
 
@@ -304,29 +209,11 @@ def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
 
 
 def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
-    done = moe_exp(
-        "train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", TRAIN_DATA="gone", EVAL_INTERVAL="0"
-    )
+    missing = {"TRAIN_DATA": "gone", "EVAL_INTERVAL": "0"}
+    done = moe_exp("train", "--dry-run", cwd=tmp_path, GPUS_PER_NODE="1", **missing)
     assert done.returncode == 2
     assert "Parameters: " in done.stdout
-    assert (
-        "moe-exp: TRAIN_DATA=gone: there is no such file or folder of text, and no token files gone.bin"
-        in done.stderr
-    )
-
-
-def test_command_alone_prints_help(capsys):
-    assert main([]) == 0
-    assert "doctor" in capsys.readouterr().out
-
-
-def test_abbreviated_and_unknown_flags_are_refused(capsys):
-    for flag in ("--num-exp=4", "--num-expert=4"):
-        with pytest.raises(SystemExit) as end:
-            main(["train", flag])
-        assert end.value.code == 2
-        asked = "did you mean --num-experts?"
-        assert f"{flag.partition('=')[0]} does not exist, {asked}" in capsys.readouterr().err
+    assert "moe-exp: TRAIN_DATA=gone: there is no such file or folder of text" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -339,6 +226,9 @@ def test_abbreviated_and_unknown_flags_are_refused(capsys):
         (["train", "--foo", "1", "--num-layer", "2"], "--foo does not exist; --num-layer does"),
         (["report", "x", "--formt", "md"], "moe-exp report: error: --formt does not exist, did you mean"),
         (["train", "x"], "moe-exp train: error: unrecognized arguments: x"),
+        (["train", "--num-exp=4"], "--num-exp does not exist, did you mean --num-experts?"),
+        (["train", "--lr=--"], "error: argument --lr: expected one argument. Help: moe-exp"),
+        (["report", "x", "--out=--"], "error: argument --out: expected one argument. Help: moe-exp"),
     ],
 )  # fmt: skip
 def test_misspelt_commands_and_flags(arguments, text, capsys):
@@ -348,34 +238,22 @@ def test_misspelt_commands_and_flags(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["train", "--lr=--"], ["report", "x", "--out=--"]])
-def test_two_dashes_are_no_value(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    flag = arguments[-1].removesuffix("=--")
-    assert f"error: argument {flag}: expected one argument. Help: moe-exp" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("rank", "local_rank", "code"), [(0, 0, 75), (1, 1, None), (8, 0, 75)])
 def test_the_first_rank_of_every_node_reports_the_exit_code(rank, local_rank, code, tmp_path, monkeypatch):
     for name, value in ((EXIT_CODE_FILE, tmp_path / "code"), ("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.setenv(name, str(value))
     assert report_exit_code(75)  # there is a launcher
     assert reported_exit_code() == code
+    monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "gone" / "exit_code"))  # the launcher has ended
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not report_exit_code(1) and reported_exit_code() is None
 
 
-def test_a_rank_that_outlives_its_launcher_has_nobody_to_tell(tmp_path, monkeypatch):
-    monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "gone" / "exit_code"))
-    assert not report_exit_code(1)
-    assert reported_exit_code() is None
-
-
-def test_version(capsys):
+def test_version_and_help(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("moe-exp ")
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("moe-exp ")
+    assert main([]) == 0 and "doctor" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -391,7 +269,7 @@ def test_version(capsys):
 def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, written):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
 
-    def job(command, environ, stopping, poll):
+    def job(command, environ, config, poll):
         folder = open_run_folder(config)
         with Metrics(config, folder) as metrics:
             if end:
@@ -407,37 +285,21 @@ def test_exit_code_of_a_run(tmp_path, monkeypatch, capsys, end, told, code, writ
 def test_an_earlier_runs_end_is_not_this_runs(tmp_path, monkeypatch):
     config = cpu(run_dir=str(tmp_path), run_name="one", train_data="given")
     folder = open_run_folder(config)
-    old = {"kind": "event", "iteration": 0, "event": "start", "time": "2020-01-01T00:00:00+00:00"}
-    folder.metrics.write_text(
-        "".join(json.dumps(old | {"event": name, "status": "finished"}) + "\n" for name in ("start", "end"))
-    )
-    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 3)
+    old = {"kind": "event", "iteration": 0, "status": "finished", "time": "2020-01-01T00:00:00+00:00"}
+    lines = [json.dumps(old | {"event": name}) + "\n" for name in ("start", "end")]
+    folder.metrics.write_text("".join(lines))
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda *_, **__: 3)
     assert launch(config, {}) == 3
     assert not folder.summary.exists()
 
 
-def test_what_a_signal_is_answered_with_says_what_is_saved(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        "moe_exp.launch.launch.run_job",
-        lambda command, environ, stopping, poll=None: said.append(stopping) or 0,
-    )
-    for save_at_end in (True, False):
-        launch(cpu(train_data="given", run_dir=str(tmp_path), save_at_end=save_at_end), {})
-    assert said == [
-        "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it",
-        "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it",
-    ]
-
-
-def test_embedded_corpus_is_made_only_without_train_data(tmp_path, monkeypatch):
+@pytest.mark.parametrize("train_data", ["given", ""])
+def test_embedded_corpus_is_made_only_without_train_data(train_data, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", made.append)
-    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda command, environ, stopping, poll=None: 0)
-    launch(cpu(train_data="given", data_dir="mine", run_dir=str(tmp_path)), {})
-    assert made == []
-    launch(cpu(data_dir="mine", run_dir=str(tmp_path)), {})
-    assert made == [Path("mine")]
+    monkeypatch.setattr("moe_exp.launch.launch.run_job", lambda *_, **__: 0)
+    launch(cpu(train_data=train_data, data_dir="mine", run_dir=str(tmp_path)), {})
+    assert made == ([] if train_data else [Path("mine")])
 
 
 def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, capsys):
@@ -446,31 +308,32 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
     monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", fail)
     monkeypatch.setattr("moe_exp.launch.launch.check_environment", lambda config: [])
-    monkeypatch.setenv("PRESET", "cpu")
-    assert main(["train", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
+    assert main(["train", "--preset=cpu", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
     assert capsys.readouterr().err == "moe-exp: DATA_DIR=data: has 1 MB free. Fix: free some space.\n"
 
 
 # Signals. The launcher is a process of its own, so that Ctrl-C does not reach pytest.
 
-RUN_JOB = (
-    "import os, sys; from moe_exp.launch.torchrun_job import run_job; sys.exit(run_job(sys.argv[1:],"
-    " os.environ))"
-)
+RUN_JOB = """
+import os, sys
+from moe_exp.config import load_config
+from moe_exp.launch import torchrun_job
+torchrun_job._STILL_SECONDS = 2.0
+sys.exit(torchrun_job.run_job(sys.argv[1:], os.environ, config=load_config()))
+"""
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
-from moe_exp.launch.launch import launch
+from moe_exp.launch import launch, torchrun_job
+launch.torchrun_command = lambda *given: torchrun_job.torchrun_command(*given, "stand_in")
 flags = {"run_dir": sys.argv[1], "train_data": "given", "master_port": sys.argv[2], "topk": "2"}
-sys.exit(launch(load_config(flags), flags, module="stand_in"))
+sys.exit(launch.launch(load_config(flags), flags))
 """
 
 
 def start(code: str, *args: str, **environ: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.Popen(
-        command, env=clean_environ(**environ), stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-c", code, *args], env=clean_environ(**environ), **options)
 
 
 def rank_source(tmp_path: Path) -> str:
@@ -482,13 +345,8 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    launcher = start(
-        LAUNCH,
-        str(tmp_path / "runs"),
-        port,
-        GPUS_PER_NODE="2",
-        PYTHONPATH=f"{clean_environ()['PYTHONPATH']}:{tmp_path}",
-    )
+    path = f"{clean_environ()['PYTHONPATH']}:{tmp_path}"
+    launcher = start(LAUNCH, str(tmp_path / "runs"), port, GPUS_PER_NODE="2", PYTHONPATH=path)
     wait_for(tmp_path / "args0", tmp_path / "args1")
     os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
     errors = launcher.communicate(timeout=60)[1]
@@ -496,7 +354,9 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
     assert errors == "moe-exp: stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it\n"
-    assert (tmp_path / "args0").read_text().endswith("--topk=2 OMP=1")
+    assert "--topk=2" in (tmp_path / "args0").read_text().split()
+    settings = json.loads((tmp_path / "settings0").read_text())
+    assert (settings["topk"], settings["master_port"], settings["preset"]) == (2, int(port), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -504,19 +364,20 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
     [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
 )
 def test_first_signal_is_passed_on(tmp_path, number, passed_on):
-    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
+    source = rank_source(tmp_path)
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source, SAVE_AT_END="false")
     wait_for(tmp_path / "args0")
     launcher.send_signal(getattr(signal, number))
     errors = launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 0, errors
     assert (tmp_path / "saved0").read_text() == passed_on
+    assert "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C" in errors
 
 
 def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
-    source = rank_source(tmp_path).replace(
-        "time.sleep(0.5)", "(here / f'stopping{number}').touch(); time.sleep(60)"
-    )
-    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source, OMP_NUM_THREADS="1")
+    waits = "(here / f'stopping{number}').touch(); time.sleep(60)"
+    source = rank_source(tmp_path).replace("time.sleep(0.5)", waits)
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, source)
     wait_for(tmp_path / "args0")
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         launcher.send_signal(number)
@@ -551,8 +412,7 @@ time.sleep(60)
 
 
 def test_an_agent_that_does_not_move_after_a_signal_is_killed(tmp_path):
-    run_job = f"from moe_exp.launch import torchrun_job; torchrun_job._STILL_SECONDS = 2.0; {RUN_JOB}"
-    launcher = start(run_job, sys.executable, "-c", STUCK, str(tmp_path / "up"), str(tmp_path / "stuck"))
+    launcher = start(RUN_JOB, sys.executable, "-c", STUCK, str(tmp_path / "up"), str(tmp_path / "stuck"))
     wait_for(tmp_path / "up")
     launcher.send_signal(signal.SIGTERM)
     time.sleep(4)
@@ -577,24 +437,21 @@ def test_processes_that_survive_sigkill_are_not_waited_for(monkeypatch, capfd):
     assert "processes 8 do not end, although they were killed" in capfd.readouterr().err
 
 
-def test_nodes_that_come_at_once_share_one_key(tmp_path):
+def test_nodes_that_come_at_once_share_one_key(tmp_path, monkeypatch):
     path = tmp_path / "run" / ".rendezvous_key"
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(lambda _: shared_key(path), range(64)))
     assert len(keys) == 1 and path.stat().st_mode & 0o777 == 0o600
     assert shared_key(path) in keys  # that of the run, for its next start
-
-
-def test_a_key_that_was_never_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("moe_exp.launch.torchrun_job._KEY_SECONDS", 0.2)
-    (tmp_path / "key").touch()
+    path.write_text("")  # it was never written
     with pytest.raises(ValueError, match="key: has no key in it"):
-        shared_key(tmp_path / "key")
+        shared_key(path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_job_ends_when_the_launcher_is_killed(tmp_path):
-    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path), OMP_NUM_THREADS="1")
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, rank_source(tmp_path))
     wait_for(tmp_path / "args0")
     launcher.kill()
     launcher.communicate(timeout=30)
@@ -617,8 +474,6 @@ def test_own_command_is_one_that_the_shell_finds(tmp_path, monkeypatch):
 
 def test_all_nodes_of_a_job_have_the_key_that_they_are_given():
     """Of a preflight node 0's, of a training that in the run folder; one node needs no other."""
-    of_two = {child_environment(cpu(nnodes=2, node_rank=node), "shared")[RENDEZVOUS_KEY] for node in range(2)}
-    assert of_two == {"shared"}
-    alone = {child_environment(cpu(), "shared")[RENDEZVOUS_KEY] for _ in range(2)}
-    assert len(alone) == 2
-    assert "shared" not in alone
+    nodes = [cpu(nnodes=2, node_rank=0), cpu(nnodes=2, node_rank=1), cpu(), cpu()]
+    *of_two, alone, again = (child_environment(node, "shared")[RENDEZVOUS_KEY] for node in nodes)
+    assert of_two == ["shared", "shared"] and len({alone, again, "shared"}) == 3

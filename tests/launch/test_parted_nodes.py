@@ -30,12 +30,7 @@ def two_hosts() -> Iterator[list[Host]]:
 def train(host: Host, runs: Runs, node: int, **settings: object) -> subprocess.Popen[str]:
     """The launcher of one of two nodes."""
     shared = {"RUN_DIR": runs.run_dir, "RUN_NAME": "run", "DATA_DIR": runs.data_dir, "NNODES": 2}
-    shared |= {
-        "TRAIN_ITERS": 100_000,
-        "MASTER_ADDR": host.master,
-        "NODE_RANK": node,
-        "PYTHON": sys.executable,
-    }
+    shared |= {"TRAIN_ITERS": 100_000, "MASTER_ADDR": host.master, "NODE_RANK": node}
     return host.start((sys.executable, "-m", "moe_exp", "train"), **{**TINY, **shared, **settings})
 
 
@@ -112,22 +107,11 @@ def test_ranks_go_on_where_only_the_network_of_the_stores_is_away(two_hosts, tmp
         "pathlib.Path(os.environ['MOE_EXP_EXIT_CODE_FILE']).write_text('0')\n"
     )
     shared = ["--nnodes", "2", "--nproc-per-node", "1", "--master-port", str(free_port()), "--master-addr"]
-    agents = [
-        host.start(
-            [
-                sys.executable,
-                "-m",
-                "moe_exp.launch.agent",
-                *shared,
-                host.master,
-                "--node-rank",
-                str(node),
-                str(tmp_path / "rank.py"),
-            ],
-            MOE_EXP_EXIT_CODE_FILE=tmp_path / f"code{node}",
-        )
-        for node, host in enumerate(two_hosts)
-    ]
+    agents = []
+    for node, host in enumerate(two_hosts):
+        command = [sys.executable, "-m", "moe_exp.launch.agent", *shared, host.master]
+        command += ["--node-rank", str(node), str(tmp_path / "rank.py")]
+        agents.append(host.start(command, MOE_EXP_EXIT_CODE_FILE=tmp_path / f"code{node}"))
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"started{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline

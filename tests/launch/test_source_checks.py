@@ -130,9 +130,8 @@ def test_a_later_stage_after_a_rollback(here):
     """Samples 88 to 96 are left out, so that batches of the stream begin at 80, 96 and 104."""
     save(here())
     folder = RunFolder.of(here())
-    folder.skipped_samples.write_text(
-        json.dumps({"rollbacks": [{"samples": [[88, 96]], "sample_order": {}}]})
-    )
+    rollback = {"samples": [[88, 96]], "sample_order": {}}
+    folder.skipped_samples.write_text(json.dumps({"rollbacks": [rollback]}))
 
     def found(**begin):
         config = here(data_stages=[begin | {"train_data": "b"}], gbsz=12)
@@ -173,11 +172,8 @@ def test_a_dry_run_with_the_checkpoint_of_another_model(here, tmp_path, capsys):
     load_dir = save(here(run_name="other"), tmp_path / "saved")
     config = here()
     names = ("train_data", "run_dir", "data_dir", "gpus_per_node", *SIZE)
-    flags = (
-        SMALL
-        | {name: getattr(config, name) for name in names}
-        | {"run_name": "new", "load_dir": str(load_dir), "num_experts": 16}
-    )
+    flags = SMALL | {name: getattr(config, name) for name in names}
+    flags |= {"run_name": "new", "load_dir": str(load_dir), "num_experts": 16}
     assert launch.train(flags, dry_run=True) == 2
     assert "NUM_EXPERTS=16: the checkpoint at iteration 10" in capsys.readouterr().err
     assert launch.train(flags | {"num_experts": SMALL.get("num_experts")}, dry_run=True) == 0

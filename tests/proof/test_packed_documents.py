@@ -43,23 +43,20 @@ CASES = [  # of one layout after each other, see `in_turn`
     if layout.fits(ranks)
     for kind in KINDS
 ]
-FAST = [
-    case
-    for case in CASES
-    for kind, ranks, layout in [case]
-    if ranks == 1
-    or (ranks == 2 and (kind == "dmoe" or (kind == "latent" and 2 in (layout.tp, layout.cp))))
-    or (kind == "dmoe" and layout.tp == layout.pp == 2)
-]
+
+
+def is_fast(kind: str, ranks: int, layout: Layout) -> bool:
+    if ranks == 2:
+        return kind == "dmoe" or (kind == "latent" and 2 in (layout.tp, layout.cp))
+    return ranks == 1 or (kind == "dmoe" and layout.tp == layout.pp == 2)
+
+
+FAST = [case for case in CASES if is_fast(*case)]
 
 
 def _settings(kind: str, layout: Layout) -> dict[str, Any]:
-    return {
-        **KINDS[kind],
-        **layout._asdict(),
-        "num_layers": layout.num_layers,
-        "num_query_groups": KINDS[kind].get("num_query_groups", 2),
-    }
+    sizes = {"num_layers": layout.num_layers, "num_query_groups": KINDS[kind].get("num_query_groups", 2)}
+    return KINDS[kind] | layout._asdict() | sizes
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +66,8 @@ def alone() -> Callable[[str, int], Found]:
     fast = {(kind, layout.num_layers) for kind, _, layout in FAST}
 
     @cache
-    def run_all(is_fast: bool) -> dict[tuple[str, int], Found]:
-        names = [(kind, num) for kind in KINDS for num in (2, 4) if ((kind, num) in fast) == is_fast]
+    def run_all(in_fast: bool) -> dict[tuple[str, int], Found]:
+        names = [(kind, num) for kind in KINDS for num in (2, 4) if ((kind, num) in fast) == in_fast]
         jobs = [KINDS[kind] | {"num_layers": num} for kind, num in names]
         return dict(zip(names, documents_alone(jobs), strict=True))
 
@@ -80,17 +77,17 @@ def alone() -> Callable[[str, int], Found]:
 @pytest.fixture(scope="module")
 def packed() -> Callable[[str, int, Layout], Found]:
     @cache
-    def run_all(num_ranks: int, is_fast: bool) -> dict[tuple[str, int, Layout], Found]:
-        cases = [case for case in CASES if case[1] == num_ranks and (case in FAST) == is_fast]
+    def run_all(num_ranks: int, fast: bool) -> dict[tuple[str, int, Layout], Found]:
+        cases = [case for case in CASES if case[1] == num_ranks and is_fast(*case) == fast]
         jobs = [_settings(kind, layout) for kind, _, layout in cases]
         return dict(zip(cases, packed_models(num_ranks, jobs), strict=True))
 
-    return lambda *case: run_all(case[1], case in FAST)[case]
+    return lambda *case: run_all(case[1], is_fast(*case))[case]
 
 
 def _case(kind: str, num_ranks: int, layout: Layout) -> Any:
     name = "-".join(f"{field}{value}" for field, value in layout._asdict().items())
-    marks = [] if (kind, num_ranks, layout) in FAST else [pytest.mark.slow]
+    marks = [] if is_fast(kind, num_ranks, layout) else [pytest.mark.slow]
     return pytest.param(kind, num_ranks, layout, id=f"{kind}-{num_ranks}-{name}", marks=marks)
 
 

@@ -43,58 +43,37 @@ class Case:
     router: dict[str, object]
 
 
+COMMON = {"hidden_size": HIDDEN, "experts_implementation": "eager"}
+
+
 def mixtral(topk: int = 2) -> nn.Module:
-    sizes = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": topk,
-    }
-    return MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation="eager"))
+    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": topk}
+    return MixtralSparseMoeBlock(MixtralConfig(**COMMON, **sizes))
 
 
-def olmoe(topk: int = 4, **settings: object) -> nn.Module:
-    sizes = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": topk,
-    }
-    return OlmoeSparseMoeBlock(OlmoeConfig(**sizes, **settings, experts_implementation="eager"))
+def olmoe(topk: int = 4) -> nn.Module:
+    sizes = {"intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": topk}
+    return OlmoeSparseMoeBlock(OlmoeConfig(**COMMON, **sizes))
 
 
 def qwen3() -> nn.Module:
-    sizes = {
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": FFN,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 4,
-    }
-    return Qwen3MoeSparseMoeBlock(
-        Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation="eager")
-    )
+    sizes = {"moe_intermediate_size": FFN, "num_experts": EXPERTS, "num_experts_per_tok": 4}
+    return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**COMMON, **sizes, norm_topk_prob=True))
 
 
 def deepseek(**settings: object) -> nn.Module:
-    sizes = {
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": FFN,
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": SHARED,
-    }
+    sizes = {"moe_intermediate_size": FFN, "n_routed_experts": EXPERTS, "n_shared_experts": SHARED}
     defaults = {
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-    }
-    return DeepseekV3MoE(DeepseekV3Config(**sizes, **(defaults | settings), experts_implementation="eager"))
+    }  # fmt: skip
+    return DeepseekV3MoE(DeepseekV3Config(**COMMON, **sizes, **(defaults | settings)))
 
 
 # The score of a group is the sum of its two best experts in transformers, of its K/group_topk best here (in
 # Megatron, too): the same for DeepSeek-V3 with K = 8 of 4 groups, and for what is compared here.
 SIGMOID = {"score": "sigmoid", "expert_bias": True}
+NOT_NORMALIZED = {"norm_topk_prob": False, "routed_scaling_factor": 1.5}
 CASES = {
     "Mixtral, softmax over the chosen": Case(mixtral, {"topk": 2, "pre_softmax": False}),
     "Mixtral, normalized": Case(mixtral, {"topk": 2, "normalize": True}),
@@ -106,9 +85,7 @@ CASES = {
         deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5, **SIGMOID}
     ),
     "DeepSeek-V3, not normalized": Case(
-        lambda: deepseek(
-            norm_topk_prob=False, num_experts_per_tok=6, topk_group=3, routed_scaling_factor=1.5
-        ),
+        lambda: deepseek(num_experts_per_tok=6, topk_group=3, **NOT_NORMALIZED),
         {"topk": 6, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False, **SIGMOID},
     ),
     "DeepSeek-V3, one group": Case(
@@ -150,14 +127,8 @@ def ours(
             shared = SharedExpert(hidden_size=HIDDEN, ffn_size=FFN * SHARED)
             shared.weight1.copy_(torch.cat([their_shared.gate_proj.weight, their_shared.up_proj.weight]))
             shared.weight2.copy_(their_shared.down_proj.weight)
-    dispatcher = LocalDispatcher(EXPERTS)
-    return MoELayer(
-        router=routing,
-        dispatcher=dispatcher,
-        experts=experts,
-        settings=settings or MoESettings(),
-        shared=shared,
-    )
+    parts = {"router": routing, "dispatcher": LocalDispatcher(EXPERTS), "experts": experts, "shared": shared}
+    return MoELayer(**parts, settings=settings or MoESettings())
 
 
 def their_gradients(block: nn.Module) -> dict[str, Tensor]:
@@ -224,7 +195,6 @@ def test_load_balancing_loss(block, balancing_loss, router):
     loss = layer(x_ours)[1] * router["topk"]
     loss.backward()
     found = {"loss": loss, "x": x_ours.grad, "router": layer.router.weight.grad}
-    error = assert_equal_to(
-        LIMIT, found, {"loss": theirs, "x": x_theirs.grad, "router": block.gate.weight.grad}
-    )
+    expected = {"loss": theirs, "x": x_theirs.grad, "router": block.gate.weight.grad}
+    error = assert_equal_to(LIMIT, found, expected)
     print(f"largest relative error {error:.1e}")

@@ -21,8 +21,7 @@ from rich.console import Console
 
 from helpers import ROOT
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
-from moe_exp.report.live import watch
-from moe_exp.report.text_curves import buckets, plot, sparkline
+from moe_exp.report.live import buckets, plot, sparkline, watch
 from moe_exp.runs.records import drop_records_after
 
 START = {"kind": "event", "event": "start", "iteration": 0, "time": "2026-01-01T10:00:00+00:00"}

@@ -44,14 +44,8 @@ class Terminal:
 
     def __init__(self, command: list[str], **environ: object):
         self._master, slave = pty.openpty()
-        self.job = subprocess.Popen(
-            command,
-            env=clean_environ(**environ),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
+        self.job = subprocess.Popen(command, env=clean_environ(**environ), **streams)
         os.close(slave)
         self.text = ""
 
@@ -113,12 +107,10 @@ def test_steps_while_the_others_are_in_a_collective(tmp_path):
     terminal.wait_for("(Pdb rank 1) ")
     terminal.type("p value.item()")
     terminal.wait_for("2.0")
-    terminal.type("import time; time.sleep(0)")
-    terminal.wait_for("(Pdb rank 1) ")
-    terminal.type("tbreak torch.distributed.destroy_process_group")
-    terminal.wait_for("(Pdb rank 1) ")
-    terminal.type("n")  # the others run into their all-reduce, or are through it
-    terminal.wait_for("(Pdb rank 1) ")
+    # After `n` the others run into their all-reduce, or are through it.
+    for command in ("import time; time.sleep(0)", "tbreak torch.distributed.destroy_process_group", "n"):
+        terminal.type(command)
+        terminal.wait_for("(Pdb rank 1) ")
     time.sleep(4)
     terminal.type("c")
     terminal.wait_for("(Pdb rank 1) ")

@@ -29,16 +29,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dumping_run(folder: Path, name: str, **changes: Any) -> None:
-    settings = {
-        "gpus_per_node": 2,
-        "train_iters": 2,
-        "dump_iters": "1,2",
-        "distributed_optimizer": False,
-    } | changes
-    printed = folder / f"{name}.printed"
-    assert end_run(start_run(small_settings(folder, name, **settings), printed), printed) == [0, 0], (
-        printed.read_text()
-    )
+    values = {"gpus_per_node": 2, "train_iters": 2, "dump_iters": "1,2", "distributed_optimizer": False}
+    settings, printed = small_settings(folder, name, **values | changes), folder / f"{name}.printed"
+    assert end_run(start_run(settings, printed), printed) == [0, 0], printed.read_text()
 
 
 def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
@@ -50,10 +43,8 @@ def test_what_a_dump_holds(runs):
     found = load_file(dump_file(runs / "a", 2, 1))
     reader = CheckpointReader(runs / "a" / "checkpoints" / "iter_0000002")
     assert torch.equal(found[ROUTER], reader.read("decoder.layers.mlp.router.weight")[1])
-    assert torch.equal(
-        found[f"exp_avg of {ROUTER}"],
-        reader.read("optimizer.state.exp_avg.decoder.layers.mlp.router.weight")[1],
-    )
+    exp_avg = reader.read("optimizer.state.exp_avg.decoder.layers.mlp.router.weight")[1]
+    assert torch.equal(found[f"exp_avg of {ROUTER}"], exp_avg)
     before = load_file(dump_file(runs / "a", 1, 1))
     moment = 0.9 * before[f"exp_avg of {ROUTER}"] + 0.1 * found[f"gradient of {ROUTER}"]
     torch.testing.assert_close(found[f"exp_avg of {ROUTER}"], moment, rtol=1e-5, atol=1e-9)
@@ -73,11 +64,9 @@ def test_two_ranks_and_two_runs(runs, capsys):
     code, lines = diff(ranks[0].parent, dump_file(runs / "b", 2, 0).parent, capsys, "--top", "3")
     assert code == 1
     assert lines[-1].startswith("DIFFERENT: most in rank ")
-    shown = [
-        float(line.partition("relative ")[2].split()[0]) for line in lines if line.startswith("differs: ")
-    ]
-    assert len(shown) == 3
-    assert shown == sorted(shown, reverse=True)
+    differing = [line for line in lines if line.startswith("differs: ")]
+    shown = [float(line.partition("relative ")[2].split()[0]) for line in differing]
+    assert len(shown) == 3 and shown == sorted(shown, reverse=True)
 
 
 def test_one_value_by_hand(runs, capsys, tmp_path):
@@ -100,11 +89,9 @@ def test_one_value_by_hand(runs, capsys, tmp_path):
 @pytest.mark.slow
 def test_distributed_ranks_hold_ranges(runs, capsys):
     dumping_run(runs, "c", distributed_optimizer=True)
-    states = [
-        {name for name in load_file(dump_file(runs / "c", 1, rank)) if " of " in name} for rank in (0, 1)
-    ]
-    assert all(states)
-    assert not states[0] & states[1]
+    dumps = [load_file(dump_file(runs / "c", 1, rank)) for rank in (0, 1)]
+    states = [{name for name in dump if " of " in name} for dump in dumps]
+    assert all(states) and not states[0] & states[1]
     code, lines = diff(dump_file(runs / "c", 1, 0), dump_file(runs / "a", 1, 0), capsys)
     assert code == 1
     assert any(line.startswith("only in B: ") for line in lines)
@@ -117,9 +104,8 @@ def test_checkpoints_with_their_optimizer(runs, capsys):
     assert diff(runs / "a", runs / "a", capsys)[1][-1] == "THE SAME, in every value of every tensor"
     code, lines = diff(runs / "a", runs / "b", capsys)
     assert code == 1
-    assert [line for line in lines if line.startswith(("setting: ", "progress: "))] == [
-        "setting: lr 0.001 and 0.002"
-    ]
+    settings = [line for line in lines if line.startswith(("setting: ", "progress: "))]
+    assert settings == ["setting: lr 0.001 and 0.002"]
     assert any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))
     code, lines = diff(runs / "a", runs / "b", capsys, "--weights-only")
     assert not any(" of decoder.layers." in line for line in lines if line.startswith("differs: "))

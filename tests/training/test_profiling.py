@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,59 +45,49 @@ def test_trace_of_two_iterations_of_one_rank(tmp_path):
     assert not (plain / "profile").exists()
 
 
-def test_range_that_a_resume_has_begun_or_passed(tmp_path):
-    class Rank:
-        rank, device = 0, torch.device("cpu")
+def recorder(folder, device: str = "cpu", **settings):
+    rank = SimpleNamespace(rank=0, device=torch.device(device))
+    return Recorder(load_config(settings, {}), rank, RunFolder(folder))
 
-    config, folder = load_config({"profile_iters": "10-12", "train_iters": 11}, {}), RunFolder(tmp_path)
-    resumed = Recorder(config, Rank(), folder)
-    for iteration in (11, 12):
-        resumed.begin(iteration)
-        resumed.end(iteration)
-    assert [path.name for path in folder.profile.iterdir()] == ["trace_rank_0_iter_11-11.json.gz"]
-    passed = Recorder(config, Rank(), RunFolder(tmp_path / "none"))
-    passed.begin(13)
-    passed.end(13)
+
+def record(recorder, *iterations: int) -> None:
+    for iteration in iterations:
+        recorder.begin(iteration)
+        recorder.end(iteration)
+
+
+def test_range_that_a_resume_has_begun_or_passed(tmp_path):
+    settings = {"profile_iters": "10-12", "train_iters": 11}
+    record(recorder(tmp_path, **settings), 11, 12)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace_rank_0_iter_11-11.json.gz"]
+    record(recorder(tmp_path / "none", **settings), 13)
     assert not (tmp_path / "none").exists()
 
 
-def test_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    class Rank:
-        rank, device = 0, torch.device("cpu")
-
-    recorder = Recorder(
-        load_config({"profile_iters": "1,3", "train_iters": 5}, {}), Rank(), RunFolder(tmp_path)
-    )
+def test_full_disk_does_not_end_the_run(tmp_path, caplog):
+    recording = recorder(tmp_path, profile_iters="1,3", train_iters=5)
     with no_file_over(100):
-        recorder.begin(1)
-        recorder.end(1)
+        record(recording, 1)
     assert "no recording in" in caplog.text
-    for iteration in (2, 3, 4):
-        recorder.begin(iteration)
-        recorder.end(iteration)
+    record(recording, 2, 3, 4)
     assert "trace_rank_0_iter_3-3.json.gz" in [path.name for path in (tmp_path / "profile").iterdir()]
 
 
 def test_iteration_range():
     assert [iteration_ranges(text) for text in ("", "7", "5,10-12")] == [(), ((7, 7),), ((5, 5), (10, 12))]
-    assert [n for n in range(20) if is_dumped(load_config({"dump_iters": "3, 10-12"}, {}), n)] == [
-        3,
-        10,
-        11,
-        12,
-    ]
+    config = load_config({"dump_iters": "3, 10-12"}, {})
+    assert [number for number in range(20) if is_dumped(config, number)] == [3, 10, 11, 12]
 
 
 @pytest.mark.parametrize("text", ["0", "3-2", "x", "1-", "-3", "1,", "3,2", "2,2", "1-3,3"])
 def test_iterations_that_cannot_be_read(text):
     with pytest.raises(ConfigError) as refused:
         load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
-    lines = refused.value.problems
-    assert lines[0].startswith(
-        f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such as 10-12, or"
-        " several"
+    first, second = refused.value.problems
+    assert first.startswith(
+        f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such"
     )
-    assert lines[1].startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
+    assert second.startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
 
 
 def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
@@ -114,10 +105,10 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
     ]
     config = Config(memory_snapshot="1", num_workers=0)
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 0)
-    assert [line for line in check_machine(config) if "MEMORY" in line] == [
-        "MEMORY_SNAPSHOT=1: records the allocations on a CUDA device, this host has none. "
-        "Fix: leave it empty; the trace of PROFILE_ITERS has the memory of a CPU."
-    ]
+    (line,) = (line for line in check_machine(config) if "MEMORY" in line)
+    assert line.startswith(
+        "MEMORY_SNAPSHOT=1: records the allocations on a CUDA device, this host has none. Fix: "
+    )
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
     assert [line for line in check_machine(config) if "MEMORY" in line] == []
 
@@ -125,26 +116,18 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_snapshot_of_a_gpus_memory(tmp_path):
-    class Rank:
-        rank, device = 0, torch.device("cuda")
-
-    recorder = Recorder(
-        load_config({"memory_snapshot": "2-3", "profile_iters": "3", "train_iters": 5}, {}),
-        Rank(),
-        RunFolder(tmp_path),
-    )
+    recording = recorder(tmp_path, "cuda", memory_snapshot="2-3", profile_iters="3", train_iters=5)
     kept = []
     for iteration in range(1, 6):
-        recorder.begin(iteration)
+        recording.begin(iteration)
         kept.append(torch.ones(iteration * 2**20, device="cuda"))
-        recorder.end(iteration)
+        recording.end(iteration)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["memory_rank_0_iter_2-3.pickle", "trace_rank_0_iter_3-3.json.gz"]
     snapshot = pickle.loads((tmp_path / "profile" / names[0]).read_bytes())
     sizes = [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
     assert sizes == [2 * 4 * 2**20, 3 * 4 * 2**20]
-    assert any(
-        frame["filename"] == __file__ for event in snapshot["device_traces"][0] for frame in event["frames"]
-    )
+    frames = [frame for event in snapshot["device_traces"][0] for frame in event["frames"]]
+    assert any(frame["filename"] == __file__ for frame in frames)
     events = json.loads(gzip.decompress((tmp_path / "profile" / names[1]).read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoint.legs import MODEL, build_job, write_data
+from helpers.checkpoint.legs import MODEL, start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.cli import main
-from moe_exp.config import Config, load_config
+from moe_exp.config import Config
 
 NUM_STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -29,23 +29,20 @@ def losses_of(settings: dict[str, Any], port: int) -> tuple[list[float], list[fl
     from moe_exp.training.interval import Interval
     from moe_exp.training.proxy import Proxy, coordinates
 
-    config = load_config(settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
-    job, progress = build_job(config, rank), Progress()
-    interval, expected = Interval(config, rank, job.trained.model), []
+    job, progress = start_job(settings, port), Progress()
+    interval, expected = Interval(job.config, job.runtime, job.trained.model), []
     for _ in range(NUM_STEPS):
         step = train.train_step(job, progress, interval, count_zeros=False)
         total, num_counted = sum(step.losses)
         expected.append(float(total / num_counted))
-    proxy = Proxy(config)
+    proxy = Proxy(job.config)
     found = [proxy.step() for _ in range(NUM_STEPS)]
-    measured = coordinates(config, 2)
+    measured = coordinates(job.config, 2)
     runtime.stop()
     return expected, found, measured
 
 
-def test_it_trains_as_the_training_loop_does(tmp_path: Path):
+def test_it_trains_as_the_training_loop_does(tmp_path):
     settings = SETTINGS | {"train_data": str(write_data(tmp_path))}
     ((expected, found, measured),) = run_on_ranks(1, losses_of, settings, free_port(), join=False)
     assert found == expected and len(set(found)) == NUM_STEPS
@@ -68,10 +65,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (
-            ["check", "--widths", "64,x"],
-            "WIDTHS=64,x: must be positive numbers with commas, each",
-        ),
+        (["check", "--widths", "64,x"], "WIDTHS=64,x: must be positive numbers with commas, each"),
         (["check", "--widths", "64"], "WIDTHS=64: there is one model, and nothing to compare it with."),
         (["check", "--widths", "64,72"], "NUM_HEADS=4: in proportion to HIDDEN_SIZE=72 it is 9/2, no"),
         (["check", "--repeats", "0"], "REPEATS=0: must be 1 or more."),
@@ -81,7 +75,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (["transfer", "--lrs", "0.1,0.01"], "LRS=0.1,0.01: must be positive numbers with commas"),
     ],
 )
-def test_bad_input_is_one_line(flags: list[str], line: str, alone: Path, capsys: pytest.CaptureFixture[str]):
+def test_bad_input_is_one_line(flags, line, alone, capsys):
     there = {path.name for path in alone.parent.iterdir()}
     assert main(["mup", *flags]) == 1
     out, err = capsys.readouterr()
@@ -90,7 +84,7 @@ def test_bad_input_is_one_line(flags: list[str], line: str, alone: Path, capsys:
 
 
 @pytest.mark.slow
-def test_coordinates_are_flat_under_mup_alone(alone: Path, run_command: Any):
+def test_coordinates_are_flat_under_mup_alone(alone, run_command):
     flags = ["check", "--widths", "64,128,256", "--repeats", "8", "--train-data", str(alone)]
     code, text = run_command(flags)
     assert code == 0 and "NOT FLAT" not in text and text.count(" flat ") == 6
@@ -99,18 +93,8 @@ def test_coordinates_are_flat_under_mup_alone(alone: Path, run_command: Any):
 
 
 @pytest.mark.slow
-def test_transfer_continues_with_what_is_left(alone: Path, run_command: Any):
-    flags = [
-        "transfer",
-        "--widths",
-        "32,64",
-        "--train-data",
-        str(alone),
-        "--train-iters",
-        "12",
-        "--warmup-iters",
-        "2",
-    ]
+def test_transfer_continues_with_what_is_left(alone, run_command):
+    flags = ["transfer", "--widths=32,64", f"--train-data={alone}", "--train-iters=12", "--warmup-iters=2"]
     code, text = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])
     assert code in (0, 1) and "the best LR moves by a factor of" in text
     again, second = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])

@@ -4,16 +4,14 @@ all is well.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.checkpoint.legs import MODEL, build_job, write_data
+from helpers.checkpoint.legs import start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.config import load_config
 from moe_exp.training.replica_checks import is_norm_or_bias
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
@@ -21,6 +19,13 @@ NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
 PROJECTION = "decoder.layers.3.self_attention.linear_qkv.weight"
 EXPERTS = "decoder.layers.0.mlp.experts.weight2"
 BIAS = "decoder.layers.0.mlp.router.expert_bias"
+
+
+def problems_of(job: Any) -> list[str]:
+    from moe_exp.training.replica_checks import replica_problems
+
+    lines = replica_problems(job.config, job.runtime, job.trained)
+    return [line.replace(job.runtime.host, "HOST") for line in lines]
 
 
 def found_on_rank(
@@ -31,19 +36,16 @@ def found_on_rank(
     """
     from moe_exp import train
     from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
-    from moe_exp.engine import runtime
     from moe_exp.engine.initial_weights import global_name
     from moe_exp.training.interval import Interval
-    from moe_exp.training.replica_checks import named_parameters, replica_problems
+    from moe_exp.training.replica_checks import named_parameters
 
-    os.environ["MASTER_PORT"] = str(port)
-    config = load_config(MODEL | settings, {})
-    job = build_job(config, runtime.start(config))
-    found = [replica_problems(config, job.runtime, job.trained)]
-    interval, progress = Interval(config, job.runtime, job.trained.model), Progress()
+    job = start_job(settings, port)
+    found = [problems_of(job)]
+    interval, progress = Interval(job.config, job.runtime, job.trained.model), Progress()
     for _ in range(steps):
         train.train_step(job, progress, interval, count_zeros=False)
-        found.append(replica_problems(config, job.runtime, job.trained))
+        found.append(problems_of(job))
     with parameters_in_sync(job.trained.model):
         tensors = dict(named_parameters(job.trained.model))
         for chunk in job.trained.model:
@@ -55,13 +57,8 @@ def found_on_rank(
                 values = tensors[name].detach()
                 values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)[0] ^= 1
             if not times:
-                found.append(
-                    [
-                        line.replace(job.runtime.host, "HOST")
-                        for line in replica_problems(config, job.runtime, job.trained)
-                    ]
-                )
-    found.append(replica_problems(config, job.runtime, job.trained))
+                found.append(problems_of(job))
+    found.append(problems_of(job))
     return found
 
 
@@ -78,14 +75,10 @@ def on_ranks(tmp_path: Path, changes: list[tuple[int, str]], steps: int = 0, **s
 def test_a_bit_on_one_of_four_ranks(tmp_path):
     """TP 2, DP 2; experts EP 2, expert DP 2: rank 2 has the same experts as rank 0."""
     changes = [(3, ROUTER), (1, NORM), (2, PROJECTION), (2, EXPERTS), (0, BIAS)]
-    settings = {
-        "gpus_per_node": 4,
-        "tp": 2,
-        "ep": 2,
-        "router_score": "sigmoid",
-        "router_bias_update_rate": 1e-3,
-    }
-    router, norm, projection, experts, bias = on_ranks(tmp_path, changes, **settings)
+    settings = {"gpus_per_node": 4, "tp": 2, "ep": 2, "router_score": "sigmoid"}
+    router, norm, projection, experts, bias = on_ranks(
+        tmp_path, changes, **settings, router_bias_update_rate=1e-3
+    )
     data, tensor = "data parallel replicas have to be equal", "tensor parallel ranks have to be equal"
     doubt = "; which of them is right is unknown"
     assert router == [
@@ -93,12 +86,9 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
         f"replicas: {ROUTER} on rank 3 (HOST) is not that on ranks 0, 1, 2 (HOST): {tensor}",
     ]
     assert norm[1] == f"replicas: {NORM} on rank 1 (HOST) is not that on ranks 0, 2, 3 (HOST): {tensor}"
-    assert projection == [
-        f"replicas: {PROJECTION} on rank 2 (HOST) is not that on rank 0 (HOST): {data}{doubt}"
-    ]
-    assert experts == [
-        f"replicas: {EXPERTS} on rank 2 (HOST) is not that on rank 0 (HOST): expert {data}{doubt}"
-    ]
+    pair = "on rank 2 (HOST) is not that on rank 0 (HOST)"
+    assert projection == [f"replicas: {PROJECTION} {pair}: {data}{doubt}"]
+    assert experts == [f"replicas: {EXPERTS} {pair}: expert {data}{doubt}"]
     assert bias[1] == f"replicas: {BIAS} on rank 0 (HOST) is not that on ranks 1, 2, 3 (HOST): {tensor}"
 
 
@@ -120,68 +110,32 @@ def test_parts_of_an_expert_on_different_ranks_are_no_replicas(tmp_path):
 
 
 def test_names_of_norms_and_biases():
-    yes = (
-        NORM,
-        "decoder.final_layernorm.weight",
-        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
-        "x.linear_qkv.bias",
-    )
-    no = (
-        ROUTER,
-        PROJECTION,
-        EXPERTS,
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-        "x.experts.weight1",
-    )
-    assert all(
-        map(
-            is_norm_or_bias,
-            (*yes, "x.mlp.experts.bias1", "x.mlp.experts.bias2", "x.self_attention.q_layernorm.weight"),
-        )
-    )
-    assert not any(map(is_norm_or_bias, no))
+    biases = ("x.linear_qkv.bias", "x.mlp.experts.bias1", "x.mlp.experts.bias2")
+    norms = ("decoder.final_layernorm.weight", "x.linear_qkv.layer_norm_weight", "x.q_layernorm.weight")
+    embeddings = ("embedding.word_embeddings.weight", "output_layer.weight")
+    no = (ROUTER, PROJECTION, EXPERTS, "x.experts.weight1", *embeddings)
+    assert all(map(is_norm_or_bias, (NORM, *norms, *biases))) and not any(map(is_norm_or_bias, no))
 
 
 def groups_on_rank(settings: dict[str, Any], port: int) -> list[Any]:
     """The problems of sound groups, with a norm moved to the matrices, with it in no group, and in two."""
-    from moe_exp.engine import runtime
-    from moe_exp.training.replica_checks import replica_problems
-
-    os.environ["MASTER_PORT"] = str(port)
-    config = load_config(MODEL | settings, {})
-    job = build_job(config, runtime.start(config))
-
-    def problems() -> list[str]:
-        return [
-            line.replace(job.runtime.host, "HOST")
-            for line in replica_problems(config, job.runtime, job.trained)
-        ]
-
-    found = [problems()]
-    if job.runtime.rank == 1:
-        groups = job.trained.optimizer.chained_optimizers[0].optimizer.param_groups
-        norms, matrices = sorted(groups, key=lambda group: group["wd_mult"])
-        moved = norms["params"].pop()
-        matrices["params"].append(moved)
-    found.append(problems())
-    if job.runtime.rank == 1:
-        matrices["params"].pop()
-    found.append(problems())
-    if job.runtime.rank == 1:
-        norms["params"] += [moved, moved]
-    found.append(problems())
+    job = start_job(settings, port)
+    found = [problems_of(job)]
+    groups = job.trained.optimizer.chained_optimizers[0].optimizer.param_groups
+    norms, matrices = sorted(groups, key=lambda group: group["wd_mult"])
+    moved = norms["params"][-1]
+    for of_norms, of_matrices in (([], [moved]), ([], []), ([moved, moved], [])):
+        if job.runtime.rank == 1:
+            norms["params"] = [p for p in norms["params"] if p is not moved] + of_norms
+            matrices["params"] = [p for p in matrices["params"] if p is not moved] + of_matrices
+        found.append(problems_of(job))
     return found
 
 
 @pytest.mark.parametrize(("distributed", "dtype"), [(True, "bf16"), (False, "fp32"), (False, "bf16")])
 def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_path):
-    settings = {
-        "train_data": str(write_data(tmp_path)),
-        "gpus_per_node": 2,
-        "distributed_optimizer": distributed,
-        "dtype": dtype,
-    }
+    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2, "dtype": dtype}
+    settings["distributed_optimizer"] = distributed
     first, second = run_on_ranks(2, groups_on_rank, settings, free_port(), join=False)
     assert first == second
     sound, decays, none, two = first
@@ -190,17 +144,14 @@ def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_pa
     name = line.split()[1]
     assert is_norm_or_bias(name)
     assert line == f"optimizer: {name} is a norm or bias and decays (weight_decay 0.1), on rank 1 (HOST)"
+    wrong = f"optimizer: {name} is in %d parameter groups of the optimizer instead of one, on rank 1 (HOST)"
     if distributed or dtype == "bf16":
-        assert none == [
-            f"optimizer: {name} is in 0 parameter groups of the optimizer instead of one, on rank 1 (HOST)"
-        ]
+        assert none == [wrong % 0]
     else:
         assert none == [
             f"optimizer: {name}: the optimizer steps on 32 values, it has 32, on ranks 0, 1 (HOST)"
         ]
-    assert (
-        f"optimizer: {name} is in 2 parameter groups of the optimizer instead of one, on rank 1 (HOST)" in two
-    )
+    assert wrong % 2 in two
 
 
 # The router of rank 1 gets a flipped bit in its third step, from outside.
@@ -228,20 +179,15 @@ if os.environ.get("RANK") == "1":
 def test_a_run_ends_at_the_next_comparison(tmp_path, script_runs):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     settings = {
-        "GPUS_PER_NODE": 2,
-        "CHECK_INTERVAL": 2,
-        "SAVE_INTERVAL": 4,
-        "DISTRIBUTED_OPTIMIZER": False,
-        "TRAIN_ITERS": 8,
-        "WARMUP_ITERS": 4,
-        "DECAY_ITERS": 8,
-    }
+        "GPUS_PER_NODE": 2, "CHECK_INTERVAL": 2, "SAVE_INTERVAL": 4, "DISTRIBUTED_OPTIMIZER": False,
+        "TRAIN_ITERS": 8, "WARMUP_ITERS": 4, "DECAY_ITERS": 8,
+    }  # fmt: skip
     run = script_runs.run("flipped", PYTHONPATH=tmp_path, **settings)
     assert run.code == 1, run.text
     line, end = (line for line in run.stderr.splitlines() if line.startswith("moe-exp: "))
     assert ".mlp.router.weight on rank 1 (" in line
     assert end.startswith("moe-exp: the run ends after iteration 4, and saves nothing of it. Fix: ")
     assert "Traceback" not in run.text
-    (event,) = [event for event in run.records("event") if event["event"] == "replicas_differ"]
+    (event,) = run.events("replicas_differ")
     assert (event["iteration"], event["problems"]) == (4, [line.removeprefix("moe-exp: ")])
     assert not list(run.folder.checkpoints.glob("iter_*"))

@@ -1,4 +1,4 @@
-"""Which samples are skipped at a start, by what the run folder says and by the checkpoint; refusals."""
+"""Which checkpoint a start continues from, and which samples it skips."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 
 from helpers.checkpoint.small_job import small_settings, write_tokens
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.config import ConfigError, load_config
+from moe_exp.checkpoint.integrity import Source
+from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
+from moe_exp.training import saving
 from moe_exp.training.rollback import free_place
 
 
@@ -22,15 +24,13 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     gets that of the run.
     """
     from moe_exp import train
-    from moe_exp.data.samples.order import SampleOrder
+    from moe_exp.data.samples.order import order_of_files
     from moe_exp.engine import runtime
-    from moe_exp.training.samples import build_data
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})
     rank = runtime.start(config)
-    samples = build_data(config)[0]
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content()).facts()
+    order = order_of_files(config).facts()
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
     write_json(folder.skipped_samples, {"rollbacks": [{"sample_order": order} | entry for entry in entries]})
@@ -41,25 +41,20 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
 
 def test_skips_count_in_their_own_order(tmp_path):
     write_tokens(tmp_path)
-    settings, entries = (
-        small_settings(tmp_path, "run"),
-        [{"samples": [[8, 12]]}, {"samples": [[40, 44]], "sample_order": {"seed": 5}}],
-    )
+    settings = small_settings(tmp_path, "run")
+    entries = [{"samples": [[8, 12]]}, {"samples": [[40, 44]], "sample_order": {"seed": 5}}]
     assert run_on_ranks(1, skipped_at_start, settings, entries, free_port(), join=False) == [[[8, 12]]]
 
 
-def test_a_list_that_cannot_be_read(tmp_path: Path):
+def test_a_list_that_cannot_be_read(tmp_path):
     folder = RunFolder(tmp_path)
     assert read_rollbacks(folder) == []
     folder.skipped_samples.write_text('{"rollbacks": [')
-    with pytest.raises(
-        ConfigError,
-        match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it, or remove it to train on",
-    ):
+    with pytest.raises(ConfigError, match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it"):
         read_rollbacks(folder)
 
 
-def test_no_checkpoint_is_overwritten(tmp_path: Path):
+def test_no_checkpoint_is_overwritten(tmp_path):
     first = free_place(tmp_path / "bad_steps", 7)
     assert first == tmp_path / "bad_steps" / "1" / "iter_0000007"
     first.mkdir(parents=True)
@@ -67,9 +62,27 @@ def test_no_checkpoint_is_overwritten(tmp_path: Path):
     assert free_place(tmp_path / "bad_steps", 8) == tmp_path / "bad_steps" / "1" / "iter_0000008"
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [(True, True, "own"), (False, True, "other"), (True, False, "own"), (False, False, None)],
+)
+def test_load_dir_is_for_runs_without_checkpoints_of_their_own(own, other, expected, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    sources = {folder.checkpoints: Source(Path("own")) if own else None}
+    sources[tmp_path / "elsewhere"] = Source(Path("other")) if other else None
+    monkeypatch.setattr(saving, "find_source", lambda path, checksums: sources[path])
+    config = Config(load_dir=str(tmp_path / "elsewhere"))
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"LOAD_DIR=.*elsewhere: has no checkpoint\. Fix: "):
+            saving.choose_source(config, folder)
+    else:
+        assert saving.choose_source(config, folder) == Source(Path(expected))
+    assert saving.choose_source(Config(), folder) == sources[folder.checkpoints]
+
+
 def test_rollback_needs_checkpoints():
     config = load_config({"preset": "cpu", "spike_action": "rollback", "save_interval": 0}, {})
-    rule = "goes back to a checkpoint, but SAVE_INTERVAL=0 saves none before the end"
-    assert f"SPIKE_ACTION=rollback: {rule}. Fix: set SAVE_INTERVAL, or SPIKE_ACTION=log." in check_config(
-        config
+    (problem,) = check_config(config)
+    assert problem.startswith(
+        "SPIKE_ACTION=rollback: goes back to a checkpoint, but SAVE_INTERVAL=0 saves none"
     )

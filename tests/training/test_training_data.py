@@ -22,13 +22,13 @@ def prefix(tmp_path: Path) -> Path:
     return write_corpus(tmp_path, 50)
 
 
-def test_tokens_of_the_vocabulary_come_as_they_are(prefix: Path) -> None:
+def test_tokens_of_the_vocabulary_come_as_they_are(prefix):
     stream = SampleStream([(1.0, str(prefix))], seq_len=SEQ_LEN, seed=1)
     assert torch.equal(read_tokens(stream, 3, 5, vocab_size=VOCAB_SIZE), stream.batch(3, 5))
 
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, 65535])
-def test_a_corrupt_file_is_named_with_sample_and_document(prefix: Path, token: int) -> None:
+def test_a_corrupt_file_is_named_with_sample_and_document(prefix, token):
     stream = SampleStream([(1.0, str(prefix))], seq_len=SEQ_LEN, seed=1)
     (document,) = stream.origin(7).documents[:1]
     tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)

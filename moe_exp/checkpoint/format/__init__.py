@@ -8,6 +8,5 @@ torch_dist.py        reads the files piece by piece
 torch_dist_writer.py writes them so
 sharded_load.py      Megatron's reading, in which nothing of a file is run
 fingerprints.py      64 bits for each tensor, whatever the layout
-foreign.py           the settings that Megatron-LM writes
 settings.py          the settings of the run that wrote one
 """

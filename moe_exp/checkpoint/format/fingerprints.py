@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.host.files import read_json, write_atomically
 
 FILE = "fingerprints.json"
@@ -190,9 +191,7 @@ def read(folder: Path) -> Fingerprints | None:
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use another checkpoint."
-        ) from None
+        raise unusable(path, f"cannot be read ({' '.join(str(error).split())})") from None
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: names, the mark of a complete one, and which of them can be used. No torch.
+"""Folders of checkpoints: names, the mark of a complete one, which can be used, and which are kept. No torch.
 
 checkpoints/
   latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint; the name is Megatron's
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,22 @@ def latest_iteration(checkpoints: Path) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', error)}). Fix: make it readable, or name"
-            " another."
-        ) from None
+        reason = f"cannot be read ({getattr(error, 'strerror', error)})"
+        raise unusable(path, reason, "make it readable, or name another") from None
     if not text.isdecimal():
-        raise ValueError(
-            f"{path}={text[:20]!r}: must hold the number of an iteration. Fix: write that of the newest iter_"
-            " folder into it."
-        )
+        fix = "write that of the newest iter_ folder into it"
+        raise unusable(f"{path}={text[:20]!r}", "must hold the number of an iteration", fix)
     return int(text)
+
+
+def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
+    """The error about a checkpoint, or a part of it."""
+    return ValueError(f"{place}: {reason}. Fix: {fix}.")
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """`a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def iterations(checkpoints: Path) -> list[int]:
@@ -105,9 +112,7 @@ def is_converted(folder: Path) -> bool:
 def one_checkpoint(path: Path) -> Path:
     """The iteration's folder that `path` means, or its newest one; a ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):
-        if (checkpoints / LATEST).exists():
-            iteration = latest_iteration(checkpoints)
-            assert iteration is not None
+        if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
     return existing(path)
 
@@ -116,26 +121,22 @@ def _no_checkpoint(folder: Path) -> str:
     if not folder.is_dir():
         return "is a file" if folder.exists() else "does not exist"
     if runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
-        return (
-            "holds no checkpoint itself; the runs in it do:"
-            f" {', '.join(runs[:5])}{' ...' if len(runs) > 5 else ''}"
-        )
-    rule = "holds no distributed checkpoint (no metadata.json)"
-    if (folder / "config.json").is_file():
-        rule += "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
-    return rule
+        first = ", ".join(runs[:5]) + (" ..." if len(runs) > 5 else "")
+        return f"holds no checkpoint itself; the runs in it do: {first}"
+    hint = "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
+    is_hf = (folder / "config.json").is_file()
+    return f"holds no distributed checkpoint (no metadata.json){hint if is_hf else ''}"
 
 
 def existing(folder: Path) -> Path:
     """`folder`, or a ValueError if it is not that of a whole distributed checkpoint."""
+    name = f"checkpoint={folder}"
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
-        rule = (
-            f"is no whole checkpoint, {folder.suffix} says that a run was killed while it wrote or removed it"
-        )
-        raise ValueError(f"checkpoint={folder}: {rule}. Fix: name another one.")
+        rule = f"is incomplete: a run was killed while it wrote or removed it ({folder.suffix})"
+        raise unusable(name, rule, "name another one")
     if not (folder / "metadata.json").is_file():
         fix = "name an iter_ folder, a checkpoints folder or a run folder"
-        raise ValueError(f"checkpoint={folder}: {_no_checkpoint(folder)}. Fix: {fix}.")
+        raise unusable(name, _no_checkpoint(folder), fix)
     return folder
 
 
@@ -171,19 +172,17 @@ class Manifest:
         path = f"{folder}/{MANIFEST}"
         try:
             content = json.loads(text)
-            if (version := content["format_version"]) > FORMAT_VERSION:
-                rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
-                raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
-            files = {
-                name: {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
-                for name, entry in content["files"].items()
-            }
-            return cls(int(content["iteration"]), files, dict(content["facts"]))
-        except NewerFormatError:
-            raise
+            if (version := content["format_version"]) <= FORMAT_VERSION:
+                files = {
+                    name: {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
+                    for name, entry in content["files"].items()
+                }
+                return cls(int(content["iteration"]), files, dict(content["facts"]))
         # as a flipped bit will have it
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise _unreadable(path, error) from None
+        rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
+        raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
 
     @property
     def valid_loss(self) -> float | None:
@@ -203,8 +202,7 @@ class Manifest:
 
 
 def _unreadable(path: str | Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split())
-    return ValueError(f"{path}: cannot be read ({reason}). Fix: use an older checkpoint.")
+    return unusable(path, f"cannot be read ({' '.join(str(error).split())})", "use an older checkpoint")
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -230,10 +228,8 @@ def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: 
             elif (size := path.stat().st_size) != entry["bytes"]:
                 yield f"{path}: has {size} bytes instead of {entry['bytes']}"
             elif checksums and (found := file_hash(path)) != entry["xxh3_128"]:
-                yield (
-                    f"{path}: has changed since it was written (xxh3 {found[:8]} instead of"
-                    f" {entry['xxh3_128'][:8]})"
-                )
+                hashes = f"xxh3 {found[:8]} instead of {entry['xxh3_128'][:8]}"
+                yield f"{path}: has changed since it was written ({hashes})"
         except OSError as error:
             yield f"{path}: cannot be read ({error.strerror or error})"
 
@@ -263,7 +259,9 @@ def publish(partial: Path, iteration: int) -> None:
 
 def take_name(folder: Path) -> Path:
     """Takes the name by which a checkpoint is found, before its files are removed; returns the new one."""
-    return folder.rename(folder.with_name(folder.name + REMOVED))
+    removed = folder.with_name(folder.name + REMOVED)
+    shutil.rmtree(removed, ignore_errors=True)  # left by a run that was killed
+    return folder.rename(removed)
 
 
 def recover(checkpoints: Path) -> None:
@@ -288,6 +286,26 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
     return losses
 
 
+def which_to_remove(
+    iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int
+) -> list[int]:
+    """The iterations that no rule keeps, in order; the newest always stays. Kept are the `last` newest (0:
+    all), the multiples of `every` (0: none), and the `best` with the lowest of `losses` (iteration to
+    validation loss, nats per token, finite), of equal ones the newer. ValueError for a negative number.
+    """
+    for name, value in (("last", last), ("every", every), ("best", best)):
+        if value < 0:
+            raise unusable(f"{name}={value}", "must be 0 or more", "give 0 to leave this rule out")
+    ordered = sorted(set(iterations))
+    if not last:
+        return []
+    known = [iteration for iteration in ordered if math.isfinite(losses.get(iteration, math.nan))]
+    kept = set(ordered[-last:])
+    kept |= {iteration for iteration in ordered if every and iteration % every == 0}
+    kept |= set(sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:best])
+    return [iteration for iteration in ordered if iteration not in kept]
+
+
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     """Yields an empty folder that is renamed to `target` at the end, or removed if the work fails.
@@ -297,22 +315,20 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
     if partial.exists():
-        raise ValueError(
-            f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it."
-        )
+        rule = "an earlier call left it behind, or another one is writing it"
+        raise unusable(f"DST={partial}", rule, "remove it")
     missing = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         _remove_empty(missing)
-        raise ValueError(
-            f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write."
-        ) from None
+        rule = f"cannot be made ({error.strerror})"
+        raise unusable(f"DST={target}", rule, "give a folder where you can write") from None
     try:
         free = shutil.disk_usage(partial).free
         if free < num_bytes * _MARGIN:
             rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
-            raise ValueError(f"DST={target}: {rule}. Fix: free some, or give a folder on another disk.")
+            raise unusable(f"DST={target}", rule, "free some, or give a folder on another disk")
         yield partial
         for path in partial.rglob("*"):
             if path.is_file():
@@ -337,4 +353,4 @@ def check_target(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
-        raise ValueError(f"DST={target}: exists already. Fix: give a new folder, or remove it.")
+        raise unusable(f"DST={target}", "exists already", "give a new folder, or remove it")

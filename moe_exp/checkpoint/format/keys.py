@@ -15,7 +15,6 @@ Megatron writes one model in several ways, which are all read here, by what is i
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 
+from moe_exp.checkpoint.format.folders import first_few, unusable
+from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 
@@ -33,10 +34,7 @@ from megatron.core.models.gpt import GPTModel
 
 logger = logging.getLogger(__name__)
 
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 ROUTER_BIAS = ".mlp.router.bias"  # end of its key
-_LAYER = re.compile(r"decoder\.layers\.\d+\.")
-_SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
 @dataclass(frozen=True)
@@ -52,24 +50,19 @@ class CheckpointKeys:
         """The keys of the checkpoint in `folder`, which is one iteration's."""
         found = CheckpointReader(folder)
         shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
-        optimizer = {key: shape for key, shape in shapes.items() if _OPTIMIZER.match(key)}
+        optimizer = {key: shape for key, shape in shapes.items() if is_optimizer(key)}
         weights = {key: shape for key, shape in shapes.items() if key not in optimizer}
         return cls(weights, optimizer, frozenset(found.objects))
 
     @property
     def layers_are_stacked(self) -> bool:
         """One key for a tensor of all layers."""
-        return not any(_LAYER.match(key) for key in self.tensors)
+        return not single_styles(self.tensors)[0]
 
     @property
     def has_router_biases(self) -> bool:
         """Whether a version with biases of routers wrote it, for a model that has them."""
         return any(key.endswith(ROUTER_BIAS) for key in self.tensors)
-
-    @property
-    def has_singleton_shards(self) -> bool:
-        """A key of its own for every expert, and for either half of a gated projection."""
-        return any(_SINGLE.search(key) for key in self.tensors)
 
 
 def model_state(
@@ -80,21 +73,24 @@ def model_state(
     """
     if keys is None:
         return model.sharded_state_dict(metadata=dict(metadata))
-    metadata = {**metadata, "singleton_local_shards": keys.has_singleton_shards}
+    single_layers, single_experts = single_styles(keys.tensors)
+    metadata = {**metadata, "singleton_local_shards": single_experts}
     state = model.sharded_state_dict(metadata=dict(metadata))
     state = {name: value for name, value in state.items() if not name.startswith("decoder.layers.")}
-    state |= _layer_state(model, metadata, stacked=keys.layers_are_stacked)
+    state |= _layer_state(model, metadata, stacked=not single_layers)
     for value in state.values():
-        value.key = _present(value.key, keys)
-    return {name: value for name, value in state.items() if not _is_left_out(value, keys)}
-
-
-def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
-    if isinstance(value, ShardedObject):
-        return value.unique_key not in keys.objects
+        of_local_spec = value.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if value.key not in keys.tensors and of_local_spec in keys.tensors:
+            value.key = of_local_spec
     # Where another loss takes the place of theirs, they are left out or begin at zero.
     optional = LOSS_STATE if keys.has_router_biases else (ROUTER_BIAS, *LOSS_STATE)
-    return value.key.endswith(optional) and value.key not in keys.tensors
+
+    def is_there(value: Any) -> bool:
+        if isinstance(value, ShardedObject):
+            return value.unique_key in keys.objects
+        return value.key in keys.tensors or not value.key.endswith(optional)
+
+    return {name: value for name, value in state.items() if is_there(value)}
 
 
 @torch.no_grad()
@@ -122,11 +118,6 @@ def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool)
     return state
 
 
-def _present(key: str, keys: CheckpointKeys) -> str:
-    of_local_spec = key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-    return of_local_spec if key not in keys.tensors and of_local_spec in keys.tensors else key
-
-
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
     """Compares the tensors of all ranks' states with a checkpoint's: none is missing, of another shape, or
     without a use. Called by every rank; raises a ValueError on each, with the first keys that differ.
@@ -139,19 +130,20 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
     unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(LOSS_STATE)}
-    for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused)):
-        if names:
-            first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(
-                f"checkpoint={folder}: {what} {first}. Fix: give the model the settings of the one in the"
-                " checkpoint."
-            )
-    for key, (shape, is_padded) in sorted(needed.items()):
-        if found[key] != shape and not (is_padded and _differ_by_padding(found[key], shape)):
-            rule = f"has {key} of shape {list(found[key])}, the model of shape {list(shape)}"
-            raise ValueError(
-                f"checkpoint={folder}: {rule}. Fix: give the model the settings of the one in the checkpoint."
-            )
+    rules = [
+        f"{what} {first_few(sorted(names), 3)}"
+        for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused))
+        if names
+    ]
+    rules += [
+        f"has {key} of shape {list(found[key])}, the model of shape {list(shape)}"
+        for key, (shape, is_padded) in sorted(needed.items())
+        if key in found and found[key] != shape
+        if not (is_padded and _differ_by_padding(found[key], shape))
+    ]
+    if rules:
+        fix = "give the model the settings of the one in the checkpoint"
+        raise unusable(f"checkpoint={folder}", rules[0], fix)
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
@@ -167,8 +159,6 @@ _MOST_TP = 64  # of a Megatron-LM run whose vocabulary was padded
 
 
 def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Whether two embeddings [V, D] may differ by padding alone: Megatron-LM pads V to a multiple of 128 *
-    TP, we to one of 128.
-    """
+    # embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128
     more = shape[0] - in_model[0]
     return shape[1:] == in_model[1:] and -128 < more < 128 * _MOST_TP

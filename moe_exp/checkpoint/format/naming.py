@@ -16,12 +16,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 
 # Chunks that stay in memory for a reader of logical tensors, of which many may lie in one chunk.
@@ -39,6 +40,8 @@ _NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
 )
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SINGLE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,8 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Splits the name of a stored optimizer tensor into (Megatron's prefix, state, key of
-    the parameter), or None.
-
-    The fp32 main weights are always the state `param`.
+    """(Megatron's prefix, state, key of the parameter) of a stored optimizer tensor, or None. The fp32 main
+    weights are always the state `param`.
     """
     match = _STATE.fullmatch(key)
     return (match[1] + match[2] + ".", _MAIN.get(match[2], match[2]), match[3]) if match else None
@@ -109,6 +110,14 @@ def optimizer_state(key: str) -> tuple[str, str, str] | None:
 def is_optimizer(key: str) -> bool:
     """Whether a stored tensor is the optimizer's, in whatever form."""
     return _OPTIMIZER.match(key) is not None
+
+
+def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
+    """Whether each layer, and each expert and half of a gated projection, has a key of its own among those of
+    the weights.
+    """
+    keys = list(weights)
+    return any(map(_SINGLE_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
 
 def states(reader: CheckpointReader) -> list[str]:
@@ -188,10 +197,7 @@ _GROUPS = (
 def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, StoredBox]]:
     n = num_leading(key)
     if len(stored.shape) < n:
-        raise ValueError(
-            f"{stored.key}: has {len(stored.shape)} axes, and no room for layers and experts. Fix: use"
-            " another checkpoint."
-        )
+        raise unusable(stored.key, f"has {len(stored.shape)} axes, and no room for layers and experts")
     for place in itertools.product(*map(range, stored.shape[:n])):
         name, half = logical_name(key, place)
         sizes = (1,) * n + stored.shape[n:]

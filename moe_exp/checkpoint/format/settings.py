@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.checkpoint.format.folders import is_converted
+from moe_exp.checkpoint.format.folders import is_converted, unusable
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.learning_rate import Start, schedule_change
+from moe_exp.config.loading import known_settings
 from moe_exp.config.model_changes import as_config, refuse_other_model
 from moe_exp.config.settings_file import REMOVED
 from moe_exp.runs.run_folder import RunFolder
@@ -67,22 +68,18 @@ def saved_config(folder: Path, **changes: Any) -> Config:
     """The settings in an iteration's folder, for one rank; `changes` replace fields of Config. Raises a
     ValueError if it is damaged or not of this package, or `changes` cannot be.
     """
+    name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
-    if saved is None:
-        raise ValueError(
-            f"checkpoint={folder}: was not written by moe_exp, it has no settings. Fix: name a checkpoint of"
-            " moe_exp."
-        )
+    if not isinstance(saved, dict):
+        rule = "was not written by moe_exp, it has no settings"
+        raise unusable(name, rule, "name a checkpoint of moe_exp, such as of a run with it as LOAD_DIR")
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
         logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
-    known = {name: value for name, value in saved.items() if name in Config.model_fields}
+    known = known_settings(saved)
     if not known.get("train_data") and is_converted(folder):
         known["train_data"] = UNKNOWN_DATA
     try:
         return Config(**(known | _LAYOUT | changes))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"checkpoint={folder}: {first['loc'][0]}={first['input']}: {first['msg']}. Fix: use another"
-            " checkpoint."
-        ) from None
+        raise unusable(name, f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}") from None

@@ -1,9 +1,6 @@
-"""Megatron's loading without its trust: of a checkpoint it unpickles `.metadata`, and objects with
-`weights_only=False`.
-
-These are the steps of `dist_checkpointing.load` with another reading of what is not sharded. It has no place
-for that in all versions of Megatron, and from 0.19 on the ranks read by themselves: where the files of one
-are damaged, the others would continue without it.
+"""The steps of Megatron's `dist_checkpointing.load`, which unpickles `.metadata`, and objects with
+`weights_only=False`, without running anything of a file. From 0.19 on its ranks read by themselves: where the
+files of one are damaged, the others would continue without it.
 """
 
 import contextlib
@@ -16,6 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.engine.runtime import on_every_rank
 from moe_exp.host.megatron_versions import LOAD_WARNINGS
@@ -33,12 +31,12 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 def load_sharded(
     state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
 ) -> dict[str, Any]:
-    """`dist_checkpointing.load` of an iteration's folder, in which nothing of the files is run. Called by
-    every rank; `state` is used up. With `validate_access_integrity` every value has to have one rank that
-    owns it. Raises a ValueError on every rank, if `.metadata` or an object holds more than the format's
-    classes, tensors and plain values, or a file or a tensor is not what was asked for.
+    """Called by every rank; `state` is used up. With `validate_access_integrity` every value has to have one
+    rank that owns it. Raises a ValueError on every rank, if `.metadata` or an object holds more than the
+    format's classes, tensors and plain values, or a file or a tensor is not what was asked for.
     """
-    loaded = on_every_rank(lambda: _common(folder))
+    on_every_rank(lambda: read_metadata(folder))  # here, where it runs nothing; Megatron reads it again
+    loaded = on_every_rank(lambda: read_common(folder))
     force_all_tensors_to_non_fp8(state)
     sharded, not_sharded, factories = load_preprocess(state)
     merge(loaded, not_sharded)
@@ -47,11 +45,6 @@ def load_sharded(
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
     merge(loaded, on_every_rank(lambda: _load(sharded, folder)))
     return dict(apply_factory_merges(loaded, factories))
-
-
-def _common(folder: Path) -> dict[str, Any]:
-    read_metadata(folder)  # here, where it runs nothing; Megatron reads it again
-    return read_common(folder)
 
 
 def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -65,9 +58,7 @@ def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         reason = " ".join(str(cause).split())[:200]
         if isinstance(cause, pickle.UnpicklingError):
             reason = "an object in it is no plain value, loading it would run code"
-        raise ValueError(
-            f"checkpoint={folder}: cannot be used ({reason}). Fix: use another checkpoint."
-        ) from None
+        raise unusable(f"checkpoint={folder}", f"cannot be used ({reason})") from None
 
 
 @contextlib.contextmanager

@@ -19,10 +19,11 @@ import math
 import os
 import pickle
 import re
+import types
 import zipfile
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -32,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from moe_exp.checkpoint.format.boxes import Box, intersection, slices
-from moe_exp.checkpoint.format.foreign import read_inert
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.host.files import regular
 from moe_exp.host.megatron_versions import COMMON_OBJECT
 
@@ -45,6 +46,15 @@ _CLASSES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
     ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
 }  # fmt: skip
+# What Megatron-LM's common.pt may be made of, beside objects of its own classes, of which copies are read.
+_PLAIN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("builtins", "set"): set,
+    ("builtins", "slice"): slice,
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -76,7 +86,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 def read_common(folder: Path) -> dict[str, Any]:
     """Reads what is not sharded: optimizer settings, schedule, progress, config; of Megatron-LM's arguments
-    inert copies (foreign.py). Raises a ValueError if the file is missing or damaged, or names code.
+    copies (`Inert`). Raises a ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
     if not path.exists() and (folder / METADATA).exists():
@@ -91,6 +101,40 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise _unusable(path, error) from None
 
 
+class Inert:
+    """Inert copy of an object: its attributes, or the arguments that it was made from."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+    def __repr__(self) -> str:
+        values = {name: value for name, value in vars(self).items() if name != "arguments"}
+        return f"{type(self).__name__}{values or self.arguments}"
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        if (module, name) == ("argparse", "Namespace") or module.partition(".")[0] == "megatron":
+            return type(name, (Inert,), {})
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain value")
+
+
+# torch.load takes a module with these two names.
+_INERT_PICKLE = types.SimpleNamespace(
+    Unpickler=_InertUnpickler,
+    load=lambda file, **options: _InertUnpickler(file, **options).load(),
+    __name__="inert",
+)
+
+
 def _load_foreign(file: IO[bytes]) -> Any:
     """Plain values, or where Megatron-LM wrote other things, inert copies of them."""
     try:
@@ -99,7 +143,7 @@ def _load_foreign(file: IO[bytes]) -> Any:
         if not zipfile.is_zipfile(file):
             raise
         file.seek(0)
-        return read_inert(file)
+        return torch.load(file, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
@@ -110,7 +154,7 @@ def _unusable(path: Path, error: Exception) -> ValueError:
         reason = f"it names {found[1]}, which is no part of the format"
     else:
         reason = text[:200] or type(error).__name__
-    return ValueError(f"{path}: cannot be used ({reason}). Fix: use another checkpoint.")
+    return unusable(path, f"cannot be used ({reason})")
 
 
 @dataclass(frozen=True)
@@ -135,14 +179,13 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointReader:
-    """Reader of an iteration's folder; values are read on request. Chunks that were read last
-    stay in memory up to `keep_bytes`, for a caller that reads a chunk slice by slice, the last one whatever
-    its size; 0: none. Raises a ValueError if its metadata is damaged.
+    """Reader of an iteration's folder; values are read on request. Chunks that were read last stay in memory
+    up to `keep_bytes` (the last one whatever its size), for callers that read one slice by slice; 0: none.
+    Raises a ValueError if its metadata is damaged.
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0):
@@ -168,26 +211,17 @@ class CheckpointReader:
         held = sum(chunk.num_bytes for chunk in stored.chunks)
         rows = max(stored.shape, default=0)
         if stored.num_bytes > held or (stored.num_bytes <= 0 and rows > _MOST_EMPTY_ROWS):
-            raise ValueError(
-                f"{self.folder}: says that {stored.key} is {'x'.join(map(str, stored.shape))}, and holds"
-                f" {held} bytes of it. Fix: use another checkpoint."
-            )
+            shape = "x".join(map(str, stored.shape))
+            raise unusable(self.folder, f"says that {stored.key} is {shape}, and holds {held} bytes of it")
 
     def _chunk(
         self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]
     ) -> Chunk:
-        try:
-            place = metadata.storage_data[MetadataIndex(key, offsets)]
-        except KeyError:
-            raise ValueError(
-                f"{self.folder}: says nothing of where {key} {offsets or ''} lies. Fix: use another"
-                " checkpoint."
-            ) from None
+        place = metadata.storage_data.get(MetadataIndex(key, offsets))
+        if place is None:
+            raise unusable(self.folder, f"does not say where {key} {offsets or ''} lies")
         if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(
-                f"{self.folder}: says that {key} lies outside, in {place.relative_path}. Fix: use another"
-                " checkpoint."
-            )
+            raise unusable(self.folder, f"says that {key} lies outside, in {place.relative_path}")
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
@@ -210,10 +244,7 @@ class CheckpointReader:
                 result[slices(common, offsets)] = source
                 filled += source.numel()
         if filled != result.numel():
-            raise ValueError(
-                f"{self.folder}: lacks values of {key} ({filled} of {result.numel()}). Fix: use another"
-                " checkpoint."
-            )
+            raise unusable(self.folder, f"lacks values of {key} ({filled} of {result.numel()})")
         return result
 
     def _near(
@@ -229,12 +260,6 @@ class CheckpointReader:
         starts, ordered, longest = self._ordered[stored.key]
         first, end = bisect_right(starts, offsets[0] - longest), bisect_left(starts, offsets[0] + sizes[0])
         return ordered[first:end]
-
-    def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """The chunks of a tensor, one after the other: offsets and values."""
-        stored = self.tensors[key]
-        for chunk in stored.chunks:
-            yield chunk.offsets, self.read_chunk(stored, chunk)
 
     def read_object(self, key: str) -> Any:
         """An object of the checkpoint, or None; of Megatron-LM's arguments inert copies."""
@@ -259,10 +284,7 @@ class CheckpointReader:
     def _read(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
-            raise ValueError(
-                f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another"
-                " checkpoint."
-            )
+            raise unusable(self.folder / chunk.file, f"holds something else than {stored.key}")
         return value
 
     def _drop_kept(self, limit_bytes: int) -> None:
@@ -275,7 +297,10 @@ class CheckpointReader:
         try:
             with regular(path).open("rb") as file:
                 window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
-                _check_zip(window)
+                with zipfile.ZipFile(window) as archive:
+                    if (name := archive.testzip()) is not None:
+                        raise ValueError(f"the checksum of {name} is wrong")
+                window.seek(0)
                 if foreign:
                     return _load_foreign(window)
                 return torch.load(window, map_location="cpu", weights_only=True)
@@ -315,11 +340,3 @@ class _Window(io.RawIOBase):
         count = self._file.readinto(view)  # type: ignore[attr-defined]
         self._position += count
         return int(count)
-
-
-def _check_zip(window: IO[bytes]) -> None:
-    """The checksums of the zip that torch.save has written. Raises a ValueError if one is wrong."""
-    with zipfile.ZipFile(window) as archive:
-        if (name := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {name} is wrong")
-    window.seek(0)

@@ -82,10 +82,8 @@ class TorchDistWriter:
             properties = TensorProperties(dtype=values.dtype)
             info = self._tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
-            raise ValueError(
-                f"{key}: chunks disagree, {tuple(shape)} {values.dtype} and {tuple(info.size)}"
-                f" {info.properties.dtype}."
-            )
+            kinds = f"{tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}"
+            raise ValueError(f"{key}: chunks disagree, {kinds}.")
         info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.size()))
         values = values.detach().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
-from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
-from moe_exp.checkpoint.hf.rope import yarn_is_expressible
+from moe_exp.checkpoint.hf.fields import (
+    LATENT_EPSILON,
+    UnsupportedModel,
+    groups_score_alike,
+    yarn_is_expressible,
+)
 from moe_exp.config import Config
 
 
@@ -18,11 +22,8 @@ class Trait:
 
     of: Callable[[Config], Any]  # its value
     usual: Any  # what an architecture allows unless its `traits` list other values
-    words: Callable[[Config], str]  # the settings that decide it, for error messages
-
-
-def _named(*names: str) -> Callable[[Config], str]:
-    return lambda c: " ".join(f"{name.upper()}={getattr(c, name)}" for name in names)
+    settings: tuple[str, ...]  # that decide it, for error messages
+    note: str = ""
 
 
 def _attention(c: Config) -> str:
@@ -33,10 +34,6 @@ def _attention(c: Config) -> str:
 
 def _qk_norm(c: Config) -> str:
     return (c.qk_norm_scope if c.qk_norm else "none") if not c.multi_latent_attention else "none"
-
-
-def _epsilon_differs(c: Config) -> bool:
-    return c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON
 
 
 def _head_dim(c: Config) -> str:
@@ -67,10 +64,6 @@ def _routing(c: Config) -> str:
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 
-def _groups_differ(c: Config) -> bool:
-    return c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk)
-
-
 def _shared(c: Config) -> str:
     if not c.use_moe or not c.shared_expert_size:
         return "none"
@@ -79,49 +72,50 @@ def _shared(c: Config) -> str:
     return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
 
 
-def _may_drop(c: Config) -> str:
-    return f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,"
-
-
-def _rotary(c: Config) -> str:
-    return "whole heads" if c.rotary_fraction == 1 else "a part"
-
-
-_ROUTING = ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
-_BIAS_RATE = "router_bias_update_rate"
-
 TRAITS: Mapping[str, Trait] = {
-    "normalization": Trait(lambda c: c.normalization, "RMSNorm", _named("normalization")),
-    "activation": Trait(lambda c: c.activation, "swiglu", _named("activation")),
-    "biases": Trait(lambda c: c.add_bias_linear, False, _named("add_bias_linear")),
-    "drops": Trait(_drops, False, _may_drop),
-    "groups_differ": Trait(_groups_differ, False, _named("topk", "num_router_groups", "router_group_topk")),
-    "attention": Trait(_attention, "grouped", _named("multi_latent_attention", "qk_norm")),
-    "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
-    "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
-    "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),
-    "rotary": Trait(_rotary, "whole heads", _named("rotary_fraction")),
-    "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
-    "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
-    "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
-    "routing": Trait(_routing, "softmax", _named(*_ROUTING)),
-    "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, _named(_BIAS_RATE)),
-    "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
+    "normalization": Trait(lambda c: c.normalization, "RMSNorm", ("normalization",)),
+    "activation": Trait(lambda c: c.activation, "swiglu", ("activation",)),
+    "biases": Trait(lambda c: c.add_bias_linear, False, ("add_bias_linear",)),
+    "drops": Trait(_drops, False, ("moe_type", "capacity_factor"), ", which may drop tokens,"),
+    "groups_differ": Trait(
+        lambda c: c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk),
+        False,
+        ("topk", "num_router_groups", "router_group_topk"),
+    ),
+    "attention": Trait(_attention, "grouped", ("multi_latent_attention", "qk_norm")),
+    "qk_norm": Trait(_qk_norm, "none", ("qk_norm", "qk_norm_scope")),
+    "qkv_bias": Trait(lambda c: c.qkv_bias, False, ("qkv_bias",)),
+    "head_dim": Trait(_head_dim, "hidden / heads", ("head_dim", "hidden_size", "num_heads")),
+    "rotary": Trait(
+        lambda c: "whole heads" if c.rotary_fraction == 1 else "a part", "whole heads", ("rotary_fraction",)
+    ),
+    "rope": Trait(yarn_is_expressible, True, ("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
+    "epsilon": Trait(
+        lambda c: c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON, False, ("norm_epsilon",)
+    ),
+    "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
+    "routing": Trait(
+        _routing,
+        "softmax",
+        ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
+    ),
+    "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, ("router_bias_update_rate",)),
+    "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, ("num_router_groups",)),
     "number": Trait(
         lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0),
         False,
-        _named("router_top_p", "null_experts"),
+        ("router_top_p", "null_experts"),
     ),
-    "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, _named("moe_latent_size")),
-    "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
-    "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
+    "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, ("moe_latent_size",)),
+    "shared": Trait(_shared, "none", ("shared_expert_size", "shared_expert_gate")),
+    "tied": Trait(lambda c: c.tie_embeddings, False, ("tie_embeddings",)),
 }
 
 
 def reasons_against(architecture: Architecture, config: Config) -> list[str]:
     """Settings of a model that an architecture cannot express; empty if it can express all."""
     return [
-        trait.words(config)
+        " ".join(f"{setting.upper()}={getattr(config, setting)}" for setting in trait.settings) + trait.note
         for name, trait in TRAITS.items()
         if trait.of(config) not in architecture.traits.get(name, (trait.usual,))
     ]

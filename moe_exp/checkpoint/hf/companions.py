@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.hf.model_folder import read_json
 from moe_exp.data.tokens.document_ends import DocumentTokens
 from moe_exp.data.tokens.tokenizer import (
@@ -40,7 +41,8 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        eod = _usual_eod(read_json(found["tokenizer.json"]))
+        content = read_json(found["tokenizer.json"])
+        eod = next((token for token in USUAL_EOD_TOKENS if token_id(content, token) is not None), None)
         facts = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eod} if eod else {})
         write_json(target / "tokenizer_config.json", facts)
     return "tokenizer.json" in found
@@ -77,14 +79,8 @@ def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | N
         text, begin = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
         second = {"Sequence": {"id": "B", "type_id": 1}}
         tokens = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
-        steps.append(
-            {
-                "type": "TemplateProcessing",
-                "single": [begin, text],
-                "pair": [begin, text, second],
-                "special_tokens": tokens,
-            }
-        )
+        template = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, second]}
+        steps.append(template | {"special_tokens": tokens})
     return {"type": "Sequence", "processors": steps} if len(steps) > 1 else next(iter(steps), None)
 
 
@@ -102,7 +98,7 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
         rule = f"has {size} tokens, and not only added ones beyond vocab_size={vocab_size} of config.json"
-        raise ValueError(f"{path}: {rule}. Fix: fetch the tokenizer that belongs to the weights.")
+        raise unusable(path, rule, "fetch the tokenizer that belongs to the weights")
     return [added[token] for token in beyond]
 
 
@@ -111,35 +107,26 @@ def check_tokenizer(path: Path) -> None:
     if path.is_file():
         read_json(path)
     elif not (path / "tokenizer.json").is_file():
-        rule = "has no tokenizer.json"
-        raise ValueError(f"TOKENIZER={path}: {rule}. Fix: name a folder with that file, or the file.")
+        fix = "name a folder with that file, or the file"
+        raise unusable(f"TOKENIZER={path}", "has no tokenizer.json", fix)
 
 
-def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the tokenizer's files, else None."""
+def token_ids(folder: Path) -> dict[str, int | None]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the files of `copy_tokenizer`, else None."""
     # None goes into config.json, too: classes of transformers have default ids for missing fields
-    if tokenizer is None:
-        return dict.fromkeys(_TOKENS)
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
     content = read_json(folder / "tokenizer.json")
-    named: dict[str, Any] = {"eos_token": _usual_eod(content)}
-    if (folder / "tokenizer_config.json").is_file():
-        named = {}
+    named: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             named |= read_json(folder / name)
-    ids = {}
+    ids: dict[str, int | None] = {}
     for field in _TOKENS:
         token = named.get(field.removesuffix("_id"))
         token = token["content"] if isinstance(token, dict) else token
         ids[field] = None if token is None else token_id(content, token)
     return ids
-
-
-def _usual_eod(content: Mapping[str, Any]) -> str | None:
-    return next((token for token in USUAL_EOD_TOKENS if token_id(content, token) is not None), None)
 
 
 def kept_fields(folder: Path | None) -> dict[str, Any]:

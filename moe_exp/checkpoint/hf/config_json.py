@@ -67,33 +67,27 @@ def settings_of(
         if name not in known and name not in ignore and value not in (None, False, 0, "", [], {}):
             fix = f"give --ignore-field {name} where it does not change what the model computes"
             raise refuse(name, value, f"is unknown for {architecture.name}", fix)
-    settings = _PLAIN | dict(architecture.settings)
-    used = {name: value for name, value in fields.items() if name not in ignore}
-    completed = _completed(used, architecture)
-    for rule in architecture.fields:
-        try:
-            settings |= rule.read(completed)
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            if isinstance(error, UnsupportedModel):
-                raise
-            names = ", ".join(rule.names)
-            raise UnsupportedModel(
-                f"config.json: {names}: cannot be read ({error}). Fix: correct the config.json."
-            ) from None
-    if not settings["use_moe"]:
-        settings |= {"moe_layer_freq": "1"}
-    return settings
-
-
-def _completed(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The fields with the defaults of the configuration class, and null replaced by its meaning."""
+    # The fields with the defaults of the configuration class, and null replaced by its meaning.
     completed = dict(architecture.defaults)
     for name, value in fields.items():
+        if name in ignore:
+            continue
         if value is None and name in architecture.defaults and name not in architecture.null:
             rule = f"{architecture.name} of transformers takes no null there"
             raise refuse(name, "null", rule, f"leave it out for {json.dumps(architecture.defaults[name])}")
         completed[name] = architecture.null.get(name) if value is None else value
-    return completed
+    settings = _PLAIN | dict(architecture.settings)
+    for of_fields in architecture.fields:
+        try:
+            settings |= of_fields.read(completed)
+        except UnsupportedModel:
+            raise
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            reason = f"{', '.join(of_fields.names)}: cannot be read ({error})"
+            raise UnsupportedModel(f"config.json: {reason}. Fix: correct the config.json.") from None
+    if not settings["use_moe"]:
+        settings |= {"moe_layer_freq": "1"}
+    return settings
 
 
 def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:

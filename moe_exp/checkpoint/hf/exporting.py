@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import re
 import shlex
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import (
-    Manifest,
-    check_target,
-    is_converted,
-    new_folder,
-    one_checkpoint,
-)
-from moe_exp.checkpoint.format.settings import saved_order
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
+from moe_exp.checkpoint.format.folders import check_target, new_folder, one_checkpoint, unusable
+from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
 from moe_exp.checkpoint.hf.choice import choose_architecture
 from moe_exp.checkpoint.hf.companions import (
     GENERATION,
@@ -37,10 +30,15 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
-from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
-from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
-from moe_exp.checkpoint.hf.tensor_rules import taken_apart
+from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES, Entry, ShardWriter
+from moe_exp.checkpoint.hf.tensor_rules import (
+    Piece,
+    Theirs,
+    layers_are_stacked,
+    misfits,
+    pieces,
+    taken_apart,
+)
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
@@ -51,8 +49,6 @@ from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
 
-_OPTIMIZER = ("optimizer.", "chained_")
-_OF_LAYER, _OF_EXPERT = re.compile(r"^decoder\.layers\.\d+\."), re.compile(r"\.experts\.experts\.\d+\.")
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
 # Rounding it would change the choice of experts; transformers always keeps it in fp32.
 _NEVER_ROUNDED = "e_score_correction_bias"
@@ -93,36 +89,33 @@ def to_hf(
             None: the one that the checkpoint, or LOAD_DIR of its run, was converted from.
     """
     check_target(target)
-    for name, path in (("tokenizer", tokenizer), ("like", like)):
-        if path is not None and not path.exists():
-            raise ValueError(
-                f"{name.upper()}={path}: is not there. Fix: give a path that exists, or leave it out."
-            )
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     if like is not None and not any((like / name).is_file() for name in ("config.json", GENERATION)):
         rule = f"has neither config.json nor {GENERATION}"
-        raise ValueError(f"LIKE={like}: {rule}. Fix: name a Hugging Face folder, or leave it out.")
+        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or leave it out")
     if max_shard_bytes < 1:
-        raise ValueError(
-            f"MAX_SHARD_SIZE={max_shard_bytes}: must be at least 1 byte. Fix: give a size such as 5GB."
-        )
+        rule = "must be at least 1 byte"
+        raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", rule, "give a size such as 5GB")
     folder = one_checkpoint(source)
-    reader = CheckpointReader(folder)
-    config = _config_of(reader)
+    config = saved_config(folder)
     architecture = choose_architecture(config)
-    planned = list(pieces(architecture, config))
+    planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
     weights = _Weights(
-        reader,
+        CheckpointReader(folder),
         planned,
         main=main_weights,
         dtype=TORCH_DTYPES[dtype] if dtype else None,
         are_stacked=layers_are_stacked(config),
     )
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
-        with progress("converting", weights.num_bytes) as advance:
-            shards = ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)
-            _write_weights(weights, config, shards, advance)
+        with (
+            progress("converting", weights.num_bytes) as advance,
+            contextlib.closing(ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)) as shards,
+        ):
+            for piece in weights.planned:
+                advance(_add(weights, piece, config, shards))
+            shards.finish()
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
         documents, trained = trained_documents(config, saved_order(folder)), {}
@@ -131,7 +124,9 @@ def to_hf(
         name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
         fields = fields_of(config, architecture) | token_ids(partial)
         longest = 0 if like else fields["max_position_embeddings"]
-        like = like or _original(config, folder)
+        if like is None:  # JSON files of the folder that the checkpoint, or LOAD_DIR of its run, came from
+            places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
+            like = next((place / ORIGINAL for place in places if (place / ORIGINAL).is_dir()), None)
         fields |= kept_fields(like)
         # the training may have extended the length of its source
         fields["max_position_embeddings"] = max(longest, fields["max_position_embeddings"])
@@ -140,30 +135,11 @@ def to_hf(
         fields |= {"dtype": of_torch, "torch_dtype": of_torch}
         write_json(partial / "config.json", fields)
         write_generation_config(partial, like, fields, trained)
-        facts = f"`{name}`, {weights.num_parameters:,} parameters, weights in {of_torch}"
-        manifest = Manifest.read(folder)
-        iteration = manifest.iteration if manifest else iteration_of(folder, reader.common())
+        num_values = sum(math.prod(entry.shape) for entry in weights.entries)  # of all that is written
+        facts = f"`{name}`, {num_values:,} parameters, weights in {of_torch}"
+        iteration = iteration_of(folder, read_common(folder))
         write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
     return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
-
-
-def _config_of(reader: CheckpointReader) -> Config:
-    settings = reader.common().get("config")
-    if not isinstance(settings, dict):
-        fix = "load it by LOAD_DIR in a run, whose checkpoint can be converted"
-        raise ValueError(
-            f"checkpoint={reader.folder}: does not say what model it is, moe_exp did not write it. Fix:"
-            f" {fix}."
-        )
-    # Settings that later versions removed do not affect the computation.
-    try:
-        return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}"
-        raise ValueError(
-            f"checkpoint={reader.folder}: {what}. Fix: use the version of moe_exp that wrote it."
-        ) from None
 
 
 class _Weights:
@@ -179,31 +155,24 @@ class _Weights:
         are_stacked: bool,
     ):
         self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
+        name = f"checkpoint={reader.folder}"
         if main and not any(key.startswith(_MAIN) for key in reader.tensors):
-            raise ValueError(
-                f"checkpoint={reader.folder}: has no fp32 weights of an optimizer. Fix: leave --weights main"
-                " out."
-            )
+            raise unusable(name, "has no fp32 weights of an optimizer", "omit --weights main")
         self._kept: tuple[str, tuple[int, ...], Tensor] | None = None
         needed = {piece.key: piece.shape for piece in planned if piece.key}
-        stored = {key: self._stored(key) for key in needed}
-        missing = [key for key, found in stored.items() if found is None]
-        shapes = [
-            f"{key} {list(it.shape)} instead of {list(needed[key])}"
-            for key, it in stored.items()
-            if it and it.shape != needed[key]
-        ]
-        of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER)}
+        found = {key: stored.shape for key in needed if (stored := self._stored(key))}
+        of_model = {key for key in reader.tensors if not is_optimizer(key)}
         unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
-        if lists := misfits({"missing": missing, "without a use": unused, "of another shape": shapes}):
+        if lists := misfits(needed, found, unused):
             fix = "use another checkpoint of the run"
-            if any(_OF_EXPERT.search(key) or (are_stacked and _OF_LAYER.match(key)) for key in unused):
+            single_layers, single_experts = single_styles(unused)
+            if single_experts or (are_stacked and single_layers):
                 layers = "stacked" if are_stacked else "single"  # dense and MoE layers cannot be stacked
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
                 fix = f"stack them first, {shlex.join(command)}"
-            raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: {fix}.")
+            raise unusable(name, f"tensors {lists}", fix)
 
     def _stored(self, key: str) -> StoredTensor | None:
         copies = [self.reader.tensors.get(prefix + key) for prefix in _MAIN] if self.main else []
@@ -236,33 +205,17 @@ class _Weights:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of written values, including tensors without effect."""
-        return sum(math.prod(entry.shape) for entry in self.entries)
-
     def values(self, piece: Piece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
         stored = self._stored(piece.key)
         assert stored is not None
-        num_layer_axes = len(piece.shape) - len(piece.inner_shape) - (piece.expert is not None)
+        num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
         if self._kept is None or self._kept[:2] != (stored.key, layer):
             self._kept = None  # before the next is read
             values = self.reader.read(stored.key, (*layer, *(0,) * len(rest)), ((1,) * num_layer_axes + rest))
             self._kept = stored.key, layer, values.view(rest)
         return self._kept[2] if piece.expert is None else self._kept[2][piece.expert]
-
-
-def _write_weights(
-    weights: _Weights, config: Config, shards: ShardWriter, advance: Callable[[int], None]
-) -> None:
-    try:
-        for piece in weights.planned:
-            advance(_add(weights, piece, config, shards))
-        shards.finish()
-    finally:
-        shards.close()
 
 
 def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
@@ -280,19 +233,13 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
     return num_bytes
 
 
-def _original(config: Config, folder: Path) -> Path | None:
-    """JSON files of the Hugging Face folder that the checkpoint, or the LOAD_DIR of its run, came from."""
-    places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
-    return next((place / ORIGINAL for place in places if (place / ORIGINAL).is_dir()), None)
-
-
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     named = config.tokenizer
     if not named:
-        with suppress(ValueError):
+        with contextlib.suppress(ValueError):
             named = find_prepared_text(config, saved_order(folder).get("tokenizer") or "").tokenizer
     paths = [Path(named)] if named else []
-    if not (named or config.train_data or is_converted(folder)):
+    if not (named or config.train_data):
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
     return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
 

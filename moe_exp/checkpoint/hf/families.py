@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_exp.checkpoint.hf import fields as rules
-from moe_exp.checkpoint.hf.fields import FieldRule, must_be, same
-from moe_exp.checkpoint.hf.rope import rope
+from moe_exp.checkpoint.hf.fields import FieldRule, must_be, rope, same
 from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
-from moe_exp.config import Config
-from moe_exp.config.data_stages import stages_of
+from moe_exp.config.data_stages import longest_sample
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,11 @@ _BIAS = "biases in the attention projections are not supported"
 _ACTIVATION = "other activations than SwiGLU are not supported"
 
 
-def _longest(config: Config) -> dict[str, int]:
-    """Tokens of the longest samples: those of SEQ_LEN may have been followed by longer ones."""
-    return {"max_position_embeddings": max(stage.seq_len for stage in stages_of(config))}
-
-
+_LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
-    FieldRule(("max_position_embeddings",), same("max_position_embeddings", "seq_len").read, _longest),
+    FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: longest_sample(c)}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
     must_be("hidden_act", "silu", because=_ACTIVATION),
 )  # fmt: skip

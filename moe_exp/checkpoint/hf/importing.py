@@ -13,17 +13,16 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from moe_exp.checkpoint.format import folders
+from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer, tokens_beyond
 from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import Settings
 from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
-from moe_exp.checkpoint.hf.plan import Piece, misfits, pieces
-from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
+from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, Piece, joined, joined_shape, misfits, pieces
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
@@ -41,7 +40,6 @@ _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
 _USUAL_SEQ_LEN = 8192
-_MOST_NAMED = 5
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
@@ -60,10 +58,9 @@ class Imported:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Pieces, and per piece the tensors to read: name, and index if all experts are in one tensor."""
+    """Pieces, each with the tensors to read: name, and index if all experts are in one tensor."""
 
-    pieces: list[Piece]
-    reads: dict[int, list[tuple[str, int | None]]]
+    pieces: list[tuple[Piece, list[tuple[str, int | None]]]]
     num_bytes: int
 
 
@@ -88,39 +85,36 @@ def from_hf(
     """
     folders.check_target(target)
     folder = ModelFolder(source)
-    try:
-        architecture = architecture_of(folder.config)
-        _check_counts(folder)
-        settings = settings_of(folder.config, architecture, ignore=ignore_fields)
-        config = _config(settings)
-        _check_trainable(folder, config)
-        sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
-        added = tokens_beyond(folder.path, config.vocab_size)
-        settings |= {"vocab_size": config.vocab_size + len(added)}
-        config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
-        for number, piece in enumerate(sources.pieces):
-            if piece.join == "padded":  # a table of the vocabulary, which may have grown
-                shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
-                sources.pieces[number] = replace(piece, shape=shape, box=shape)
-        stored = _dtype(folder, sources, dtype)
-        config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
-        num_bytes = sources.num_bytes
-        if dtype is not None:
-            num_bytes = sum(math.prod(piece.box) for piece in sources.pieces) * stored.itemsize
-        with (
-            folders.new_folder(target, num_bytes=num_bytes) as partial,
-            progress("converting", sources.num_bytes) as advance,
-        ):
-            config = _write_companions(folder.path, partial, target, config)
-            written = folders.iteration_folder(partial, 0)
-            _write_weights(folder, sources, written, config, dtype, advance)
-            layout = {name: getattr(config, name) for name in _LAYOUT}
-            facts = {"converted_from": architecture.name, "world_size": 1, "layout": layout}
-            folders.Manifest(0, folders.entries_of(written), facts).write(written)
-            write_atomically(partial / LATEST, "0")
-            _write_settings(partial / SETTINGS, settings, config, target)
-    finally:
-        folder.close()
+    architecture = architecture_of(folder.config)
+    _check_counts(folder)
+    settings = settings_of(folder.config, architecture, ignore=ignore_fields)
+    config = _config(settings)
+    _check_trainable(folder, config)
+    sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
+    added = tokens_beyond(folder.path, config.vocab_size)
+    settings |= {"vocab_size": config.vocab_size + len(added)}
+    config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
+    for number, (piece, reads) in enumerate(sources.pieces):
+        if piece.join == "padded":  # a table of the vocabulary, which may have grown
+            shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
+            sources.pieces[number] = replace(piece, shape=shape, box=shape), reads
+    stored = _dtype(folder, sources, dtype)
+    config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
+    num_bytes = sources.num_bytes
+    if dtype is not None:
+        num_bytes = sum(math.prod(piece.box) for piece, _ in sources.pieces) * stored.itemsize
+    with (
+        folders.new_folder(target, num_bytes=num_bytes) as partial,
+        progress("converting", sources.num_bytes) as advance,
+    ):
+        config = _write_companions(folder.path, partial, target, config)
+        written = folders.iteration_folder(partial, 0)
+        _write_weights(folder, sources, written, config, dtype, advance)
+        layout = {name: getattr(config, name) for name in _LAYOUT}
+        facts = {"converted_from": architecture.name, "world_size": 1, "layout": layout}
+        folders.Manifest(0, folders.entries_of(written), facts).write(written)
+        write_atomically(partial / LATEST, "0")
+        _write_settings(partial / SETTINGS, settings, config, target)
     command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
     return Imported(config, architecture.name, command, tuple(_notes(config, added)))
 
@@ -132,10 +126,8 @@ def _check_counts(folder: ModelFolder) -> None:
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:
-            raise ValueError(
-                f"{folder.path}: {name}={value}: is more than its tensors can hold. Fix: take the config.json"
-                " of the weights."
-            )
+            rule = f"{name}={value}: is more than its tensors can hold"
+            raise unusable(folder.path, rule, "take the config.json of the weights")
 
 
 def _config(settings: Settings) -> Config:
@@ -143,10 +135,8 @@ def _config(settings: Settings) -> Config:
         return Config(**settings)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        raise ValueError(
-            f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: correct the config.json."
-        ) from None
+        rule = f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}"
+        raise unusable("config.json", rule, "correct the config.json") from None
 
 
 def _check_trainable(folder: ModelFolder, config: Config) -> None:
@@ -163,37 +153,42 @@ def _check_trainable(folder: ModelFolder, config: Config) -> None:
 
 def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool) -> _Sources:
     """Finds the tensors of every piece; checks that every tensor is used and has its shape."""
-    planned = [piece for piece in pieces(architecture, config) if piece.key]
-    reads: dict[int, list[tuple[str, int | None]]] = {}
+    planned: list[tuple[Piece, list[tuple[str, int | None]]]] = []
     needed: dict[str, tuple[int, ...]] = {}
-    for number, piece in enumerate(planned):
-        if piece.alias in folder.weights:
+    for piece in pieces(architecture.tensors, config, scales=architecture.scales):
+        if piece.key and piece.alias in folder.weights:
             shape = joined_shape(piece.join, [part.shape for part in piece.theirs], config)
             needed[piece.alias] = shape if piece.expert is None else (config.num_experts, *shape)
-            reads[number] = [(piece.alias, piece.expert)]
-        else:
+            planned.append((piece, [(piece.alias, piece.expert)]))
+        elif piece.key:
             needed |= {part.name: part.shape for part in piece.theirs}
-            reads[number] = [(part.name, None) for part in piece.theirs]
+            planned.append((piece, [(part.name, None) for part in piece.theirs]))
     unused = _unused(folder, architecture, config, set(needed), drop_mtp=drop_mtp)
-    _complain(folder, needed, unused)
-    return _Sources(planned, reads, sum(_bytes_of(folder, name) for name in needed))
+    found = {name: folder.weights[name] for name in sorted(needed) if name in folder.weights}
+    types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
+    shapes = {name: weight.shape for name, weight in found.items()}
+    if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
+        fix = "take the config.json that belongs to the weights, or fetch them again"
+        raise unusable(folder.path, f"tensors {wrong}", fix)
+    num_bytes = sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
+    return _Sources(planned, num_bytes)
 
 
 def _unused(
     folder: ModelFolder, architecture: Architecture, config: Config, needed: set[str], *, drop_mtp: bool
 ) -> list[str]:
-    left = []
+    left, embedding = [], "model.embed_tokens.weight"
     num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
     for name in sorted(set(folder.weights) - needed):
         layer = _LAYER.match(name)
         if config.tie_embeddings and name == "lm_head.weight":
-            _check_tied(folder)
+            if embedding in folder.weights and not torch.equal(folder.read(name), folder.read(embedding)):
+                rule = f"tie_word_embeddings=true, but {name} is not {embedding}"
+                raise unusable(folder.path, rule, "set tie_word_embeddings to false in config.json")
         elif layer and config.num_layers <= int(layer[1]) < config.num_layers + num_predicting:
             if not drop_mtp:
                 rule = f"is a layer for multi-token prediction, beyond num_hidden_layers={config.num_layers}"
-                raise ValueError(
-                    f"{folder.path}: {name} {rule}. Fix: give --drop-mtp to leave such layers out."
-                )
+                raise unusable(folder.path, f"{name} {rule}", "give --drop-mtp to leave such layers out")
         elif not _COMPUTED.fullmatch(name) and not any(
             re.fullmatch(pattern, name) and CONDITIONS[when](config)
             for pattern, when in architecture.without_effect.items()
@@ -202,53 +197,18 @@ def _unused(
     return left
 
 
-def _check_tied(folder: ModelFolder) -> None:
-    embedding = "model.embed_tokens.weight"
-    if embedding in folder.weights and not torch.equal(folder.read("lm_head.weight"), folder.read(embedding)):
-        fix = "set tie_word_embeddings to false in config.json"
-        raise ValueError(
-            f"{folder.path}: tie_word_embeddings=true, but lm_head.weight is not {embedding}. Fix: {fix}."
-        )
-
-
-def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: list[str]) -> None:
-    """Raises one line with everything that does not fit."""
-    there = folder.weights
-    missing = sorted(name for name in needed if name not in there)
-    found = {name: there[name] for name in sorted(needed) if name in there}
-    shapes = [
-        f"{name} {list(weight.shape)} instead of {list(needed[name])}"
-        for name, weight in found.items()
-        if weight.shape != needed[name]
-    ]
-    types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
-    lists = {"missing": missing, "without a use": unused, "of another shape": shapes}
-    if wrong := misfits(lists | {"of a type that is not supported": types}):
-        raise ValueError(
-            f"{folder.path}: tensors {wrong}. Fix: take the config.json that belongs to the weights, or fetch"
-            " them again."
-        )
-
-
-def _bytes_of(folder: ModelFolder, name: str) -> int:
-    weight = folder.weights[name]
-    return math.prod(weight.shape) * DTYPES[weight.dtype].itemsize
-
-
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
     """The embedding's type, in which the model is trained; refuses a key made of several types."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
-    for number, piece in enumerate(sources.pieces):
-        types = (folder.weights[name].dtype for name, _ in sources.reads[number])
-        by_key.setdefault(piece.key, set()).update(types)
+    for piece, reads in sources.pieces:
+        by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in reads)
     if mixed := sorted(key for key, types in by_key.items() if len(types) > 1):
-        raise ValueError(
-            f"{folder.path}: {mixed[0]} would be made of tensors of several types"
-            f" ({', '.join(sorted(by_key[mixed[0]]))}). Fix: give --dtype bf16, fp16 or fp32."
-        )
-    (found,) = by_key[sources.pieces[0].key]
+        types_text = ", ".join(sorted(by_key[mixed[0]]))
+        rule = f"{mixed[0]} would be made of tensors of several types ({types_text})"
+        raise unusable(folder.path, rule, "give --dtype bf16, fp16 or fp32")
+    (found,) = by_key[sources.pieces[0][0].key]
     return DTYPES[found]
 
 
@@ -261,22 +221,17 @@ def _write_weights(
     advance: Callable[[int], None],
 ) -> None:
     writer = TorchDistWriter(written)
-    for number, piece in enumerate(sources.pieces):
-        parts = [folder.read(name, index) for name, index in sources.reads[number]]
+    for piece, reads in sources.pieces:
+        parts = [folder.read(name, index) for name, index in reads]
         advance(sum(part.numel() * part.element_size() for part in parts))
         is_joined = len(parts) < len(piece.theirs)
         values = parts[0] if is_joined else joined(piece.join, parts, config)
-        values = _converted(values, piece, dtype).view(piece.box)
-        writer.add_chunk(piece.key, values, shape=piece.shape, offsets=piece.offsets)
+        # rounding expert_bias would change the choice of experts
+        if dtype is not None and not piece.key.endswith("router.expert_bias"):
+            values = values.to(TORCH_DTYPES[dtype])
+        writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
     layout = {"tp": 1, "pp": 1, "device": "cpu"}
     writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
-
-
-def _converted(values: Tensor, piece: Piece, dtype: str | None) -> Tensor:
-    # rounding expert_bias would change the choice of experts
-    if dtype is None or piece.key.endswith("router.expert_bias"):
-        return values
-    return values.to(TORCH_DTYPES[dtype])
 
 
 def _write_companions(source: Path, partial: Path, target: Path, config: Config) -> Config:
@@ -303,21 +258,15 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
 def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
     if config.seq_len > _USUAL_SEQ_LEN:
-        notes.append(
-            f"SEQ_LEN={config.seq_len} is the length that the model is published for; give --seq-len to train"
-            " at another"
-        )
+        published = f"SEQ_LEN={config.seq_len} is the length that the model is published for"
+        notes.append(f"{published}; give --seq-len to train at another")
     if added:
-        names = ", ".join(added[:_MOST_NAMED]) + (", ..." if len(added) > _MOST_NAMED else "")
-        notes.append(
-            f"VOCAB_SIZE={config.vocab_size}: the tokenizer has {len(added)} added tokens without an"
-            f" embedding, {names}; theirs is the mean of the others until it is trained"
-        )
+        what = f"the tokenizer has {len(added)} added tokens without an embedding, {folders.first_few(added)}"
+        mean = "theirs is the mean of the others until it is trained"
+        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; {mean}")
     if padding := config.padded_vocab_size - config.vocab_size:
-        notes.append(
-            f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {padding} rows of zeros were added, whose"
-            " logits are 0 and count in the softmax until training has pushed them down"
-        )
+        rows = f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {padding} rows of zeros were added"
+        notes.append(f"{rows}, whose logits are 0 and count in the softmax until training pushes them down")
     balances = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
     balancing = " ".join(f"{name.upper()}={getattr(config, name)}" for name in balances)
     rates = f"LR={_CONTINUED['lr']} falling to MIN_LR={_CONTINUED['min_lr']}"

@@ -1,4 +1,4 @@
-"""Maps tensors of a Hugging Face folder to those of a checkpoint, and joins and splits them.
+"""Maps tensors of a Hugging Face folder to those of a checkpoint, by rules, and joins and splits them.
 
 Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
 MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
@@ -17,12 +17,13 @@ Ways to join, all reversible:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.format.folders import first_few
 from moe_exp.config import Config
 
 
@@ -115,3 +116,94 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
         grouped = ours.view(groups, -1, *ours.shape[1:]).split(rows, dim=1)
         return [part.flatten(0, 1) for part in grouped]
     return list(ours.split([shape[0] for shape in shapes]))
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor of a Hugging Face folder, or one expert of it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one of our tensors, and the tensors of theirs that it is made of."""
+
+    key: str  # of ours; empty for a tensor that only they have
+    shape: tuple[int, ...]  # of the whole tensor under that key
+    offsets: tuple[int, ...]  # of the box
+    box: tuple[int, ...]  # its sizes, 1 for layer and expert
+    theirs: tuple[Theirs, ...]  # in joining order
+    join: str  # see above
+    expert: int | None = None  # its index
+    alias: str = ""  # another name for theirs, see TensorRule
+    factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
+
+
+def layers_are_stacked(config: Config) -> bool:
+    """Whether a checkpoint stores all layers as one tensor; Megatron's condition."""
+    return len(set(config.moe_layers)) == 1
+
+
+def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[Piece]:
+    """All tensors of the model: the embedding, layer by layer, then the rest. `scales`: config.json has a
+    field for ROUTER_SCALING_FACTOR.
+    """
+    sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
+    embedding, *others = [rule for rule in rules if rule.layers == "model"]
+    yield from _pieces_of(embedding, config, sizes)
+    for layer, is_moe in enumerate(config.moe_layers):
+        for rule in rules:
+            if rule.layers in ("all", "moe" if is_moe else "dense"):
+                factor = config.router_scaling_factor if rule.weighted and not scales else 1.0
+                yield from _pieces_of(rule, config, sizes, layer, factor)
+    for rule in others:
+        yield from _pieces_of(rule, config, sizes)
+
+
+def _pieces_of(
+    rule: TensorRule, config: Config, sizes: Mapping[str, int], layer: int | None = None, factor: float = 1.0
+) -> Iterator[Piece]:
+    key, before = rule.ours, ""
+    of_layer: list[tuple[int, int]] = []  # index and size of the axis that counts layers
+    if layer is not None:
+        before, in_model = f"model.layers.{layer}.", "decoder.layers."
+        if layers_are_stacked(config):
+            of_layer = [(layer, config.num_layers)]
+        else:
+            in_model += f"{layer}."
+        key = in_model + key if key else ""
+    for expert in range(config.num_experts) if rule.per_expert else (None,):
+        theirs = tuple(
+            Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))
+            for name, letters in rule.theirs.items()
+        )
+        shape = joined_shape(rule.join, [part.shape for part in theirs], config)
+        axes = of_layer + ([(expert, config.num_experts)] if expert is not None else [])
+        whole = tuple(size for _, size in axes) + shape
+        offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
+        box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
+        yield Piece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor)
+
+
+def misfits(
+    needed: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    unused: Sequence[str],
+    of_other_types: Sequence[str] = (),
+) -> str:
+    """'missing: a, b; without a use: c' with the first five tensors of each kind; empty if all fit. `needed`
+    and `found` are shapes.
+    """
+    lists = {
+        "missing": [name for name in needed if name not in found],
+        "without a use": unused,
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in needed.items()
+            if found.get(name, shape) != shape
+        ],
+        "of a type that is not supported": of_other_types,
+    }
+    return "; ".join(f"{what}: {first_few(names)}" for what, names in lists.items() if names)

@@ -1,1 +1,1 @@
-"""`moe-exp ckpt`: info, verify (soundness), diff, reshape, average, prune, shrink; tables prints."""
+"""`moe-exp ckpt`: info, verify (soundness), diff, reshape, average, prune, shrink."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from torch import Tensor
 from moe_exp.checkpoint.format.folders import usable
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
 from moe_exp.checkpoint.format.settings import order_in, saved_config
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.checkpoint.tools.info import chosen, iteration_of
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
-from moe_exp.config import problem
+from moe_exp.config import setting_error
 from moe_exp.config.model_changes import model_changes
 from moe_exp.data.tokens.tokenizer import same_fingerprint
 from moe_exp.engine.optimizer_classes import AVERAGE
@@ -41,68 +41,50 @@ _BLOCK = 2**18  # values that are in fp64 at a time
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """The weight of each of `number` checkpoints, the oldest first; their sum is 1.
-
-    Args:
-        name: `uniform` (a linear decay), `1-sqrt`, `cosine` or `inverse-sqrt`: the decay whose place the
-            average takes; `ema`, in which each weighs `ema_decay` times the one after it; or numbers with
-            commas between them.
-        number: of checkpoints.
-        ema_decay: between 0 and 1.
-
-    Raises:
-        ValueError: there is no such name, or the numbers are not as many, or have no positive sum.
+    """The weight of each of `number` checkpoints, the oldest first; their sum is 1. `name`: `uniform` (a
+    linear decay), `1-sqrt`, `cosine` or `inverse-sqrt`, the decay whose place the average takes; `ema`, in
+    which each weighs `ema_decay` (0 to 1) times the one after it; or numbers with commas between them.
+    ValueError if there is no such name, or the numbers are not as many, or have no positive sum.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
         return [now - after for now, after in pairwise(decay)]
     if name == "ema":
         if not 0 < ema_decay < 1:
-            raise ValueError(problem("ema_decay", ema_decay, "must be between 0 and 1", "give 0.9"))
+            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "give 0.9")
         found = [ema_decay ** (number - 1 - i) for i in range(number)]
     else:
-        found = _numbers(name)
+        try:
+            found = [float(word) for word in name.split(",")]
+        except ValueError:
+            rule, fix = f"is none of {', '.join(WEIGHTS)}", "give one of them, or numbers as in 1,2,3"
+            raise setting_error("weights", name, rule, fix) from None
         if len(found) != number:
             rule = f"{len(found)} numbers for {number} checkpoints"
-            raise ValueError(problem("weights", name, rule, "give one for each, the oldest first"))
+            raise setting_error("weights", name, rule, "give one for each, the oldest first")
     if not 0 < sum(found) < math.inf:
-        raise ValueError(problem("weights", name, "must have a positive sum", "give other numbers"))
+        raise setting_error("weights", name, "must have a positive sum", "give other numbers")
     return [one / sum(found) for one in found]
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        fix = "give one of them, or numbers as in 1,2,3"
-        raise ValueError(problem("weights", text, f"is none of {', '.join(WEIGHTS)}", fix)) from None
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
     """The folders of the checkpoints that paths mean, in order: of a run or checkpoints folder all, or its
-    `last`.
-
-    Raises:
-        ValueError: there is none, or one is there twice.
+    `last`. ValueError if there is none, or one is there twice.
     """
     if last < 0:
-        raise ValueError(problem("last", last, "must not be negative", "give the number of checkpoints"))
+        raise setting_error("last", last, "must not be negative", "give the number of checkpoints")
     found: list[Path] = []
     for path in paths:
         of_path = usable(path)[::-1] or [path]
         found += [chosen(folder) for folder in of_path[-last:]]
     places = [path.resolve() for path in found]
     if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
-        raise ValueError(problem("SRC", twice, "is there twice", "name it once, with a larger weight"))
+        raise setting_error("SRC", twice, "is there twice", "name it once, with a larger weight")
     return found
 
 
 def average(
-    sources: Sequence[Path],
-    target: Path,
-    weights: Sequence[float],
-    *,
-    of_ema: bool = False,
+    sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
     """Writes the average of the weights as a checkpoint without optimizer, of the last one's iteration.
 
@@ -113,8 +95,7 @@ def average(
         sources: folders of iterations, the oldest first, in any layout and style.
         target: checkpoints folder to make.
         weights: one for each.
-        of_ema: take the averages that the run kept (EMA_DECAY) in place of the weights. The routers' expert
-            bias, which has none, is the checkpoints' own.
+        of_ema: average the averages that the run kept (EMA_DECAY), and the expert bias, which has none.
 
     Raises:
         ValueError: the checkpoints are not of one model, or have no such average, or as of `reshape`.
@@ -125,12 +106,11 @@ def average(
     main = [logical_tensors(reader, AVERAGE if of_ema else "param") for reader in readers]
     for reader in readers if of_ema else ():
         if not reader.common().get("progress", {}).get("num_averaged"):
-            fix = "leave --ema out, or name a checkpoint of a run with EMA_DECAY"
-            raise ValueError(problem("SRC", reader.folder, "has no average of the weights", fix))
+            fix = "omit --ema, or name a checkpoint of a run with EMA_DECAY"
+            raise setting_error("SRC", reader.folder, "has no average of the weights", fix)
     for source, tensors in zip(sources, stored, strict=True):
-        check_same_shapes(sources[-1], stored[-1], source, tensors)
-    _check_same_function(readers)
-    _check_same_tokens(readers)
+        if rule := _difference(source, tensors, sources[-1], stored[-1]):
+            raise setting_error("SRC", source, rule, "average checkpoints of one model")
     values: dict[str, LogicalTensor] = {}
     for name in stored[-1]:
         of_each = main if all(name in one for one in main) else stored
@@ -147,20 +127,28 @@ def average(
     )
 
 
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def check_same_shapes(
-    reference: Path, expected: Mapping[str, _Shaped], source: Path, found: Mapping[str, _Shaped]
-) -> None:
-    """Raises a ValueError if tensors of `source` differ from those of `reference` in name or shape."""
-    for name in sorted(expected.keys() | found.keys()):
-        shapes = [list(one[name].shape) if name in one else None for one in (found, expected)]
+def _difference(
+    source: Path, tensors: Mapping[str, LogicalTensor], last: Path, expected: Mapping[str, LogicalTensor]
+) -> str:
+    """Why the weights of `source` are not those of the model of `last`; empty if they are."""
+    for name in sorted(expected.keys() | tensors.keys()):
+        shapes = [list(one[name].shape) if name in one else None for one in (tensors, expected)]
         if shapes[0] != shapes[1]:
-            rule = f"has {name} of shape {shapes[0]}, {reference} of shape {shapes[1]}"
-            raise ValueError(problem("SRC", source, rule, "average weights of one model"))
+            return f"has {name} of shape {shapes[0]}, {last} of shape {shapes[1]}"
+    common, common_of_last = read_common(source), read_common(last)
+    if "config" in common and "config" in common_of_last:  # else not written by this package
+        shapes_changed, functions_changed = model_changes(saved_config(last), common["config"], str(source))
+        if changes := shapes_changed + functions_changed:
+            name = changes[0].name.upper()
+            return f"has {name}={changes[0].before}, and {last} has {name}={changes[0].value}"
+    orders = [order_in(one) for one in (common, common_of_last)]
+    prints = [one.get("tokenizer") or "" for one in orders]
+    if all(prints) and not same_fingerprint(*prints):
+        return f"was trained with another tokenizer than {last}"
+    ends = [(one.get("eod_id"), one.get("bos_id")) for one in orders]
+    if (None, None) not in ends and ends[0] != ends[1]:
+        return f"was trained with documents that end and begin with other tokens {ends[0]} than {last}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -172,51 +160,13 @@ class _Averaged(LogicalTensor):
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """Its values, or a box of them; the sum is rounded once."""
-        values = [part.read(offsets, sizes).contiguous() for part in self.parts]
-        if values[-1].is_floating_point():
-            add_weighted(values, self.weights, out=values[-1])
-        return values[-1]
-
-
-def add_weighted(values: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> None:
-    """Sets `out`, which may be one of `values`, to their weighted sum, added in fp64 and rounded once."""
-    flat = [one.view(-1).split(_BLOCK) for one in (*values, out)]
-    for *block, rounded in zip(*flat, strict=True):
-        # a sum that begins with 0 would lose the sign of -0
-        total = block[0].to(torch.float64).mul_(weights[0])
-        for one, weight in zip(block[1:], weights[1:], strict=True):
-            total.add_(one.to(torch.float64), alpha=weight)
-        rounded.copy_(total)
-
-
-def _check_same_function(readers: Sequence[CheckpointReader]) -> None:
-    """ValueError if one of the models computes something else with its weights than the last."""
-    *others, last = [(reader.folder, reader.common().get("config")) for reader in readers]
-    if last[1] is None:  # not written by this package
-        return
-    config = saved_config(last[0])
-    for folder, saved in others:
-        shapes, functions = ([], []) if saved is None else model_changes(config, saved, str(folder))
-        changes = shapes + functions
-        if changes:
-            name, value, before = changes[0].name.upper(), changes[0].value, changes[0].before
-            rule = f"has {name}={before}, and {last[0]} has {name}={value}"
-            raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))
-
-
-def _check_same_tokens(readers: Sequence[CheckpointReader]) -> None:
-    """ValueError if the training of one is known to have had another tokenizer than the last, or documents
-    that begin or end with other tokens.
-    """
-    *others, last = [(reader.folder, order_in(reader.common())) for reader in readers]
-    for folder, order in others:
-        prints = [one.get("tokenizer") or "" for one in (order, last[1])]
-        ends = [(one.get("eod_id"), one.get("bos_id")) for one in (order, last[1])]
-        if all(prints) and not same_fingerprint(*prints):
-            rule = "another tokenizer"
-        elif (None, None) not in ends and ends[0] != ends[1]:
-            rule = f"documents that end and begin with other tokens {ends[0]}"
-        else:
-            continue
-        rule = f"was trained with {rule} than {last[0]}"
-        raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))
+        *values, out = [part.read(offsets, sizes).contiguous() for part in self.parts]
+        if out.is_floating_point():
+            flat = [one.view(-1).split(_BLOCK) for one in (*values, out)]
+            for block in zip(*flat, strict=True):
+                # a sum that begins with 0 would lose the sign of -0
+                total = block[0].to(torch.float64).mul_(self.weights[0])
+                for one, weight in zip(block[1:], self.weights[1:], strict=True):
+                    total.add_(one.to(torch.float64), alpha=weight)
+                block[-1].copy_(total)
+        return out

@@ -17,6 +17,7 @@ from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
+_LONGEST_VALUE = 80  # characters
 _PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # do not affect numbers
 _MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything does
 
@@ -56,10 +57,7 @@ class Comparison:
     def worst(self, count: int) -> list[TensorDifference]:
         """Unequal tensors with the largest relative difference."""
         differing = [tensor for tensor in self.tensors if not tensor.is_equal]
-        return sorted(
-            differing,
-            key=lambda tensor: -tensor.relative if tensor.relative == tensor.relative else -math.inf,
-        )[:count]
+        return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 
     def is_within(self, rtol: float) -> bool:
         """Whether both have the same tensors, with relative differences of at most `rtol`."""
@@ -72,7 +70,13 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
     ValueError if one is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
-    found = compare_tensors(*(_named(reader, optimizer=optimizer) for reader in readers))
+    sides: list[dict[str, LogicalTensor]] = []
+    for reader in readers:
+        sides.append(logical_tensors(reader))
+        for state in states(reader) if optimizer else []:
+            of_state = logical_tensors(reader, state)
+            sides[-1] |= {f"{state} of {name}": tensor for name, tensor in of_state.items()}
+    found = compare_tensors(*sides)
     commons = [reader.common() for reader in readers]
     found.settings = _differing(*(common.get("config") or {} for common in commons), without=_PLACES)
     progresses = [
@@ -110,13 +114,6 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
     return found
 
 
-def _named(reader: CheckpointReader, *, optimizer: bool) -> dict[str, LogicalTensor]:
-    found = logical_tensors(reader)
-    for state in states(reader) if optimizer else []:
-        found |= {f"{state} of {name}": tensor for name, tensor in logical_tensors(reader, state).items()}
-    return found
-
-
 def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], None]) -> TensorDifference:
     num_equal, max_abs, squares, reference = 0, 0.0, 0.0, 0.0
     for x, y in _blocks(a, b):
@@ -141,8 +138,7 @@ def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
     if not a.shape:
         yield a.read(), b.read()
         return
-    row_bytes = max(1, math.prod(a.shape[1:]) * 8)
-    rows = max(1, _BLOCK_BYTES // row_bytes)
+    rows = max(1, _BLOCK_BYTES // max(1, math.prod(a.shape[1:]) * 8))
     for low in range(0, a.shape[0], rows):
         offsets, sizes = (low, *(0 for _ in a.shape[1:])), (min(rows, a.shape[0] - low), *a.shape[1:])
         yield a.read(offsets, sizes), b.read(offsets, sizes)
@@ -164,3 +160,32 @@ def _differing(
         return {}
     names = [name for name in sorted(a.keys() | b.keys()) if name.partition(".")[0] not in without]
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
+
+
+def print_comparison(found: Comparison, *, top: int) -> None:
+    """Prints the differences of two checkpoints, at most `top` of each kind."""
+    for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
+        for name in names[:top]:
+            print(f"{title}: {name}")
+        if len(names) > top:
+            print(f"{title}: and {len(names) - top} more")
+    for name, (a, b) in list(found.shapes.items())[:top]:
+        print(f"shape: {name} {list(a)} and {list(b)}")
+    for what, pairs in (("setting", found.settings), ("progress", found.progress)):
+        for name, values in pairs.items():
+            print(f"{what}: {name} {_short(values[0])} and {_short(values[1])}")
+    for one in found.worst(top):
+        types = " and ".join(dict.fromkeys(one.dtypes))
+        equal = f"{one.num_equal:,} of {math.prod(one.shape):,} values equal"
+        print(
+            f"differs: {one.name}  relative {one.relative:.3g}  max abs {one.max_abs:.3g}  {equal}  {types}"
+        )
+    total = len(found.tensors)
+    only = f"{len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B"
+    counts = f"{found.num_equal} of {total} tensors are equal, {total - found.num_equal} differ"
+    print(f"{counts}, {len(found.shapes)} have other shapes, {only}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

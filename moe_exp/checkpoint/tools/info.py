@@ -1,4 +1,4 @@
-"""Describes checkpoints from their metadata, without reading tensors."""
+"""`moe-exp ckpt info`: describes checkpoints from their metadata, without reading tensors."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from moe_exp.checkpoint.format import folders
-from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, iterations, latest_iteration
 from moe_exp.checkpoint.format.naming import (
     LogicalTensor,
     group_of,
     is_optimizer,
     layer_of,
     logical_tensors,
+    single_styles,
     states,
 )
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
+from moe_exp.host.files import bytes_text
+from moe_exp.host.progress import print_summary
 from moe_exp.runs.run_folder import LATEST
 
 # Router buffers, which no optimizer trains and Megatron keeps in fp32.
@@ -32,7 +35,7 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 def checkpoints_folder(path: Path) -> Path | None:
     """`path` if it is a checkpoints folder, or that of the run folder `path`; None if it is neither."""
     for folder in (path, path / "checkpoints"):
-        if (folder / LATEST).exists() or iterations(folder):
+        if (folder / LATEST).exists() or folders.iterations(folder):
             return folder
     return None
 
@@ -41,15 +44,14 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
     """Checkpoint folder that a path, and an iteration if given, select; ValueError if there is none."""
     if iteration is None:
         return folders.one_checkpoint(path)
-    folder = checkpoints_folder(path)
+    name, folder = f"iteration={iteration}", checkpoints_folder(path)
     if folder is None:
-        fix = "leave --iteration out, or name the folder of a run"
-        raise ValueError(f"iteration={iteration}: {path} is no checkpoints folder. Fix: {fix}.")
-    if iteration not in iterations(folder):
-        there = ", ".join(map(str, iterations(folder))) or "none"
-        rule = f"{folder} has no such checkpoint. Fix: choose one of {there}"
-        raise ValueError(f"iteration={iteration}: {rule}.")
-    return folders.one_checkpoint(iteration_folder(folder, iteration))
+        fix = "omit --iteration, or name the folder of a run"
+        raise folders.unusable(name, f"{path} is no checkpoints folder", fix)
+    if iteration not in (there := folders.iterations(folder)):
+        fix = f"choose one of {', '.join(map(str, there)) or 'none'}"
+        raise folders.unusable(name, f"{folder} has no such checkpoint", fix)
+    return folders.existing(folders.iteration_folder(folder, iteration))
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
@@ -60,14 +62,14 @@ def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
 
 def describe(folder: Path) -> dict[str, Any]:
     """Facts about an iteration's folder in display order, None if unknown; ValueError if it is damaged."""
-    reader, manifest = CheckpointReader(folder), Manifest.read(folder)
+    reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
     common, weights = reader.common(), logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
     samples = progress.get("consumed_samples")
-    facts, files = (
-        dict(manifest.facts) if manifest else {},
-        [one for one in folder.iterdir() if one.is_file()],
-    )
+    facts = manifest.facts if manifest else {}
+    files = [one for one in folder.iterdir() if one.is_file()]
+    styles = zip(("layers", "experts"), single_styles(filterfalse(is_optimizer, reader.tensors)), strict=True)
+    layout = {**config, **(common.get("layout") or {})}
     tokens = progress.get("consumed_tokens")  # older checkpoints have samples alone
     if tokens is None and samples is not None and "seq_len" in config:
         tokens = samples * config["seq_len"]
@@ -84,8 +86,8 @@ def describe(folder: Path) -> dict[str, Any]:
         "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),
         "optimizer_setting": config.get("optimizer"),
         "optimizer": kept,
-        "layout": _layout(config, common),
-        "styles": _styles(reader),
+        "layout": {name: layout[name] for name in _LAYOUT if layout.get(name) is not None} or None,
+        "styles": {name: "single" if is_single else "stacked" for name, is_single in styles},
         "num_bytes": sum(path.stat().st_size for path in files),
         "num_files": len(files),
         "tensor_bytes": sum(stored.num_bytes for stored in reader.tensors.values()),
@@ -131,7 +133,7 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
     if not found:
         example = next(iter(sorted(reader.tensors)), "none at all")
         fix = f"give a pattern such as '*' ({example})"
-        raise ValueError(f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: {fix}.")
+        raise folders.unusable(f"tensors={pattern}", f"fits none of {len(reader.tensors)} tensors", fix)
     return [
         {
             "name": stored.key,
@@ -146,20 +148,20 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
     """Iteration, bytes, state (by file sizes) and whether it is the latest, for each checkpoint."""
-    latest, found = latest_iteration(checkpoints), []
-    for iteration in iterations(checkpoints):
-        folder = iteration_folder(checkpoints, iteration)
+    latest, found = folders.latest_iteration(checkpoints), []
+    for iteration in folders.iterations(checkpoints):
+        folder = folders.iteration_folder(checkpoints, iteration)
         num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         one = {"iteration": iteration, "num_bytes": num_bytes}
         found.append(one | {"state": _state(folder), "latest": iteration == latest})
-    if latest is not None and latest not in iterations(checkpoints):
+    if latest is not None and latest not in folders.iterations(checkpoints):
         found.append({"iteration": latest, "num_bytes": 0, "state": "missing", "latest": True})
     return found
 
 
 def _state(folder: Path) -> str:
     try:
-        manifest = Manifest.read(folder)
+        manifest = folders.Manifest.read(folder)
     except ValueError as error:
         return f"damaged: {error}"
     if manifest is None:
@@ -168,21 +170,54 @@ def _state(folder: Path) -> str:
     return f"damaged: {first}" if first else "whole"
 
 
-def _layout(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any] | None:
-    found = {**config, **(common.get("layout") or {})}
-    return {name: found[name] for name in _LAYOUT if found.get(name) is not None} or None
-
-
-def _styles(reader: CheckpointReader) -> dict[str, str]:
-    keys = [key for key in reader.tensors if not is_optimizer(key)]
-    single_layers = any(layer_of(key)[0] is not None for key in keys)
-    single_experts = any(re.search(r"\.experts\.experts\.\d", key) for key in keys)
-    singles = {"layers": single_layers, "experts": single_experts}
-    return {name: "single" if is_single else "stacked" for name, is_single in singles.items()}
-
-
 def _schedule(common: Mapping[str, Any]) -> dict[str, Any] | None:
     scheduler = common.get("scheduler") or common.get("opt_param_scheduler")
     if not isinstance(scheduler, Mapping):
         return None
     return {name: value for name, value in scheduler.items() if isinstance(value, int | float | str)}
+
+
+def print_info(report: Mapping[str, Any]) -> None:
+    """Prints the known facts of `describe`."""
+    parameters = dict(report["parameters"])
+    total = parameters.pop("total")
+    optimizer = ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))
+    num_bytes = report["num_bytes"]
+    rows = {
+        "iteration": report["iteration"],
+        "written by": report["written_by"],
+        "samples": report["samples"],
+        "tokens": report["tokens"],
+        "model": report["model"],
+        "parameters": f"{total:,} ({', '.join(f'{name} {count:,}' for name, count in parameters.items())})",
+        "type of the weights": ", ".join(report["dtypes"]),
+        "optimizer": optimizer if report["optimizer"] else "no",
+        "saved at": _pairs(report["layout"]),
+        "keys": _pairs(report["styles"]),
+        "size": f"{num_bytes:,} bytes ({bytes_text(num_bytes)}) in {report['num_files']} files",
+        "format": f"{report['format']}, {'with' if report['checksums'] else 'without'} checksums",
+        "validation loss": report["valid_loss"],
+        "versions": _pairs(report["versions"]),
+        "schedule": _pairs(report["schedule"]),
+        "data": _pairs(report["data"]),
+    }
+    print_summary(report["path"], {name: value for name, value in rows.items() if value is not None})
+
+
+def _pairs(values: Mapping[str, Any] | None) -> str | None:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) if values else None
+
+
+def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the checkpoints of a folder, one per line."""
+    print(f"{len(found)} checkpoint{'' if len(found) == 1 else 's'} in {checkpoints}")
+    for one in found:
+        latest = "  latest" if one["latest"] else ""
+        print(f"  iteration {one['iteration']}  {one['num_bytes']:,} bytes  {one['state']}{latest}")
+
+
+def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
+    """Prints tensors, one per line, in columns separated by two spaces."""
+    for one in tensors:
+        size = f"{one['num_chunks']} chunks  {one['num_bytes']:,} bytes"
+        print(f"{one['name']}  {one['shape']}  {one['dtype']}  {size}")

@@ -1,24 +1,25 @@
-"""`moe-exp ckpt prune`: removes checkpoints by the rules of retention.py."""
+"""`moe-exp ckpt prune`: removes checkpoints by the rules of a run (`which_to_remove`)."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from moe_exp.checkpoint.format.folders import (
-    REMOVED,
     iteration_folder,
     iterations,
     latest_iteration,
+    take_name,
+    unusable,
     valid_losses,
+    which_to_remove,
 )
-from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.tools.info import checkpoints_folder
 from moe_exp.runs.run_folder import RunFolder
 
@@ -38,13 +39,13 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:
-        raise ValueError(f"PATH={path}: has no checkpoints. Fix: name a checkpoints folder or a run folder.")
+        raise unusable(f"PATH={path}", "has no checkpoints", "name a checkpoints folder or a run folder")
     if last < 1:
-        raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
+        raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
         rule = f"no checkpoint in {checkpoints} says what its validation loss was"
-        raise ValueError(f"keep-best={best}: {rule}. Fix: leave --keep-best out.")
+        raise unusable(f"keep-best={best}", rule, "omit --keep-best")
     # Checkpoints newer than `latest` are damaged or abandoned, so they must not displace older ones.
     usable = [iteration for iteration in found if latest is None or iteration <= latest]
     gone, of_all = (which_to_remove(of, losses, last=last, every=every, best=best) for of in (usable, found))
@@ -53,36 +54,23 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
     return [Prunable(folder, iteration, _bytes(folder)) for iteration, folder in folders.items()]
 
 
-def remove(path: Path, found: list[Prunable]) -> Iterator[Prunable]:
+def remove(found: list[Prunable]) -> Iterator[Prunable]:
     """Removes checkpoints, renamed first so that none is left half removed, and yields each once it is gone.
     ValueError, and nothing is removed, while a run writes there.
     """
-    checkpoints = checkpoints_folder(path)
-    if checkpoints is None:
+    if not found:
         return
-    with _held(checkpoints):
-        for one in found:
-            removed = one.folder.with_name(one.folder.name + REMOVED)
-            shutil.rmtree(removed, ignore_errors=True)
-            one.folder.rename(removed)
-            shutil.rmtree(removed)
-            yield one
-
-
-@contextmanager
-def _held(checkpoints: Path) -> Iterator[None]:
+    checkpoints = found[0].folder.parent
     lock = RunFolder(checkpoints.parent).lock
-    if not lock.exists() or not os.access(lock, os.W_OK):  # no run ever wrote here
-        yield
-        return
+    was_used = lock.exists() and os.access(lock, os.W_OK)  # else no run ever wrote here
     try:
-        with FileLock(lock, timeout=0):
-            yield
+        with FileLock(lock, timeout=0) if was_used else nullcontext():
+            for one in found:
+                shutil.rmtree(take_name(one.folder))
+                yield one
     except Timeout:
-        raise ValueError(
-            f"PATH={checkpoints}: a run is writing there. Fix: wait for its end; KEEP_LAST has it prune by"
-            " itself."
-        ) from None
+        fix = "wait for its end; KEEP_LAST has it prune by itself"
+        raise unusable(f"PATH={checkpoints}", "a run is writing there", fix) from None
 
 
 def _bytes(folder: Path) -> int:

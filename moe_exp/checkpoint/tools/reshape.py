@@ -10,14 +10,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format import fingerprints
-from moe_exp.checkpoint.format.folders import Manifest, check_target, entries_of, iteration_folder, new_folder
+from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.naming import (
     KEEP_BYTES,
     LogicalTensor,
@@ -27,13 +27,13 @@ from moe_exp.checkpoint.format.naming import (
     logical_tensors,
     num_leading,
     optimizer_state,
+    single_styles,
     states,
 )
 from moe_exp.checkpoint.format.settings import order_in
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
-from moe_exp.config import problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.megatron_versions import COMMON_OBJECT
 from moe_exp.host.progress import progress
@@ -83,7 +83,7 @@ def reshape(
     in place of the weights, with `facts` about them for the manifest. ValueError if the source is damaged,
     the changes do not fit it, `target` exists or its disk is too small.
     """
-    check_target(target)
+    folders.check_target(target)
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
     work = _Work(reader, changes, values)  # refuses what does not fit
     tensors = list(work.tensors())
@@ -91,8 +91,8 @@ def reshape(
     overhead_bytes = _CHUNK_OVERHEAD_BYTES * (2 * len(tensors) + len(reader.objects))
     iteration = iteration_of(source, work.common)
     found: list[fingerprints.Fingerprints] = []
-    with new_folder(target, num_bytes=num_bytes + overhead_bytes) as partial:
-        folder = iteration_folder(partial, iteration)
+    with folders.new_folder(target, num_bytes=num_bytes + overhead_bytes) as partial:
+        folder = folders.iteration_folder(partial, iteration)
         with TorchDistWriter(folder) as writer, progress("writing", num_bytes) as advance:
             for prefix, tensor, dtype in tensors:
                 for key, chunk, shape, offsets in work.chunks(tensor):
@@ -111,13 +111,13 @@ def reshape(
             written = fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype_name)
         if written:
             fingerprints.write(folder, written)
-        own = Manifest.read(source)
+        own = folders.Manifest.read(source)
         all_facts = {name: fact for name, fact in (own.facts if own else {}).items() if name != "world_size"}
         all_facts |= {"reshaped_from": source.name, "weights_only": changes.weights_only} | dict(facts or {})
-        manifest = Manifest(iteration, entries_of(folder), all_facts)
+        manifest = folders.Manifest(iteration, folders.entries_of(folder), all_facts)
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
-    return Written(iteration_folder(target, iteration), manifest.num_bytes)
+    return Written(folders.iteration_folder(target, iteration), manifest.num_bytes)
 
 
 class _Work:
@@ -137,9 +137,7 @@ class _Work:
                 layers.setdefault(layer, set()).add((inner, tensor.shape))
         self.num_layers = len(layers)
         self.num_experts = max((_expert_of(name) + 1 for name in self.weights), default=0)
-        keys = [key for key in reader.tensors if not is_optimizer(key)]
-        single_layers = any(re.match(r"decoder\.layers\.\d", key) for key in keys)
-        single_experts = any(re.search(r"\.experts\.\d|\.linear_fc1\.(weight|bias)_w$", key) for key in keys)
+        single_layers, single_experts = single_styles(filterfalse(is_optimizer, reader.tensors))
         # Megatron's ways of writing: one key for all layers, one for all experts (and both gated halves).
         self.experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
         self.layers_stacked = not single_layers and self.experts_stacked
@@ -148,23 +146,21 @@ class _Work:
         self._check(layers_are_alike=len(set(map(frozenset, layers.values()))) <= 1)
 
     def _check(self, *, layers_are_alike: bool) -> None:
-        known = {key for key in self.reader.tensors if not is_optimizer(key)}
-        of_optimizer = [key for key in self.reader.tensors if key not in known]
-        for key in [] if self.changes.weights_only else of_optimizer:
-            if (state := optimizer_state(key)) is None or state[2] not in known:
+        for key in [] if self.changes.weights_only else filter(is_optimizer, self.reader.tensors):
+            if (state := optimizer_state(key)) is None or state[2] not in self.reader.tensors:
                 rule = f"{key} belongs to the layout that wrote it, and cannot be rewritten"
-                raise ValueError(f"SRC={self.reader.folder}: {rule}. Fix: give --weights-only.")
+                raise folders.unusable(f"SRC={self.reader.folder}", rule, "give --weights-only")
         rule = ""
         if self.layers_stacked and not layers_are_alike:
             rule = "the layers differ, as dense and MoE layers do"
         elif self.layers_stacked and not self.experts_stacked:
             rule = "Megatron has no such style with single experts"
         if rule:
-            raise ValueError(f"layers=stacked: {rule}. Fix: give --layers single.")
+            raise folders.unusable("layers=stacked", rule, "give --layers single")
         has_optimizer = "optimizer" in self.common and not self.changes.weights_only
         if self.changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
             rule = "the fp32 weights that the optimizer continues from would be lost"
-            raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
+            raise folders.unusable("DTYPE=bf16", rule, "give --weights-only, too")
 
     def tensors(self) -> Iterator[tuple[str, LogicalTensor, torch.dtype]]:
         """Prefix of the key, values and new dtype of the weights, then of the optimizer's states."""

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import MANIFEST
-from moe_exp.config import problem
+from moe_exp.config import setting_error
 
 PATTERNS = ("*.pt", "*.pth", "*.bin")
 
@@ -43,19 +44,16 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"PATH={path}: is not there. Fix: name a file or a folder.")
+        raise setting_error("PATH", path, "does not exist", "name a file or a folder")
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-            rule, fix = (
-                "is a pattern of names inside of PATH",
-                "give one such as '*.pt', and the folder as PATH",
-            )
-            raise ValueError(problem("pattern", pattern, rule, fix))
+            fix = "give one such as '*.pt', and the folder as PATH"
+            raise setting_error("pattern", pattern, "must be a pattern of names inside of PATH", fix)
     glob = path.rglob if recursive else path.glob
     found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
     if not found:
-        fix = "name another folder, or give --pattern"
-        raise ValueError(f"PATH={path}: has no files like {' '.join(patterns)}. Fix: {fix}.")
+        rule, fix = f"has no files like {' '.join(patterns)}", "name another folder, or give --pattern"
+        raise setting_error("PATH", path, rule, fix)
     return found
 
 
@@ -83,8 +81,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        problem = _write(temporary, loaded, compact, path)
-        if problem:
+        if problem := _write(temporary, loaded, compact, path):
             return ShrunkFile(path, before, before, problem)
         temporary.replace(place)
     finally:
@@ -130,22 +127,23 @@ class _Unsupported(ValueError):
     pass
 
 
-def _tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """All tensors in nested containers, in order, each object once."""
+def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Place and value of all in nested containers, and of these, in order; a container is entered once."""
+    yield where, value
     seen = set() if seen is None else seen
-    if id(value) in seen:
-        return []
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and not value.is_quantized
-        if not is_plain or type(value) not in (Tensor, torch.nn.Parameter):
-            raise _Unsupported(f"holds a tensor of another kind ({type(value).__name__}, {value.layout})")
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors_of(item, seen)]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors_of(item, seen)]
-    return []
+    if isinstance(value, dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _nodes(item, f"{where}[{key!r}]", seen)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    tensors = [node for _, node in _nodes(value) if isinstance(node, Tensor)]
+    for one in tensors:
+        is_plain = one.layout is torch.strided and not one.is_quantized
+        if not is_plain or type(one) not in (Tensor, torch.nn.Parameter):
+            raise _Unsupported(f"holds a tensor of another kind ({type(one).__name__}, {one.layout})")
+    return tensors
 
 
 View = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]  # storage, type, shape, strides, offset
@@ -271,20 +269,23 @@ def _copied(island: _Island) -> dict[int, Tensor]:
             offset = tensor.storage_offset() - island.low // tensor.itemsize
             empty = torch.empty(0, dtype=tensor.dtype)
             copies.append(empty.set_(storage, offset, tensor.shape, tensor.stride()))
-    return {id(tensor): _like(tensor, copy) for tensor, copy in zip(island.members, copies, strict=True)}
-
-
-def _like(tensor: Tensor, copy: Tensor) -> Tensor:
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)
+    found: dict[int, Tensor] = {}
+    for tensor, copy in zip(island.members, copies, strict=True):
+        like = torch.nn.Parameter(copy) if isinstance(tensor, torch.nn.Parameter) else copy
+        found[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+    return found
 
 
 def difference(a: Any, b: Any) -> str:
     """First difference of two loaded files in structure, values or sharing; empty if there is none."""
-    found = _difference(a, b, "")
-    if found:
-        return found
+    nothing = "nothing", None
+    for (where, one), (other_place, other) in zip_longest(_nodes(a), _nodes(b), fillvalue=nothing):
+        if where != other_place:
+            return f"{where} and {other_place}: keys"
+        if type(one) is not type(other):
+            return f"{where}: {type(one).__name__} and {type(other).__name__}"
+        if not _alike(one, other):
+            return f"{where}: {'tensors' if isinstance(one, Tensor) else 'values'}"
     views: list[dict[View, int]] = [{}, {}]
     for index, pair in enumerate(zip(_tensors_of(a), _tensors_of(b), strict=True)):
         firsts = [known.setdefault(_view(tensor), index) for known, tensor in zip(views, pair, strict=True)]
@@ -293,25 +294,10 @@ def difference(a: Any, b: Any) -> str:
     return ""
 
 
-def _difference(a: Any, b: Any, where: str) -> str:
-    if type(a) is not type(b):
-        return f"{where}: {type(a).__name__} and {type(b).__name__}"
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values of one type are equal, bit by bit; containers are compared by what is in them."""
     if isinstance(a, Tensor):
-        alike = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        return "" if alike and _same_bits(a, b) else f"{where}: tensors"
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return f"{where}: keys"
-        return next((found for key in a if (found := _difference(a[key], b[key], f"{where}[{key!r}]"))), "")
-    if isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return f"{where}: lengths"
-        return next((found for i in range(len(a)) if (found := _difference(a[i], b[i], f"{where}[{i}]"))), "")
-    return "" if a == b or (isinstance(a, float) and math.isnan(a)) else f"{where}: values"
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.numel() == 0:
-        return True
-    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return torch.equal(bits[0], bits[1])
+        same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        bits = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
+        return same and (not a.numel() or torch.equal(*bits))
+    return isinstance(a, dict | list | tuple) or a == b or (isinstance(a, float) and math.isnan(a))

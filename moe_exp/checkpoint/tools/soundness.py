@@ -34,7 +34,7 @@ class Verification:
     num_files: int = 0
     num_tensors: int = 0
     num_chunks: int = 0
-    _shares: Fingerprints = field(default_factory=dict, repr=False)
+    _shares: list[Fingerprints] = field(default_factory=list, repr=False)
 
     @property
     def has_checksums(self) -> bool:
@@ -50,9 +50,11 @@ class Verification:
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
             # a run treats ours as damaged without it; Megatron-LM's have neither
             if "versions" in reader.common() and manifest is None:
-                missing = f"{self.folder / folders.MANIFEST}"
+                missing = str(self.folder / folders.MANIFEST)
                 yield Finding(missing, f"{missing}: is missing")
-            yield from self._misplaced(reader)
+            for stored in reader.tensors.values():
+                if problem := layout_problem(stored):
+                    yield Finding("places of chunks", f"{self.folder}: {stored.key} {problem}")
             yield from self._unreadable(reader)
             yield from self._disagreements(reader)
         except ValueError as error:
@@ -65,11 +67,6 @@ class Verification:
                     yield Finding(str(self.folder / name), text)
                 advance(int(entry["bytes"]))
                 self.num_files += 1
-
-    def _misplaced(self, reader: CheckpointReader) -> Iterator[Finding]:
-        for stored in reader.tensors.values():
-            if problem := layout_problem(stored):
-                yield Finding("places of chunks", f"{self.folder}: {stored.key} {problem}")
 
     def _unreadable(self, reader: CheckpointReader) -> Iterator[Finding]:
         with progress("chunks", sum(stored.num_bytes for stored in reader.tensors.values())) as advance:
@@ -90,12 +87,10 @@ class Verification:
             file, place = str(self.folder / chunk.file), f"{stored.key} at {list(chunk.offsets)}"
             try:
                 values = reader.read_chunk(stored, chunk)
-                for name, share in fingerprints_of([(stored.key, values, chunk.offsets)]).items():
-                    self._shares[name] = self._shares[name] + share if name in self._shares else share
+                self._shares.append(fingerprints_of([(stored.key, values, chunk.offsets)]))
                 if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
-                    yield Finding(
-                        "values that are not finite", f"{file}: {place} has values that are not finite"
-                    )
+                    cause = "values that are not finite"
+                    yield Finding(cause, f"{file}: {place} has {cause}")
             except ValueError as error:
                 yield Finding(file, f"{place}: {error}")
             advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
@@ -103,8 +98,9 @@ class Verification:
 
     def _other_values(self) -> Iterator[Finding]:
         """Skips tensors not stored under their fingerprint's key: `reshape` may rename those of experts."""
+        shares = fingerprints.added(self._shares)
         for name, saved in (fingerprints.read(self.folder) or {}).items():
-            found = self._shares.get(name)
+            found = shares.get(name)
             if found is not None and found.num_values == saved.num_values and found != saved:
                 rule = "is not what was in memory when it was saved, by its fingerprint"
                 yield Finding("fingerprints", f"{self.folder}: {shown(name)} {rule}")

@@ -7,8 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
-from moe_exp.commands.data_steps.execution import add_execution, execution_of
-from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.data_steps.shared import add_execution, execution_of, memory_bytes, under_way
 from moe_exp.commands.guard import UNDER_WAY
 
 
@@ -60,8 +59,7 @@ def _mix(arguments: argparse.Namespace) -> int:
         return 0
     facts = mix(mixing)
     if facts is None:
-        print("SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are.")
-        return UNDER_WAY
+        return under_way()
     print(f"datasheet: {mixing.folder / 'datasheet.md'}")
     for_training = ("train_data", "valid_data", "vocab_size", "tokenizer")
     print(*(f"{name.upper()}={shlex.quote(str(facts[name]))}" for name in for_training))

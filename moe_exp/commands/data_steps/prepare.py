@@ -6,31 +6,37 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.data_steps.execution import add, add_execution, execution_of
-from moe_exp.commands.data_steps.shuffle import add_text_documents, memory_bytes
+from moe_exp.commands.data_steps.shared import (
+    add,
+    add_execution,
+    add_text_documents,
+    execution_of,
+    memory_bytes,
+    under_way,
+)
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import print_sources, resolve_source
 
 
+class _List(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print_sources()
+        parser.exit()
+
+
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    parser = subparsers.add_parser(
-        "list", help="list the datasets that are known by name: files, size, license"
-    )
-    parser.set_defaults(run=lambda _: print_sources())
+    about = "list the datasets that are known by name: files, size, license"
+    subparsers.add_parser("list", help=about).set_defaults(run=lambda _: print_sources())
     _add_download(subparsers)
     _add_prepare(subparsers)
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a source, for `download` and `prepare`."""
+def _add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "source",
-        help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, a file, or a URL of"
-        " an object store (s3://, gs://, hf://)",
-    )
+    about = "a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, a file, or a URL of"
+    add("source", help=f"{about} an object store (s3://, gs://, hf://)")
     add("--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated")
     add("--text-field", metavar="NAME", help="field with the text (default: the source's, or text)")
     add("--revision", help="branch, tag or commit of the dataset (default: the source's, or main)")
@@ -45,7 +51,7 @@ def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
             " there it asks nobody."
         ),
     )
-    add_source_arguments(parser)
+    _add_source(parser)
     add = parser.add_argument
     add("--output-dir", type=Path, metavar="FOLDER", help="(default: data/<name>_raw)")
     add("--max-workers", type=int, default=8, metavar="N", help="files at the same time (default: 8)")
@@ -89,15 +95,13 @@ def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " SLURM jobs are under way; the last continues to the shuffle."
         ),
     )
-    add_source_arguments(parser)
+    _add_source(parser)
     parser.add_argument("--list", action=_List, nargs=0, help="print the datasets that have a name, and end")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print files, disk and time, and write nothing"
-    )
+    about = "print files, disk and time, and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=about)
     add(parser, "--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
-    add(
-        parser, "--start-over", action="store_true", help="convert and shuffle again, with other settings too"
-    )
+    about = "convert and shuffle again, with other settings too"
+    add(parser, "--start-over", action="store_true", help=about)
     add(parser, "--download-again", action="store_true", help="fetch the files again too")
     _add_selection(parser.add_argument_group("what is kept"))
     _add_shards(parser.add_argument_group("shards"))
@@ -128,9 +132,8 @@ def _add_selection(group: Any) -> None:
 
 
 def _add_shards(group: Any) -> None:
-    add(
-        group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)"
-    )
+    about = "of the order and of the validation documents (default: 0)"
+    add(group, "--seed", type=int, default=0, help=about)
     add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
     about = "of the texts, for validation (default: 0.005)"
     add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help=about)
@@ -138,17 +141,11 @@ def _add_shards(group: Any) -> None:
     add(group, "--memory", type=memory_bytes, metavar="SIZE", help=about)
 
 
-class _List(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print_sources()
-        parser.exit()
-
-
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert.benchmarks import benchmarks_of
     from moe_exp.data.convert.convert import ConvertSettings
+    from moe_exp.data.convert.duplicates import near_duplicates
     from moe_exp.data.convert.named_filters import NamedFilter
-    from moe_exp.data.convert.near_duplicates import near_duplicates
     from moe_exp.data.kinds import TextRule
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle.shuffle import shuffle_summary
@@ -157,18 +154,16 @@ def _prepare(arguments: argparse.Namespace) -> int:
     def given(*names: str) -> dict[str, Any]:
         return {name: getattr(arguments, name) for name in names}
 
-    languages = tuple(arguments.language.split(",")) if arguments.language else ()
-    filters = given("min_language_score", "min_score", "min_chars", "max_chars", "limit")
     wanted = Preparation(
         arguments.source,
         patterns=tuple(arguments.pattern),
         settings=ConvertSettings(
-            languages=languages,
+            languages=tuple(arguments.language.split(",")) if arguments.language else (),
             rule=TextRule(arguments.text_documents),
             filters=tuple(map(NamedFilter.parse, arguments.filter)),
             near_dedup=near_duplicates(arguments.near_dedup),
             decontaminate=benchmarks_of(arguments.decontaminate),
-            **filters,
+            **given("min_language_score", "min_score", "min_chars", "max_chars", "limit"),
             **given("tasks", "skip_bad", "dedup"),
         ),
         execution=execution_of(arguments),
@@ -181,10 +176,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return 0
     manifest = prepare(wanted)
     if manifest is None:
-        again = "The same command shows how far they are."
-        print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. {again}")
-        return UNDER_WAY
-    print_summary(
-        f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest)
-    )
+        return under_way(arguments.source)
+    shuffled = f"{arguments.data_dir / wanted.source().name}_shuffled"
+    print_summary(f"shuffled: {shuffled}", shuffle_summary(manifest))
     return 0

@@ -5,27 +5,26 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import re
 from pathlib import Path
-from typing import Any
 
-from moe_exp.commands.data_steps.execution import add_execution, execution_of
-from moe_exp.commands.guard import UNDER_WAY
-from moe_exp.data.kinds import KINDS
+from moe_exp.commands.data_steps.shared import (
+    add_execution,
+    add_text_documents,
+    execution_of,
+    memory_bytes,
+    under_way,
+)
+from moe_exp.data.kinds import KINDS, TextRule
 from moe_exp.host.files import ending
 
 _COMMON = ("text_field", "skip_bad", "start_over")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_MOST_DIGITS = 20
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
     _add_shuffle(subparsers.add_parser("shuffle", help="shuffle documents into shards and a validation file"))
-    _add_merge(
-        subparsers.add_parser("merge", help="merge shards into one JSONL file, without the validation file")
-    )
+    about = "merge shards into one JSONL file, without the validation file"
+    _add_merge(subparsers.add_parser("merge", help=about))
 
 
 def _add_shuffle(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +43,8 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=int, default=32, dest="num_shards", help="training files (default: 32)")
     about = "of the texts, for validation; at least one (default: 0.005)"
     add("--valid-fraction", type=float, default=0.005, help=about)
-    memory_help = (
-        "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is"
-        " available)"
-    )
-    add("--memory", type=memory_bytes, help=memory_help)
+    about = "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is"
+    add("--memory", type=memory_bytes, help=f"{about} available)")
     add_text_documents(parser)
     _add_common(parser)
     about = "tasks, on as many cores or machines (default: 1, this process); resume with the same number"
@@ -79,26 +75,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print what it would take, and touch nothing")
 
 
-def add_text_documents(parser: Any) -> None:
-    """Adds --text-documents, as TEXT_DOCUMENTS of the training."""
-    about = "what a document of a text file is: the file, or each block between blank lines"
-    parser.add_argument("--text-documents", choices=("file", "block"), default="file", help=about)
-
-
-def memory_bytes(text: str) -> int:
-    """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in _UNITS or len(match[1]) > _MOST_DIGITS:
-        raise argparse.ArgumentTypeError(
-            f"memory={text}: must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB."
-        )
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
 def _shuffle(arguments: argparse.Namespace) -> int:
     # before numpy: no matrices here, and its idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from moe_exp.data.kinds import TextRule
     from moe_exp.data.shuffle.shuffle import (
         check_shuffle,
         estimate_shuffle,
@@ -127,8 +106,7 @@ def _shuffle(arguments: argparse.Namespace) -> int:
     options |= {"rule": TextRule(arguments.text_documents), "execution": execution_of(arguments)}
     manifest = shuffle_documents(arguments.inputs, output, **options, memory_bytes=arguments.memory)
     if manifest is None:
-        print("SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are.")
-        return UNDER_WAY
+        return under_way()
     print_summary(f"shuffled: {output}", shuffle_summary(manifest))
     return 0
 

@@ -8,20 +8,19 @@ import shlex
 import time
 from pathlib import Path
 
-from moe_exp.commands.data_steps.execution import add_execution, execution_of
-from moe_exp.commands.data_steps.shuffle import add_text_documents
+from moe_exp.commands.data_steps.shared import add_execution, add_text_documents, execution_of, under_way
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.kinds import KINDS, TextRule
 from moe_exp.data.tasks.execution import num_workers
-from moe_exp.data.tokens.by_tasks import tokenize_documents
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import (
     dry_run,
     summary_rows,
+    tokenize_documents,
     tokenized_prefix,
     usable,
 )
@@ -134,9 +133,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         how = {name: getattr(arguments, name) for name in ("tasks", "backend", "start_over")}
         manifest = tokenize_documents(inputs, output, settings, execution=execution, **how)
         if manifest is None:
-            again = "The same command shows how far they are."
-            print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. {again}")
-            code = UNDER_WAY
+            code = under_way(str(output))
         else:
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
             print(f"TRAIN_DATA={shlex.quote(str(output))} VOCAB_SIZE={tokenizer.vocab_size}")

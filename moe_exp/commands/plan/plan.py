@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import ExactParser, add_json, print_json
-from moe_exp.commands.plan.views import add_views, check_new_file
-from moe_exp.config import Config, add_arguments, problem, setting_error
-from moe_exp.planner.hardware import DEFAULT_GPU
+from moe_exp.commands.guard import ExactParser, positive_options, print_json
+from moe_exp.commands.plan.settings import (
+    FAILURE_FLAGS,
+    add_settings,
+    budget,
+    check_new_file,
+    hardware_and_constants,
+    loaded,
+    refuse,
+    refuse_settings,
+    searched,
+)
+from moe_exp.commands.plan.views import add_views
+from moe_exp.config import setting_error
+from moe_exp.planner.hardware import Hardware
 
 if TYPE_CHECKING:
-    from moe_exp.planner.hardware import Hardware
-    from moe_exp.planner.prediction import Constants
     from moe_exp.planner.search.explanation import Explanation
     from moe_exp.planner.search.topology import Candidate, Search
 
@@ -40,7 +49,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan"
     )
     _add_goodput(parser)
-    _add_settings(parser)
+    add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
     run = commands.add_parser(
         "run",
@@ -48,12 +57,12 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         argument_default=argparse.SUPPRESS,
     )
     _add_goodput(run)
-    _add_settings(run)
+    add_settings(run)
     run.set_defaults(run=_run)
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
     _add_calibrate(commands)  # type: ignore[arg-type]
     _add_predict(commands)  # type: ignore[arg-type]
-    add_views(commands, _add_settings, _loaded, _searched, _refuse_settings)  # type: ignore[arg-type]
+    add_views(commands)  # type: ignore[arg-type]
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -64,18 +73,6 @@ def _add_goodput(parser: argparse.ArgumentParser) -> None:
     add("--restart-minutes", type=float, metavar="M", help=about)
     about = "of a save, with --mtbf-hours (default: the checkpoint at 1 GB/s per node)"
     add("--save-seconds", type=float, metavar="S", help=about)
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
-    about = f"kind of device, or its JSON file (default: {DEFAULT_GPU}); see moe-exp plan hardware"
-    add("--gpu", metavar="NAME", help=about)
-    add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
-    add("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
-    add("--price", metavar="X", help="of a GPU-hour, in any currency")
-    add_json(parser)
-    add_arguments(parser)
 
 
 def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,7 +93,7 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--export", metavar="FILE", default="", help=about)
     about = "place of the layout to export (default: 1); with --explain that one"
     add("--rank", type=int, metavar="N", default=1, help=about)
-    _add_settings(parser)
+    add_settings(parser)
     parser.set_defaults(run=_search)
 
 
@@ -128,45 +125,32 @@ def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
 
     failures = _failures(arguments)
-    config, hardware, constants = _loaded(arguments)
-    plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
+    config, hardware, constants = loaded(arguments)
+    plan = plan_run(config, hardware, constants, **budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:
         plan.print(sys.stdout)
 
 
-def _loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
-    """Settings, device and constants of a plan of one layout."""
-    from moe_exp.config import load_config
-
-    hardware, constants = _hardware_and_constants(arguments)
-    flags = _settings(arguments, hardware)
-    return _as_of_data(load_config(flags, nodes=hardware.nodes), flags), hardware, constants
-
-
-_FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
 _RESTART_MINUTES = 15.0
 
 
 def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `goodput_of` takes from the flags; empty without --mtbf-hours."""
-    given = {name: value for name in _FAILURE_FLAGS if (value := getattr(arguments, name)) is not None}
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise setting_error(name, f"{value:g}", "must be a positive number", "give one, or leave it out")
-        if "mtbf_hours" not in given:
-            raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
+    given = positive_options(arguments, *FAILURE_FLAGS)
     if not given:
         return {}
-    restart = given.get("restart_minutes", _RESTART_MINUTES)
-    failures = {"node_mtbf_hours": given["mtbf_hours"], "restart_minutes": restart}
-    return failures | {"save_seconds": given.get("save_seconds")}
+    if "mtbf_hours" not in given:
+        name, value = next(iter(given.items()))
+        raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
+    failures = {"node_mtbf_hours": given.pop("mtbf_hours"), "restart_minutes": _RESTART_MINUTES}
+    return failures | given
 
 
 def _search(arguments: argparse.Namespace) -> int:
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.reports import describe_cost, describe_explanation, describe_search
+    from moe_exp.planner.reports import describe_explanation, describe_search
     from moe_exp.planner.search.explanation import explain
     from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
     from moe_exp.planner.search.topology import search
@@ -181,28 +165,25 @@ def _search(arguments: argparse.Namespace) -> int:
         raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
-    if given := _failures(arguments):
-        fix = "give it to moe-exp plan for the layout that is found"
-        raise setting_error("mtbf_hours", given["node_mtbf_hours"], "has no effect in a search", fix)
-    hardware, constants = _hardware_and_constants(arguments)
-    budget = _budget(arguments)
-    config, fixed = _searched(arguments, hardware)
+    refuse(arguments, *FAILURE_FLAGS)
+    hardware, constants = hardware_and_constants(arguments)
+    cost_flags = budget(arguments)
+    config, fixed = searched(arguments, hardware)
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
     found = search(config, hardware, fixed=fixed_values, constants=constants)
-    explained = (
-        explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants) if wanted else None
-    )
+    explained = None
+    if wanted:
+        explained = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants)
     best = found.ranked[0] if found.ranked else None
-    cost = cost_of(best.config, hardware, constants=constants, **budget) if best else None
+    cost = cost_of(best.config, hardware, constants=constants, **cost_flags) if best else None
     printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
     if arguments.json:
-        report = describe_search(found, hardware, arguments.top) | {
-            "cost": describe_cost(cost) if cost else None
-        }
-        print_json(
-            report | ({"explained": describe_explanation(explained, found, hardware)} if explained else {})
-        )
+        report = describe_search(found, hardware, arguments.top)
+        report["cost"] = asdict(cost) | {"days": cost.days} if cost else None
+        if explained:
+            report["explained"] = describe_explanation(explained, found, hardware)
+        print_json(report)
     elif explained:
         printer.explanation(explained, found)
     else:
@@ -211,7 +192,7 @@ def _search(arguments: argparse.Namespace) -> int:
             printer.best(best, cost)
     if arguments.export:
         chosen = _chosen(found, explained, arguments.rank)
-        lines = _exported_lines(chosen, hardware, budget["num_tokens"], overrides=to_stdout)
+        lines = _exported_lines(chosen, hardware, cost_flags["num_tokens"], overrides=to_stdout)
         if doubt := _doubt(chosen, found):
             print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
             lines = f"# {doubt}\n{lines}"
@@ -268,7 +249,7 @@ def _write_export(path: Path, lines: str, *, quiet: bool) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
-    _refuse_settings(arguments)
+    refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.fit.calibration import calibrate, doubts, profile_text
     from moe_exp.planner.fit.measured import run_of_row
@@ -277,9 +258,8 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
     _check_out(arguments.out, arguments.runs)
     prior = load_constants(arguments.prior) if arguments.prior else None
-    calibration = calibrate(
-        [run_of_row(row) for row in _read(arguments.runs)], prior, prior or load_constants()
-    )
+    runs = [run_of_row(row) for row in _read(arguments.runs)]
+    calibration = calibrate(runs, prior, prior or load_constants())
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
     PlanPrinter(sys.stdout).calibration(calibration)
     for line in doubts(calibration):
@@ -298,7 +278,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    _refuse_settings(arguments)
+    refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.fit.calibration import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
@@ -310,84 +290,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _check_out(out: Path, runs: Path) -> None:
-    """Refuses, before any work, a file that cannot be written, or whose place a new file must not take.
-
-    Raises:
-        ValueError: with the line.
-    """
+    """Refuses, before any work, a file that cannot be written, or whose place a new file must not take."""
     if out.exists() and out.samefile(runs):
         raise setting_error("out", out, "is the file of the runs", "name another file")
     check_new_file("out", out)
-
-
-def _refuse_settings(arguments: argparse.Namespace) -> None:
-    """Settings given before a command that has none would have no effect."""
-    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *_FAILURE_FLAGS)
-    if given := [name for name in names if getattr(arguments, name) is not None]:
-        fix = f"leave it out of moe-exp plan {arguments.plan_command}"
-        lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
-        raise ValueError("\n".join(lines))
-
-
-def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Constants]:
-    from moe_exp.planner.hardware import load_hardware
-    from moe_exp.planner.prediction import CONSTANTS, load_constants
-
-    return load_hardware(arguments.gpu or DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
-
-
-def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
-    from moe_exp.config.loading import with_file
-    from moe_exp.config.misspelt import warn_of_misspelt
-    from moe_exp.planner.run_plan import settings_for
-
-    warn_of_misspelt()
-    given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    return settings_for(hardware, with_file(given, os.environ), arguments.gpus)
-
-
-def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
-    """The settings without a layout, and the flags that fix one."""
-    from moe_exp.config import load_config
-    from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
-
-    flags = _settings(arguments, hardware)
-    asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
-    fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
-    from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
-    from_file = {name: value for name, value in asked.items() if name not in fixed}
-    for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
-        if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
-            rule = "searched all the same, a flag would fix it"
-            print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
-    environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
-    if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
-        flags["gpus_per_node"] = hardware.gpus_per_node  # also with PRESET=cpu
-    return _as_of_data(load_config(flags, environ, nodes=hardware.nodes), flags), fixed
-
-
-def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
-    """The settings with VOCAB_SIZE and DOCUMENT_TOKENS of the data, as training would have them."""
-    if not config.train_data and not config.tokenizer:
-        return config  # without loading numpy
-    from moe_exp.config.loading import given_values
-    from moe_exp.config.setting_types import blend_members
-    from moe_exp.data.tokens.vocabulary import with_vocab_size
-
-    config, reason = with_vocab_size(config, given_values(flags, os.environ))
-    if reason:
-        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
-    members = [prefix for _, prefix in blend_members(config.train_data)]
-    if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
-        return config  # text that is not prepared, or data of another machine
-    from moe_exp.data.tokens.document_ends import with_document_tokens
-
-    return with_document_tokens(config, config.train_data)
-
-
-def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Token budget and price, as `estimate.cost_of` takes them."""
-    from moe_exp.planner.search.layout_text import parse_budget
-
-    return parse_budget(arguments.tokens, arguments.price)

@@ -10,28 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import add_json, print_json
+from moe_exp.commands.plan.settings import (
+    FAILURE_FLAGS,
+    add_settings,
+    check_new_file,
+    loaded,
+    refuse,
+    refuse_settings,
+    searched,
+)
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
+from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
 if TYPE_CHECKING:
-    from moe_exp.planner.hardware import Hardware
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.search.topology import Candidate
 
-Loaded = tuple[Config, "Hardware", "Constants"]
+Loaded = tuple[Config, Hardware, "Constants"]
+_OF_COST = ("tokens", "price", *FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
-def add_views(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    add_settings: Callable[[argparse.ArgumentParser], None],
-    load: Callable[[argparse.Namespace], Loaded],
-    load_searched: Callable[[argparse.Namespace, Hardware], tuple[Config, dict[str, str]]],
-    refuse_settings: Callable[[argparse.Namespace], None],
-) -> None:
-    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them for one layout and
-    `load_searched` for a search; a command that has no settings calls `refuse_settings`.
-    """
+def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the commands."""
 
     def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         parser = subparsers.add_parser(name, help=about, argument_default=argparse.SUPPRESS)
@@ -43,11 +45,11 @@ def add_views(
         name: str, about: str, show: Callable[[argparse.Namespace, Loaded], None]
     ) -> argparse.ArgumentParser:
         def run(arguments: argparse.Namespace) -> None:
-            _refuse_budget(arguments)
-            loaded = load(arguments)
-            if problems := check_config(loaded[0]):
+            refuse(arguments, *_OF_COST)
+            planned = loaded(arguments)
+            if problems := check_config(planned[0]):
                 raise ConfigError(problems)
-            show(arguments, loaded)
+            show(arguments, planned)
 
         return add(name, about, run)
 
@@ -57,7 +59,7 @@ def add_views(
     about = "list the parts of a layer: operations, intensity, time, and what bounds them"
     add_of_layout("roofline", about, _roofline)
     about = "find the best layout on several kinds of devices, and its price"
-    devices = add("compare-hardware", about, lambda arguments: _devices(arguments, load_searched))
+    devices = add("compare-hardware", about, _devices)
     about = f"devices to compare (default: {','.join(_COMPARED)})"
     devices.add_argument("--devices", metavar="A,B", default=",".join(_COMPARED), help=about)
     about = "prices of an hour of a device, in any currency: H100=2.1,B200=4"
@@ -71,12 +73,10 @@ def add_views(
     )
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     add_json(hardware)
+    hardware.set_defaults(run=_hardware)
 
-    hardware.set_defaults(run=lambda arguments: _hardware(arguments, refuse_settings))
 
-
-def _hardware(arguments: argparse.Namespace, refuse_settings: Callable[[argparse.Namespace], None]) -> None:
-    from moe_exp.planner.hardware import hardware_profiles, load_hardware
+def _hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
     refuse_settings(arguments)
@@ -90,7 +90,7 @@ def _hardware(arguments: argparse.Namespace, refuse_settings: Callable[[argparse
         PlanPrinter(sys.stdout).hardware(profiles)
 
 
-def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:
+def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.timing import time_of
@@ -98,7 +98,7 @@ def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:
 
     if arguments.svg:
         check_new_file("svg", arguments.svg)
-    config, hardware, constants = loaded
+    config, hardware, constants = planned
     job = Job.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
     shown = 1 + max(event.microbatch for event in of.events)
@@ -114,11 +114,11 @@ def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:
         write_atomically(arguments.svg, as_svg(of))
 
 
-def _roofline(arguments: argparse.Namespace, loaded: Loaded) -> None:
+def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.views.roofline import roofline
 
-    config, hardware, constants = loaded
+    config, hardware, constants = planned
     parts = roofline(Job.of(config), hardware, constants.time)
     if arguments.json:
         print_json([asdict(part) | {"peak_share": part.peak_share} for part in parts])
@@ -139,27 +139,23 @@ def _roofline(arguments: argparse.Namespace, loaded: Loaded) -> None:
     _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
 
 
-def _devices(
-    arguments: argparse.Namespace,
-    load_searched: Callable[[argparse.Namespace, Hardware], tuple[Config, dict[str, str]]],
-) -> None:
+def _devices(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
     from moe_exp.planner.estimate import speed_of
-    from moe_exp.planner.hardware import load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
     from moe_exp.planner.search.explanation import layout_words
     from moe_exp.planner.search.layout_text import parse_fixed, world_of
     from moe_exp.planner.search.topology import search
     from moe_exp.planner.tables import error_words
 
-    _refuse_budget(arguments, "gpu")
+    refuse(arguments, "gpu", *_OF_COST)
     named = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
     devices = {hardware.name: hardware for hardware in named}
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
     if others := set(prices) - set(devices):
         rule = f"{sorted(others)[0]} is not compared"
         raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
-    config, fixed = load_searched(arguments, named[0])
+    config, fixed = searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
     with progress("devices", len(devices), unit="devices") as advance:
@@ -199,25 +195,24 @@ def _devices(
 
 
 def _prices(text: str) -> Iterable[tuple[str, float]]:
+    from moe_exp.planner.search.layout_text import number_in
+
     for part in filter(None, text.split(",")):
-        name, _, price = part.partition("=")
-        try:
-            value = float(price)
-        except ValueError:
-            value = -1.0
-        if not 0 < value < float("inf"):
+        name, _, value = part.partition("=")
+        price = number_in(value)
+        if not 0 < price < float("inf"):
             rule = "must be DEVICE=PRICE with a number more than 0"
             raise setting_error("prices", part, rule, "write it as H100=2.1,B200=4")
-        yield name.strip(), value
+        yield name.strip(), price
 
 
-def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
+def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.search.explanation import layout_words
     from moe_exp.planner.views.nearest import nearest_runs
 
     if arguments.top < 1:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
-    found = nearest_runs(*loaded, arguments.top)
+    found = nearest_runs(*planned, arguments.top)
     if arguments.json:
         print_json(
             [
@@ -244,23 +239,6 @@ def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
         for one in found
     )
     _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
-
-
-def _refuse_budget(arguments: argparse.Namespace, *names: str) -> None:
-    """Flags of a plan that have no effect in these commands."""
-    for name in (*names, "tokens", "price", "mtbf_hours"):
-        if (value := getattr(arguments, name, None)) is not None:
-            fix = f"leave it out of moe-exp plan {arguments.plan_command}"
-            raise setting_error(name, value, "has no effect here", fix)
-
-
-def check_new_file(name: str, path: Path) -> None:
-    """Refuses a path that a new file cannot or must not take."""
-    # a directory; or a device such as /dev/stdout, which a file would take the place of
-    if path.exists() and not path.is_file():
-        raise setting_error(name, path, "is there and is no regular file", "name a file")
-    if not path.parent.is_dir():
-        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from moe_exp.config.settings import Config, problem
+from moe_exp.config.settings import Config
 
 
 def choices(values: list[int]) -> str:
@@ -26,9 +26,9 @@ def multiples(step: int, near: int) -> str:
     return " or ".join(str(x) for x in (below, below + step) if x > 0)
 
 
-def must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
+def must_divide(c: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
     """One problem if setting `name` does not divide `whole`."""
-    value = getattr(config, name)
+    value = getattr(c, name)
     if whole % value:
         fix = f"set {name.upper()} to {choices(divisors(whole, value))}"
-        yield problem(name, value, f"does not divide {whole_name}={whole}", fix)
+        yield c.problem(name, f"does not divide {whole_name}={whole}", fix)

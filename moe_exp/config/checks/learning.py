@@ -1,19 +1,19 @@
-"""Constraints on the learning-rate schedule and on parameter groups. Returns lines as checks.py does."""
+"""Constraints on the learning-rate schedule, parameter groups and the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from moe_exp.config.choices import SCHEDULES
+from moe_exp.config.choices import OPTIMIZERS, SCHEDULES
+from moe_exp.config.learning_rate import decay_ends, pieces_of
 from moe_exp.config.parameter_groups import (
-    Rule,
     close_names,
     deciding_rules,
     is_norm_or_bias,
     parameter_sizes,
     rules_of,
 )
-from moe_exp.config.schedule import decay_ends, is_composed, pieces_of
+from moe_exp.config.parsers import Rule, is_composed
 from moe_exp.config.settings import Config, problem
 
 
@@ -22,16 +22,10 @@ def check_schedule(c: Config) -> Iterator[str]:
     decay_name, decay = "DECAY_ITERS" if c.decay_iters else "TRAIN_ITERS", c.decay_end
     if c.warmup_iters >= decay:
         fix = f"set WARMUP_ITERS below {decay}, or raise {decay_name}"
-        yield problem(
-            "warmup_iters", c.warmup_iters, f"is not below {decay_name}={decay}, where the decay ends", fix
-        )
+        yield c.problem("warmup_iters", f"is not below {decay_name}={decay}, where the decay ends", fix)
     if c.min_lr > c.lr:
-        yield problem(
-            "min_lr",
-            c.min_lr,
-            f"is over LR={c.lr}",
-            f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}",
-        )
+        fix = f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}"
+        yield c.problem("min_lr", f"is over LR={c.lr}", fix)
     if is_composed(c.lr_decay_style):
         yield from _pieces(c, decay_name)
         return
@@ -40,51 +34,48 @@ def check_schedule(c: Config) -> Iterator[str]:
     if schedule.has_final_decay and not least <= c.wsd_decay_iters <= decay:
         fix = f"set WSD_DECAY_ITERS to {least} to {decay}, or another LR_DECAY_STYLE"
         rule = f"LR_DECAY_STYLE={c.lr_decay_style} decays over {least} to {decay_name}={decay} iterations"
-        yield problem("wsd_decay_iters", c.wsd_decay_iters, rule, fix)
+        yield c.problem("wsd_decay_iters", rule, fix)
     elif c.lr_decay_style == "WSD-S":
         yield from _decays(c)
     if c.lr_decay_style == "inverse-square-root" and not c.warmup_iters:
         rule = "LR_DECAY_STYLE=inverse-square-root is LR * sqrt(WARMUP_ITERS / iteration)"
-        yield problem("warmup_iters", 0, rule, "set WARMUP_ITERS to 1 or more")
+        yield c.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")
 
 
 def _decays(c: Config) -> Iterator[str]:
     """The decays of WSD-S follow one another, and all are over before the final one begins."""
     if not c.wsd_decay_ends:
         rule = "LR_DECAY_STYLE=WSD-S needs the iterations with which decays before the final one end"
-        yield problem("wsd_decay_ends", "", rule, "set for instance WSD_DECAY_ENDS=25%,50%")
+        yield c.problem("wsd_decay_ends", rule, "set for instance WSD_DECAY_ENDS=25%,50%")
         return
-    before = c.warmup_iters
+    before, what = c.warmup_iters, "the warm-up"
     for end in decay_ends(c):
         begin = end - c.wsd_decay_iters
         if begin < before:
             rule = f"a decay of WSD_DECAY_ITERS={c.wsd_decay_iters} up to iteration {end} begins at {begin},"
-            rule += f" before {'the warm-up' if before == c.warmup_iters else 'the decay before it'} ends"
-            rule += f" at {before}"
             fix = "give iterations in order, at least WSD_DECAY_ITERS apart, and from the end of the run"
-            yield problem("wsd_decay_ends", c.wsd_decay_ends, rule, fix)
+            yield c.problem("wsd_decay_ends", f"{rule} before {what} ends at {before}", fix)
             return
-        before = end
+        before, what = end, "the decay before it"
 
 
 def _pieces(c: Config, decay_name: str) -> Iterator[str]:
     """Pieces follow one another, from the end of the warm-up to that of the schedule."""
     pieces = pieces_of(c)
-    before, fix = c.warmup_iters, "give the iterations, or shares, in order"
+    before, what = c.warmup_iters, "the warm-up"
     for number, piece in enumerate(pieces, 1):
         end = piece.end // c.gbsz
         if end <= before:
-            where = "the warm-up ends" if number == 1 else "the piece before it ends"
-            rule = f"piece {number} ends at iteration {end}, but {where} at {before}"
-            yield problem("lr_decay_style", c.lr_decay_style, rule, fix)
+            rule = f"piece {number} ends at iteration {end}, but {what} ends at {before}"
+            yield c.problem("lr_decay_style", rule, "give the iterations, or shares, in order")
             return
-        before = end
+        before, what = end, "the piece before it"
     if before > c.decay_end:
         rule = f"its last piece ends at iteration {before}, after {decay_name}={c.decay_end}"
-        yield problem("lr_decay_style", c.lr_decay_style, rule, f"leave that end out, or raise {decay_name}")
+        yield c.problem("lr_decay_style", rule, f"leave that end out, or raise {decay_name}")
     if pieces[0].style == "inverse-square-root" and not c.warmup_iters:
         rule = "an inverse square root falls from the end of the warm-up on"
-        yield problem("warmup_iters", 0, rule, "set WARMUP_ITERS to 1 or more")
+        yield c.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")
 
 
 def check_groups(c: Config) -> Iterator[str]:
@@ -121,3 +112,38 @@ def _unused(
             where = "an earlier pattern" if rule.setting == "lr_groups" else "LR_GROUPS"
             fix = "put this pattern before it" if rule.setting == "lr_groups" else "leave out one of the two"
             yield f"{where} has the {key} of every parameter that it is for", fix
+
+
+# bf16 has 8 bits of precision: relative changes below 2^-8 may be rounded away.
+_LARGEST_BF16_BETA = 1 - 2**-8
+
+
+def check_optimizer(c: Config) -> Iterator[str]:
+    """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
+    optimizer = OPTIMIZERS[c.optimizer]
+    if c.distributed_optimizer and not optimizer.is_sharded:
+        rule = f"OPTIMIZER={c.optimizer} needs whole matrices, and the distributed optimizer gives a rank"
+        fix = "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"
+        yield c.problem("distributed_optimizer", f"{rule} ranges of values", fix)
+    if c.ema_decay and c.average_every > c.train_iters:
+        average = f"the average of EMA_DECAY={c.ema_decay:g}"
+        rule = f"with TRAIN_ITERS={c.train_iters} {average} would have no weights"
+        yield c.problem("average_every", rule, f"set it to at most {c.train_iters}")
+    if c.qk_clip and c.distributed_optimizer:
+        rule = "the distributed optimizer gives a rank ranges of values, not the rows of a head"
+        yield c.problem("qk_clip", rule, "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0")
+    if c.qk_clip and c.qk_norm and not c.multi_latent_attention:
+        rule = "QK_NORM=true undoes every scaling of queries and keys, and bounds the logits itself"
+        yield c.problem("qk_clip", rule, "set QK_CLIP=0, or QK_NORM=false")
+    if c.optimizer_state_dtype == "fp32":
+        return
+    if not optimizer.has_bf16:
+        fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
+        rule = f"is of the moments of Adam, but OPTIMIZER={c.optimizer}"
+        yield c.problem("optimizer_state_dtype", rule, fix)
+        return
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(c, name) > _LARGEST_BF16_BETA:
+            rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is"
+            fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
+            yield c.problem(name, f"{rule} lost by rounding", fix)

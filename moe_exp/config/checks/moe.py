@@ -1,14 +1,11 @@
-"""Constraints on settings of experts, router and upcycling; a part of checks.py."""
+"""Constraints on settings of experts, router and upcycling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from moe_exp.config.checks.divisors import choices as _choices
-from moe_exp.config.checks.divisors import divisors as _divisors
-from moe_exp.config.checks.divisors import multiples as _multiples
-from moe_exp.config.checks.divisors import must_divide as _must_divide
+from moe_exp.config.checks.divisors import choices, divisors, multiples, must_divide
 from moe_exp.config.checks.router import RouterRules
 from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.settings import Config, problem
@@ -17,51 +14,38 @@ from moe_exp.config.settings import Config, problem
 def check_moe(c: Config) -> Iterator[str]:
     if not c.use_moe:
         return  # EP and ETP of the MoE run that a dense run is compared with do not concern it
-    yield from _must_divide(c, "ep", "NUM_EXPERTS", c.num_experts)
-    yield from _must_divide(
-        c, "etp", "MOE_FFN_HIDDEN_SIZE" if c.moe_ffn_hidden_size else "FFN_HIDDEN_SIZE", c.expert_ffn_size
-    )
+    yield from must_divide(c, "ep", "NUM_EXPERTS", c.num_experts)
+    yield from must_divide(c, "etp", c.expert_ffn_setting.upper(), c.expert_ffn_size)
     if c.moe_latent_size > c.hidden_size:
         rule = f"is over HIDDEN_SIZE={c.hidden_size}, but tokens are projected down to it"
         fix = f"set MOE_LATENT_SIZE to at most {c.hidden_size}, or 0 for none"
-        yield problem("moe_latent_size", c.moe_latent_size, rule, fix)
+        yield c.problem("moe_latent_size", rule, fix)
     if c.dispatcher == "local" and c.ep * c.etp > 1:
-        fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
-        yield problem(
-            "dispatcher", "local", f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}", fix
-        )
-    yield from _deepep(c)
+        rule = f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}"
+        yield c.problem("dispatcher", rule, "set DISPATCHER=alltoall, or EP=1 and ETP=1")
+    if c.dispatcher == "deepep":
+        yield from _deepep(c)
     yield from _capacity(c)
     yield from _router(c)
     yield from _balancing(c)
-    yield from _grouped_mm_rows(c)
+    yield from _expert_backend(c)
 
 
 def _deepep(c: Config) -> Iterator[str]:
     """DeepEP's requirements on settings; package and GPU are checked when the layer is built."""
-    if c.dispatcher != "deepep":
-        return
     if c.ep == 1 or c.etp > 1:
-        yield problem(
-            "dispatcher",
-            "deepep",
-            f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}",
-            "set DISPATCHER=alltoall",
-        )
+        rule = f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}"
+        yield c.problem("dispatcher", rule, "set DISPATCHER=alltoall")
     if c.dtype != "bf16":
-        yield problem(
-            "dispatcher",
-            "deepep",
-            f"sends bf16 rows, but DTYPE={c.dtype}",
-            "set DTYPE=bf16 or DISPATCHER=alltoall",
-        )
+        rule = f"sends bf16 rows, but DTYPE={c.dtype}"
+        yield c.problem("dispatcher", rule, "set DTYPE=bf16 or DISPATCHER=alltoall")
     if c.deterministic:
         # deepseek-ai/DeepEP issue 589: torch then fills new tensors on another stream than DeepEP writes on.
         rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
-        yield problem("dispatcher", "deepep", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
+        yield c.problem("dispatcher", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
     if (width := c.expert_hidden_size) % 8:
         name = _row_setting(c)
-        fix = f"set {name.upper()} to {_multiples(8, width)}, or DISPATCHER=alltoall"
+        fix = f"set {name.upper()} to {multiples(8, width)}, or DISPATCHER=alltoall"
         yield problem(name, width, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
 
 
@@ -69,62 +53,42 @@ def _capacity(c: Config) -> Iterator[str]:
     for name in ("capacity_factor", "min_capacity"):
         if c.moe_type == "dmoe" and getattr(c, name):
             fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
-            yield problem(name, getattr(c, name), "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+            yield c.problem(name, "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
     if c.moe_type == "moe" and c.token_rounding:
         fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
-        yield problem(
-            "token_rounding", c.token_rounding, "MOE_TYPE=moe has its number of rows from the capacity", fix
-        )
-    if c.use_moe and c.token_rounding > (slots := c.mbsz * c.seq_len * c.topk):
+        yield c.problem("token_rounding", "MOE_TYPE=moe has its number of rows from the capacity", fix)
+    if c.token_rounding > (slots := c.mbsz * c.seq_len * c.topk):
         rule = f"rounds nothing, as a micro-batch has {slots} slots in all (MBSZ * SEQ_LEN * TOPK)"
-        yield problem(
-            "token_rounding",
-            c.token_rounding,
-            rule,
-            "set a tile of the kernels, 64 or 128, or TOKEN_ROUNDING=0",
-        )
+        fix = "set a tile of the kernels, 64 or 128, or TOKEN_ROUNDING=0"
+        yield c.problem("token_rounding", rule, fix)
     if c.shared_expert_gate and not c.shared_expert_size:
-        yield problem(
-            "shared_expert_gate",
-            "true",
-            "there is no shared expert",
-            "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false",
-        )
+        fix = "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false"
+        yield c.problem("shared_expert_gate", "there is no shared expert", fix)
+
+
+# Fields of the router's rules, and the settings that they are.
+_ROUTER = {
+    "hidden_size": "hidden_size", "num_experts": "num_experts", "topk": "topk", "score": "router_score",
+    "top_p": "router_top_p", "num_null_experts": "null_experts", "pre_softmax": "router_pre_softmax",
+    "num_groups": "num_router_groups", "group_topk": "router_group_topk", "bias_rule": "router_bias_rule",
+}  # fmt: skip
 
 
 def _router(c: Config) -> Iterator[str]:
     is_sinkhorn, is_quantile = c.aux_loss_type == "sinkhorn", c.router_bias_rule == "quantile"
     assignment = c.force_routing if c.force_routing != "none" else "sinkhorn" if is_sinkhorn else "topk"
-    names = {
-        "num_experts": "NUM_EXPERTS",
-        "topk": "TOPK",
-        "score": "ROUTER_SCORE",
-        "top_p": "ROUTER_TOP_P",
-        "num_null_experts": "NULL_EXPERTS",
-        "pre_softmax": "ROUTER_PRE_SOFTMAX",
-        "normalize": "ROUTER_NORMALIZE",
-        "num_groups": "NUM_ROUTER_GROUPS",
-        "group_topk": "ROUTER_GROUP_TOPK",
-        "expert_bias": "ROUTER_BIAS_RULE" if is_quantile else "ROUTER_BIAS_UPDATE_RATE",
-        "bias_rule": "ROUTER_BIAS_RULE",
-        "assignment": "AUX_LOSS_TYPE" if assignment == "sinkhorn" else "FORCE_ROUTING",
-    }
     rules = RouterRules(
-        hidden_size=c.hidden_size,
-        num_experts=c.num_experts,
-        topk=c.topk,
-        score=c.router_score,
-        top_p=c.router_top_p,
-        num_null_experts=c.null_experts,
-        pre_softmax=c.router_pre_softmax,
+        **{field: getattr(c, name) for field, name in _ROUTER.items()},
         normalize={"auto": None, "true": True, "false": False}[c.router_normalize],
-        num_groups=c.num_router_groups,
-        group_topk=c.router_group_topk,
         expert_bias=c.has_expert_bias,
-        bias_rule=c.router_bias_rule,
         assignment=assignment,
     )
-    yield from rules.problems(names)
+    others = {
+        "normalize": "router_normalize",
+        "expert_bias": "router_bias_rule" if is_quantile else "router_bias_update_rate",
+        "assignment": "aux_loss_type" if assignment == "sinkhorn" else "force_routing",
+    }
+    yield from rules.problems({field: name.upper() for field, name in (_ROUTER | others).items()})
 
 
 def _balancing(c: Config) -> Iterator[str]:
@@ -132,99 +96,20 @@ def _balancing(c: Config) -> Iterator[str]:
     num_losses, num_coeffs = len(c.aux_loss_type.split(",")), len(c.aux_loss_coeff.split(","))
     if num_coeffs not in (1, num_losses):
         rule = f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={c.aux_loss_type}"
-        yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
+        yield c.problem("aux_loss_coeff", rule, "give one for all, or one for each")
     if c.router_bias_rule == "quantile" and c.router_bias_update_rate:
         rule = "ROUTER_BIAS_RULE=quantile has no step size"
-        yield problem("router_bias_update_rate", c.router_bias_update_rate, rule, "set it to 0")
+        yield c.problem("router_bias_update_rate", rule, "set it to 0")
     if c.aux_loss_type == "sinkhorn" and c.force_routing != "none":
         rule = "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn"
-        yield problem("force_routing", c.force_routing, rule, "set one of the two to none")
+        yield c.problem("force_routing", rule, "set one of the two to none")
     coeff = c.balancing_losses.get("l1")
     if c.router_score == "relu" and not coeff:
-        rule = "without the loss l1 nothing limits the experts per token"
         fix = "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"
-        yield problem("router_score", "relu", rule, fix)
+        yield c.problem("router_score", "without the loss l1 nothing limits the experts per token", fix)
     if coeff is not None and c.router_score != "relu":
         fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"
-        yield problem("aux_loss_type", c.aux_loss_type, "l1 needs ROUTER_SCORE=relu", fix)
-
-
-def check_upcycle(c: Config) -> Iterator[str]:
-    """Conditions for a model with copies of a dense MLP as experts to compute what the dense model does."""
-    if not c.upcycle_from:
-        if c.upcycle_granularity > 1:
-            fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
-            yield problem(
-                "upcycle_granularity", c.upcycle_granularity, "has no effect without UPCYCLE_FROM", fix
-            )
-        return
-    if not c.use_moe:
-        yield problem(
-            "upcycle_from",
-            c.upcycle_from,
-            "a dense model has no experts to fill",
-            "set USE_MOE=true, or leave it empty",
-        )
-        return
-    if c.load_dir:
-        yield problem(
-            "upcycle_from",
-            c.upcycle_from,
-            f"LOAD_DIR={c.load_dir} names other weights to start from",
-            "give one of the two",
-        )
-    if c.router_weights_sum is None:
-        name, value = ("topk", 1) if c.topk == 1 else ("router_normalize", c.router_normalize)
-        fix = (
-            "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
-            " ROUTER_PRE_SOFTMAX=false"
-        )
-        yield problem(
-            name, value, "upcycling needs router weights that add up to the same for every token", fix
-        )
-    if c.shared_expert_size:
-        rule = "a shared expert would add to what the dense model computes"
-        yield problem(
-            "shared_expert_size", c.shared_expert_size, rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"
-        )
-    if c.moe_latent_size:
-        rule = "copies of a dense MLP take whole hidden states"
-        yield problem("moe_latent_size", c.moe_latent_size, rule, "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM")
-    factor = c.expert_capacity_factor
-    if factor is not None and factor * c.topk < c.num_experts:
-        fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"
-        yield problem(
-            "capacity_factor", factor, "upcycling needs every token's experts, this drops some", fix
-        )
-    yield from _granularity(c)
-
-
-def _granularity(c: Config) -> Iterator[str]:
-    shards = c.upcycle_granularity
-    if c.expert_ffn_size * shards != c.ffn_hidden_size:
-        rule = f"is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {c.ffn_hidden_size} / {shards}"
-        fix = f"set MOE_FFN_HIDDEN_SIZE={c.ffn_hidden_size // shards}"
-        if c.ffn_hidden_size % shards:
-            fix = f"set UPCYCLE_GRANULARITY to {_choices(_divisors(c.ffn_hidden_size, shards))}"
-        yield problem("moe_ffn_hidden_size", c.expert_ffn_size, rule, fix)
-    for name in ("num_experts", "topk"):
-        value = getattr(c, name)
-        if value % shards:
-            rule = (
-                f"is not a multiple of UPCYCLE_GRANULARITY={shards}, each token needs every shard equally"
-                " often"
-            )
-            yield problem(name, value, rule, f"set {name.upper()} to {_multiples(shards, value)}")
-    if shards > 1 and c.num_router_groups and c.num_experts // c.num_router_groups % shards:
-        rule = (
-            "leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group, not a multiple of"
-            f" UPCYCLE_GRANULARITY={shards}"
-        )
-        yield problem("num_router_groups", c.num_router_groups, rule, "set NUM_ROUTER_GROUPS=0")
-    for name, value in (("force_routing", c.force_routing), ("aux_loss_type", c.aux_loss_type)):
-        if shards > 1 and value in ("balanced", "zipf", "sinkhorn"):
-            rule = f"does not choose all of the UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
-            yield problem(name, value, rule, f"set {name.upper()}=none")
+        yield c.problem("aux_loss_type", "l1 needs ROUTER_SCORE=relu", fix)
 
 
 def _row_setting(c: Config) -> str:
@@ -232,22 +117,73 @@ def _row_setting(c: Config) -> str:
     return "moe_latent_size" if c.moe_latent_size else "hidden_size"
 
 
-def _grouped_mm_rows(c: Config) -> Iterator[str]:
+def _expert_backend(c: Config) -> Iterator[str]:
     backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
     if backend.dtypes and c.dtype not in backend.dtypes:
         rule = f"computes in {' and '.join(backend.dtypes)} only, not in {c.dtype}"
         fix = f"set DTYPE={backend.dtypes[0]}, or EXPERT_BACKEND=auto"
-        yield problem("expert_backend", c.expert_backend, rule, fix)
+        yield c.problem("expert_backend", rule, fix)
     num_bytes = 4 if c.dtype == "fp32" else 2
-    ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
-    widths = ((_row_setting(c), c.expert_hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp))
+    widths = (_row_setting(c), c.expert_hidden_size, 1), (c.expert_ffn_setting, c.expert_ffn_size, c.etp)
     for name, value, ways in widths:
         if value // ways * num_bytes % backend.row_bytes:
-            of = f" / ETP={ways}" if ways > 1 else ""
-            rule = (
-                f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of {backend.row_bytes} bytes,"
-                f" {name.upper()}{of} in {c.dtype} is no such row"
-            )
-            sizes = _multiples(backend.row_bytes // num_bytes * ways, value)
+            row = f"{name.upper()} / ETP={ways}" if ways > 1 else name.upper()
+            rule = f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of {backend.row_bytes} bytes"
+            sizes = multiples(backend.row_bytes // num_bytes * ways, value)
             fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
-            yield problem(name, value, rule, fix)
+            yield problem(name, value, f"{rule}, {row} in {c.dtype} is no such row", fix)
+
+
+def check_upcycle(c: Config) -> Iterator[str]:
+    """Conditions for a model with copies of a dense MLP as experts to compute what the dense model does."""
+    if not c.upcycle_from:
+        if c.upcycle_granularity > 1:
+            fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
+            yield c.problem("upcycle_granularity", "has no effect without UPCYCLE_FROM", fix)
+        return
+    if not c.use_moe:
+        rule = "a dense model has no experts to fill"
+        yield c.problem("upcycle_from", rule, "set USE_MOE=true, or leave it empty")
+        return
+    if c.load_dir:
+        rule = f"LOAD_DIR={c.load_dir} names other weights to start from"
+        yield c.problem("upcycle_from", rule, "give one of the two")
+    if c.router_weights_sum is None:
+        fix = "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
+        rule = "upcycling needs router weights that add up to the same for every token"
+        name = "topk" if c.topk == 1 else "router_normalize"
+        yield c.problem(name, rule, f"{fix} ROUTER_PRE_SOFTMAX=false")
+    if c.shared_expert_size:
+        rule = "a shared expert would add to what the dense model computes"
+        yield c.problem("shared_expert_size", rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM")
+    if c.moe_latent_size:
+        rule = "copies of a dense MLP take whole hidden states"
+        yield c.problem("moe_latent_size", rule, "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM")
+    factor = c.expert_capacity_factor
+    if factor is not None and factor * c.topk < c.num_experts:
+        fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"
+        rule = "upcycling needs every token's experts, this drops some"
+        yield problem("capacity_factor", factor, rule, fix)
+    yield from _granularity(c, c.upcycle_granularity)
+
+
+def _granularity(c: Config, shards: int) -> Iterator[str]:
+    if c.expert_ffn_size * shards != c.ffn_hidden_size:
+        rule = f"is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {c.ffn_hidden_size} / {shards}"
+        fix = f"set MOE_FFN_HIDDEN_SIZE={c.ffn_hidden_size // shards}"
+        if c.ffn_hidden_size % shards:
+            fix = f"set UPCYCLE_GRANULARITY to {choices(divisors(c.ffn_hidden_size, shards))}"
+        yield problem("moe_ffn_hidden_size", c.expert_ffn_size, rule, fix)
+    for name in ("num_experts", "topk"):
+        if getattr(c, name) % shards:
+            rule = f"is not a multiple of UPCYCLE_GRANULARITY={shards}, each token needs every shard equally"
+            fix = f"set {name.upper()} to {multiples(shards, getattr(c, name))}"
+            yield c.problem(name, f"{rule} often", fix)
+    if shards > 1 and c.num_router_groups and c.num_experts // c.num_router_groups % shards:
+        rule = "leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group, not a multiple of"
+        fix = "set NUM_ROUTER_GROUPS=0"
+        yield c.problem("num_router_groups", f"{rule} UPCYCLE_GRANULARITY={shards}", fix)
+    for name in ("force_routing", "aux_loss_type"):
+        if shards > 1 and getattr(c, name) in ("balanced", "zipf", "sinkhorn"):
+            rule = f"does not choose all of the UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
+            yield c.problem(name, rule, f"set {name.upper()}=none")

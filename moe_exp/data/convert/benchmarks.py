@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +98,8 @@ def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
-        raise ValueError(
-            f"decontaminate={benchmark.given}: cannot be read ({reason}). Fix: {fix}."
-        ) from error
+        rule = f"cannot be read ({reason})"
+        raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.") from error
 
 
 def _question(task: Any, document: Any) -> str:
@@ -202,18 +200,13 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
     return facts
 
 
-def benchmarks_of(
-    given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
-) -> tuple[Benchmark, ...]:
+def benchmarks_of(given: str | Path | Sequence[str | Path]) -> tuple[Benchmark, ...]:
     """The benchmarks that a setting names.
 
     Raises:
         ValueError: there is no such file, or one is given twice.
     """
-    if given is None:
-        return ()
-    several = [given] if isinstance(given, str | os.PathLike) else list(given)
-    names = [str(one) for one in several]
+    names = [str(one) for one in ([given] if isinstance(given, str | Path) else given)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"decontaminate={twice[0]}: is given twice. Fix: give it once.")
     return tuple(map(Benchmark, names))

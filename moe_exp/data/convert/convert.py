@@ -11,7 +11,7 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.benchmarks import Benchmark, ContaminationFilter, write_contamination_index
-from moe_exp.data.convert.dedup import BlockStep, DuplicateFilter, find_duplicates, sign_documents
-from moe_exp.data.convert.filters import Counts, FieldFilter, Filter, LengthFilter
-from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
-from moe_exp.data.convert.near_duplicates import (
+from moe_exp.data.convert.duplicates import (
+    BlockStep,
     ClusterNearDuplicates,
+    DuplicateFilter,
     NearDuplicateFilter,
     NearDuplicates,
     SignNearDuplicates,
+    find_duplicates,
     pair_near_duplicates,
+    sign_documents,
 )
+from moe_exp.data.convert.filters import Counts, Filter, RuleFilter, has_field, has_length
+from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
 from moe_exp.data.kinds import FILES, KINDS, TextRule
@@ -42,6 +45,7 @@ from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
+_TEMPORARY = "temporary"
 _OF_TASKS = ("read", "filtered", "written")
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 _MOST_FINDERS = 64  # each has a file of every task
@@ -87,15 +91,14 @@ class ConvertSettings:
         for name in ("tasks", "limit", "max_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                fix = "leave it away, or give a larger one"
+                fix = "omit it, or give a larger one"
                 raise ValueError(f"{name}={value}: must be at least 1. Fix: {fix}.")
         if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
             rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
             raise ValueError(f"max_chars={self.max_chars}: {rule}. Fix: swap them.")
         if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
-            rule = "must be from 0 to 1"
-            fix = "0.65 is what FineWeb used"
-            raise ValueError(f"min_language_score={self.min_language_score}: {rule}. Fix: {fix}.")
+            rule = "must be from 0 to 1. Fix: 0.65 is what FineWeb used"
+            raise ValueError(f"min_language_score={self.min_language_score}: {rule}.")
         names = [one.name for one in self.filters]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"filter={twice[0]}: is given twice. Fix: give it once.")
@@ -135,7 +138,10 @@ def convert(
     execution = execution or Execution()
     inputs = sort_inputs(inputs)
     check_apart([*inputs, *settings.benchmark_files()], output)
-    num_tasks = _num_tasks(settings, inputs)
+    if settings.tasks is not None and settings.tasks > len(inputs):
+        rule = f"there are {len(inputs)} input files, and a task reads whole files"
+        raise ValueError(f"tasks={settings.tasks}: {rule}. Fix: give at most {len(inputs)}.")
+    num_tasks = settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
     _check_limits(output, settings, num_tasks)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
@@ -167,18 +173,10 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
         if not ending(path):
-            fix = "leave it away, or rename it"
-            raise ValueError(f"{path}: does not end with {KINDS}. Fix: {fix}.")
+            raise ValueError(f"{path}: does not end with {KINDS}. Fix: omit it, or rename it.")
         if path == following:
             raise ValueError(f"{path}: is there twice. Fix: give it once.")
     return ordered
-
-
-def _num_tasks(settings: ConvertSettings, inputs: Sequence[Path]) -> int:
-    if settings.tasks is not None and settings.tasks > len(inputs):
-        rule = f"there are {len(inputs)} input files, and a task reads whole files"
-        raise ValueError(f"tasks={settings.tasks}: {rule}. Fix: give at most {len(inputs)}.")
-    return settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
 
 
 def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> None:
@@ -201,11 +199,14 @@ def _passes(
     If there are named filters and passes after them, their result is written first: they are slower than
     reading it again.
     """
-    logs, temporary = stage.folder / "datatrove", _temporary(stage)
+    logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
 
     def reader(name: str) -> ReadFiles:
-        return _reader(files, settings, num_tasks, temporary / f"through_{name}")
+        options = {one: getattr(settings, one) for one in ("text_field", "skip_bad", "limit", "rule")}
+        through = str(temporary / f"through_{name}")
+        root, names = _names_below(files)
+        return ReadFiles(root, names, num_tasks, **options, progress_folder=through)
 
     def write(folder: Path, stem: str, logs: Path, steps: list[Filter]) -> None:
         first, counts = reader(logs.name), logs / "counts"
@@ -239,40 +240,31 @@ def _passes(
     return passes, counted
 
 
-def _temporary(stage: Stage) -> Path:
-    return stage.folder / "temporary"
-
-
-def _reader(
-    inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int, progress_folder: Path
-) -> ReadFiles:
-    root = _root(inputs)
-    files = [path.relative_to(root).as_posix() for path in inputs]
-    options = {name: getattr(settings, name) for name in ("text_field", "skip_bad", "limit", "rule")}
-    return ReadFiles(str(root), files, num_tasks, **options, progress_folder=str(progress_folder))
-
-
-def _root(inputs: Sequence[Path]) -> Path:
-    return Path(os.path.commonpath([path.parent for path in inputs]))
+def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
+    """The folder of all files, and their paths in it."""
+    root = os.path.commonpath([path.parent for path in inputs])
+    return root, [path.relative_to(root).as_posix() for path in inputs]
 
 
 def _filters(settings: ConvertSettings) -> list[Filter]:
-    filters: list[Filter] = []
+    rules: dict[str, Callable[[Any], Any]] = {}
     if settings.languages:
-        filters.append(FieldFilter("language", "language", allowed=list(settings.languages)))
+        rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
     if settings.min_language_score is not None:
-        filters.append(FieldFilter("language_score", "language_score", minimum=settings.min_language_score))
+        minimum = settings.min_language_score
+        rules["language_score"] = partial(has_field, field="language_score", minimum=minimum)
     if settings.min_score is not None:
-        filters.append(FieldFilter("score", "score", minimum=settings.min_score))
+        rules["score"] = partial(has_field, field="score", minimum=settings.min_score)
     if settings.min_chars is not None or settings.max_chars is not None:
-        filters.append(LengthFilter("length", settings.min_chars or 0, settings.max_chars))
-    return [*filters, *map(BlockFilter, settings.filters)]
+        limits: dict[str, Any] = {"min_chars": settings.min_chars or 0, "max_chars": settings.max_chars}
+        rules["length"] = partial(has_length, **limits)
+    return [*(RuleFilter(name, keeps) for name, keeps in rules.items()), *map(BlockFilter, settings.filters)]
 
 
 def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:
     if not settings.decontaminate:
         return {}
-    found = write_contamination_index(settings.decontaminate, _temporary(stage) / "benchmarks")
+    found = write_contamination_index(settings.decontaminate, stage.folder / _TEMPORARY / "benchmarks")
     for task, counts in found["tasks"].items():
         if counts["num_short"]:
             what = "%s: %d of %d texts are too short to be found"
@@ -313,9 +305,8 @@ def _publish(
         total += counts
         shown = counts.to_json()
         tasks.append({"task": task, "files": passes[0]["files"]} | {name: shown[name] for name in _OF_TASKS})
-    total.check(str(stage.output))
     merge_stats(main)
-    shutil.rmtree(_temporary(stage), ignore_errors=True)
+    shutil.rmtree(stage.folder / _TEMPORARY, ignore_errors=True)
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
     totals = total.to_json()
@@ -330,9 +321,7 @@ def _check_files(
     stage: Stage, inputs: Sequence[Path], of_tasks: Sequence[list[dict[str, Any]]], outputs: Sequence[Path]
 ) -> None:
     fix = "Fix: call it again with --start-over, and check the disk."
-    root = _root(inputs)
-    names = [path.relative_to(root).as_posix() for path in inputs]
-    if sorted(name for passes in of_tasks for name in passes[0]["files"]) != names:
+    if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
         raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")

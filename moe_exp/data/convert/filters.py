@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +43,17 @@ class Filter(ABC):
         """A datatrove step with `run`, which forwards or drops one document at a time."""
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        block = self._with_reasons(self.block())
+        block = self.block()
         self._reset()
         self.stats = block.stats
+        if decide := getattr(block, "filter", None):  # it leaves here why it drops a document
+
+            def decided(document: Any) -> Any:
+                result = decide(document)
+                self._reason = str(result[1]) if isinstance(result, tuple) and not result[0] else ""
+                return result
+
+            block.filter = decided
         for document in block.run(self._watched(data), rank, world_size):
             if not document.text:
                 self._reason = NOTHING_LEFT
@@ -60,36 +68,20 @@ class Filter(ABC):
         for document in data:
             self._inside, self._text, self._reason = document, document.text, ""
             yield document
-            if self._inside is not None:  # the block asks for the next one and has not forwarded this one
-                self._drop(document)
-
-    def _drop(self, document: Any) -> None:
-        self.dropped.add(self._text.encode())
-        if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
-            self._reason = OTHER
-        self.reasons[self._reason] += 1
-        if self.reasons[self._reason] <= _SAMPLES:
-            sample = {"filter": self.name, "reason": self._reason, "id": document.id}
-            sample |= self.sample_facts(document)
-            self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
+            if self._inside is None:  # the block has forwarded it
+                continue
+            self.dropped.add(self._text.encode())
+            if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+                self._reason = OTHER
+            self.reasons[self._reason] += 1
+            if self.reasons[self._reason] <= _SAMPLES:
+                sample = {"filter": self.name, "reason": self._reason, "id": document.id}
+                sample |= self.sample_facts(document)
+                self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
         """Further facts of a sample of a dropped document."""
         return {}
-
-    def _with_reasons(self, block: Any) -> Any:
-        """The block, which leaves here why it drops a document."""
-        if not hasattr(block, "filter"):
-            return block
-        decide = block.filter
-
-        def decided(document: Any) -> Any:
-            result = decide(document)
-            self._reason = str(result[1]) if isinstance(result, tuple) and not result[0] else ""
-            return result
-
-        block.filter = decided
-        return block
 
 
 @dataclass
@@ -112,41 +104,23 @@ class Counts:
     edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
-    @classmethod
-    def of_steps(cls, read: Tally, filters: Sequence[Filter], written: Tally) -> Counts:
-        """Counts of a pipeline that has run."""
-        return cls(
-            read,
-            written,
-            {one.name: one.dropped for one in filters},
-            {one.name: one.reasons for one in filters if set(one.reasons) - {""}},
-            {one.name: (one.before, one.after) for one in filters if one.before.num_documents},
-            [sample for one in filters for sample in one.samples],
-        )
-
     def check(self, who: str) -> None:
         """Checks that what was read is what was filtered and written, as a multiset of texts.
 
         Raises:
             ValueError: it is not.
         """
-        before, after = self._sum([self.read]), self._sum([*self.filtered.values(), self.written])
-        for old, new in self.edited.values():
-            before, after = self._sum([before, new]), self._sum([after, old])
+        before, after = Tally(), Tally()
+        for tally in (self.read, *(new for _, new in self.edited.values())):
+            before += tally
+        for tally in (self.written, *self.filtered.values(), *(old for old, _ in self.edited.values())):
+            after += tally
         for what in _KEPT:
-            if getattr(before, what) != getattr(after, what):
-                rule = (
-                    f"{what} is {getattr(before, what)} of what was read, {getattr(after, what)} of what was"
-                )
+            had, has = getattr(before, what), getattr(after, what)
+            if had != has:
+                rule = f"{what} is {had} of what was read, {has} of what was filtered and written"
                 fix = "call it again with --start-over, and check disk and memory"
-                raise ValueError(f"{who}: {rule} filtered and written. Fix: {fix}.")
-
-    @staticmethod
-    def _sum(tallies: Iterable[Tally]) -> Tally:
-        total = Tally()
-        for tally in tallies:
-            total += tally
-        return total
+                raise ValueError(f"{who}: {rule}. Fix: {fix}.")
 
     def __iadd__(self, other: Counts) -> Counts:
         self.read += other.read
@@ -209,8 +183,12 @@ class Counts:
         return cls(read, written, filtered, reasons, edited, content.get("samples", []))
 
 
+@dataclass
 class RuleFilter(Filter):
-    """Keeps documents by `keeps`, in datatrove's LambdaFilter."""
+    """Keeps documents for which a function returns true, not False or (False, reason); by LambdaFilter."""
+
+    name: str
+    keeps: Callable[[Any], Any]
 
     def block(self) -> Any:
         """LambdaFilter."""
@@ -218,50 +196,30 @@ class RuleFilter(Filter):
 
         return LambdaFilter(self.keeps)
 
-    @abstractmethod
-    def keeps(self, document: Any) -> Any:
-        """Whether it stays, or False and the reason."""
 
-
-@dataclass
-class FieldFilter(RuleFilter):
-    """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
+def has_field(
+    document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
+) -> bool:
+    """Whether a metadata field is one of `allowed`, or at least `minimum`.
 
     Raises:
-        ValueError: while it runs, at a document without the field.
+        ValueError: the document has no such field, or it is no number.
     """
-
-    name: str
-    field: str
-    allowed: list[str] | None = None
-    minimum: float | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        value = document.metadata.get(self.field)
-        if value is None:
-            fix = "leave this filter away"
-            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: {fix}.")
-        if self.allowed is not None:
-            return value in self.allowed
-        if not isinstance(value, int | float):
-            rule = f"field {self.field!r} of document {document.id} is {value!r}, no number"
-            raise ValueError(f"{self.name}: {rule}. Fix: leave this filter away.")
-        return value >= (self.minimum or 0)
+    value, fix = document.metadata.get(field), "omit this filter"
+    if value is None:
+        raise ValueError(f"{field}: document {document.id} has no field {field!r}. Fix: {fix}.")
+    if allowed is not None:
+        return value in allowed
+    if not isinstance(value, int | float):
+        rule = f"field {field!r} of document {document.id} is {value!r}, no number"
+        raise ValueError(f"{field}: {rule}. Fix: {fix}.")
+    return value >= (minimum or 0)
 
 
-@dataclass
-class LengthFilter(RuleFilter):
-    """Keeps texts with a number of characters in a range."""
-
-    name: str
-    min_chars: int = 0
-    max_chars: int | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        num_chars = len(document.text)
-        return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)
+def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
+    """Whether the number of characters is in a range."""
+    num_chars = len(document.text)
+    return min_chars <= num_chars and (max_chars is None or num_chars <= max_chars)
 
 
 def word_tokenizer(

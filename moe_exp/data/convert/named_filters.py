@@ -29,7 +29,7 @@ BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pii": ("pipeline.formatters.pii", "PIIFormatter", ()),
     "url": ("pipeline.filters.url_filter", "URLFilter", ("tldextract", "ahocorasick", "fasteners")),
 }
-LANGUAGE, FASTTEXT_PACKAGES = "language", ("fasttext", "fasteners")
+LANGUAGE = "language"
 NAMES = (*sorted((*BLOCKS, LANGUAGE)), "FILE.py:FUNCTION")
 
 _NOT_OPTIONS = ("self", "exclusion_writer", "batch_size")
@@ -116,10 +116,8 @@ class NamedFilter:
 
     def _check_options(self, known: Sequence[str]) -> None:
         if unknown := [one for one in self.options if one not in known]:
-            listed = ", ".join(known) or "none"
-            raise ValueError(
-                f"filter={self.name}: has no option {unknown[0]}. Fix: its options are {listed}."
-            )
+            rule = f"has no option {unknown[0]}. Fix: its options are {', '.join(known) or 'none'}"
+            raise ValueError(f"filter={self.name}: {rule}.")
 
     def _check_packages(self, names: Sequence[str]) -> None:
         missing = [_WHEELS.get(one, one) for one in names if importlib.util.find_spec(one) is None]
@@ -145,27 +143,25 @@ class NamedFilter:
     def _language_block(self) -> Any:
         self._check_options(("languages", "threshold", "model"))
         languages, threshold = self.options.get("languages"), self.options.get("threshold", 0.65)
-        if (
-            not isinstance(languages, list)
-            or not languages
-            or not all(isinstance(one, str) for one in languages)
-        ):
+        if not languages or not isinstance(languages, list) or {str} != set(map(type, languages)):
             raise ValueError(f"filter={LANGUAGE}: languages={languages}: must be a list. Fix: give [en, de].")
         if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-            rule = "must be from 0 to 1"
-            raise ValueError(
-                f"filter={LANGUAGE}: threshold={threshold}: {rule}. Fix: 0.65 is what FineWeb used."
-            )
+            rule = "must be from 0 to 1. Fix: 0.65 is what FineWeb used"
+            raise ValueError(f"filter={LANGUAGE}: threshold={threshold}: {rule}.")
         if "model" not in self.options:
             self._check_packages(("py3langid",))
-            return langid_block(languages, threshold)
-        self._check_packages(FASTTEXT_PACKAGES)
+            return _langid_block(languages, threshold)
+        self._check_packages(("fasttext", "fasteners"))
         model = Path(str(self.options["model"]))
         if not model.is_file():
-            raise ValueError(
-                f"filter={LANGUAGE}: model={model}: there is no such file. Fix: give lid.176.ftz."
-            )
-        return fasttext_block(model, languages, threshold)
+            rule = "there is no such file. Fix: give lid.176.ftz"
+            raise ValueError(f"filter={LANGUAGE}: model={model}: {rule}.")
+        from datatrove.pipeline.filters import LanguageFilter
+        from fasttext.FastText import _FastText
+
+        block = LanguageFilter(languages, threshold)
+        block.model._model = _FastText(str(model))  # of a file, which datatrove would fetch
+        return block
 
 
 @dataclass
@@ -184,16 +180,6 @@ class BlockFilter(Filter):
         return self.named.build()
 
 
-def fasttext_block(model: Path, languages: list[str], threshold: float) -> Any:
-    """datatrove's LanguageFilter with a fastText model of a file."""
-    from datatrove.pipeline.filters import LanguageFilter
-    from fasttext.FastText import _FastText
-
-    block = LanguageFilter(languages, threshold)
-    block.model._model = _FastText(str(model))
-    return block
-
-
 @cache
 def language_identifier() -> Any:
     """py3langid's, with scores from 0 to 1. Its model takes 0.6 seconds to load."""
@@ -202,7 +188,7 @@ def language_identifier() -> Any:
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def langid_block(languages: list[str], threshold: float) -> Any:
+def _langid_block(languages: list[str], threshold: float) -> Any:
     """A filter by py3langid, whose model is part of the package; writes language and language_score."""
     from datatrove.pipeline.filters import LambdaFilter
 

@@ -56,9 +56,6 @@ class ReadFiles:
         self.tally = Tally()
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        if world_size != self.num_tasks:
-            rule = f"the files were dealt to {self.num_tasks} tasks"
-            raise ValueError(f"tasks={world_size}: {rule}. Fix: keep that number.")
         self.stats, self.tally = task_stats("📖 - READER: checked"), Tally()
         return self._documents(rank)
 
@@ -91,17 +88,13 @@ class ReadFiles:
     def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
         if ending(path) in TABLE_SUFFIXES:
-            return read_rows(path, self.tally, **options, advance=through.advance)
-        options["rule"] = self.rule
-        return self._lines(path, None if is_stream(path) else through.advance, options)
-
-    def _lines(
-        self, path: Path, advance: Callable[[float], None] | None, options: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        for line, document in read_objects(path, self.tally, **options):
+            yield from read_rows(path, self.tally, **options, advance=through.advance)
+            return
+        is_read_as_it_is = not is_stream(path)
+        for line, document in read_objects(path, self.tally, **options, rule=self.rule):
             yield document
-            if advance:
-                advance(len(line) + 1)
+            if is_read_as_it_is:
+                through.advance(len(line) + 1)
 
 
 def _metadata(row: dict[str, Any]) -> dict[str, Any]:
@@ -134,13 +127,34 @@ def read_rows(
         ValueError: there is no such column.
     """
     odd: list[str] | None = None
-    for number, batch in read_table(path, text_field=text_field):
+    for before, batch in read_table(path, text_field=text_field):
         if odd is None:
             odd = [one.name for one in batch.schema if one.name != text_field and _is_odd(one.type)]
-        for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
+        for number, row in enumerate(_rows_of(batch), before + 1):
+            try:
+                if row is None:
+                    raise ValueError("invalid UTF-8")
+                text = text_in(row, text_field)
+            except ValueError as error:
+                skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
+                continue
+            tally.add(text.encode())
             yield row | {name: _plain(row[name]) for name in odd} if odd else row
         if advance:
             advance(min(batch.nbytes, path.stat().st_size))
+
+
+def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
+    """The rows of a batch; None for one that is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+    # raised before the first row: pyarrow does not check strings when it reads them
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError:
+                yield None
 
 
 def _is_odd(kind: Any) -> bool:
@@ -164,33 +178,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _batch_documents(
-    batch: Any, path: Path, before: int, tally: Tally, text_field: str, skip_bad: bool
-) -> Iterator[dict[str, Any]]:
-    for number, row in enumerate(_batch_rows_as_dicts(batch), before + 1):
-        try:
-            if row is None:
-                raise ValueError("invalid UTF-8")
-            text = text_in(row, text_field)
-        except ValueError as error:
-            skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
-            continue
-        tally.add(text.encode())
-        yield row
-
-
-def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
-    try:
-        yield from batch.to_pylist()
-    # raised before the first row: pyarrow does not check strings when it reads them
-    except UnicodeDecodeError:
-        for index in range(batch.num_rows):
-            try:
-                yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError:
-                yield None
 
 
 class WriteChunk:
@@ -218,7 +205,7 @@ class WriteChunk:
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
         with complete_files([path]) as (temporary,):
             temporary.touch()  # a task with no document has an empty chunk
-            writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
+            writer = _chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
@@ -230,25 +217,28 @@ class WriteChunk:
         written = Tally()
         for _ in read_documents(path, written):
             pass
-        counts = Counts.of_steps(self.reader.tally, self.filters, written)
+        counts = Counts(
+            self.reader.tally,
+            written,
+            {one.name: one.dropped for one in self.filters},
+            {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
+            {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
+            [sample for one in self.filters for sample in one.samples],
+        )
         counts.check(f"task {rank}")
         files = {"task": rank, "files": self.reader.task_files(rank)}
         files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
         return files | counts.to_json()
 
 
-def chunk_writer(path: Path, label: str) -> Any:
-    """datatrove's JsonlWriter for one file, called `label` in its stats, whatever fields the documents have:
-    its template takes metadata before the rank, so that a dataset with a field `rank` would scatter over
-    files.
+def _chunk_writer(path: Path, label: str) -> Any:
+    """datatrove's JsonlWriter for one file, called `label` in its stats: its own template takes metadata
+    before the rank, so that a dataset with a field `rank` would scatter over files.
     """
     from datatrove.pipeline.writers import JsonlWriter
 
-    def filename(_document: Any, rank: int | str = 0) -> str:
-        return label if rank == "XXXXX" else path.name
-
     writer = JsonlWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
-    writer._get_output_filename = filename
+    writer._get_output_filename = lambda _document, rank=0: label if rank == "XXXXX" else path.name
     return writer
 
 

@@ -1,45 +1,46 @@
 """A dataset's files from the hub: listed at one commit, fetched, compared, and named in a manifest.
 
-huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of
-another size than listed, a server that fails while the folder holds something. Its own retries are few, so
-failures that pass are waited out here. When all files are there, one pass compares each with the SHA-256 (or
-git's SHA-1 of small ones) that the hub has for it.
+huggingface_hub moves the bytes, resumes a file and repeats a request a few times; failures that last longer
+are waited out here. When all files are there, one pass compares each with the SHA-256 (or git's SHA-1 of
+small ones) that the hub lists.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.data.download.from_store import download_from_store
-from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
-from moe_exp.data.download.names import check_inside, check_names, refused
-from moe_exp.data.download.sources import Source, chosen_files, local_files
+from moe_exp.data.download.from_store import LISTING, download_from_store, has_size
+from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
-from moe_exp.host.files import bytes_text, ending, write_json
+from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.progress import print_summary, progress, progress_of
+from moe_exp.host.retries import first_line, patiently
 
 logger = logging.getLogger(__name__)
 
-_MANY_FILES = 500
+T = TypeVar("T")
+
 _CHUNK_BYTES = 2**22
-_LISTING = ".listing.json"
-_CHECKED = ".checked"  # of earlier versions
 # what the library and this keep beside the files of the hub
-RESERVED = frozenset({"manifest.json", RUNNING, _LISTING, _CHECKED, ".cache", ".huggingface"})
+RESERVED = frozenset({"manifest.json", RUNNING, LISTING, ".cache", ".huggingface"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_UNREACHABLE_FAILURES = 2  # the library has tried for half a minute each time
+_LONGEST_RETRY_AFTER_SECONDS = 900.0
+# The library's HTTP package differs from version to version, and so do the types of its errors.
+_HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
+_UNREACHABLE = frozenset({"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"})
 
 _Hashes = tuple[str, str]  # of a file: XXH3-128 and SHA-256
 
@@ -56,29 +57,23 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source at one commit, sorted by name."""
+    """The files of a source at one commit, sorted by name; all have a place of their own in a folder."""
 
     commit: str
     files: tuple[HubFile, ...]
 
     def __post_init__(self) -> None:
-        """Whether every file has a place of its own in a folder, whoever has made the listing.
-
-        Raises:
-            ValueError: one has not.
-        """
         check_names([file.name for file in self.files], endpoint(), RESERVED)
-        for file in self.files:
-            if not isinstance(file.bytes, int) or file.bytes < 0:
-                raise refused(file.name, f"{file.bytes} is no number of bytes", endpoint())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Listing:
         return cls(content["commit"], tuple(HubFile(**file) for file in content["files"]))
+
+    @classmethod
+    def of_manifest(cls, manifest: dict[str, Any]) -> Listing:
+        outputs, hashes = manifest["outputs"], manifest["sha256"]
+        files = (HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in outputs)
+        return cls(manifest["commit"], tuple(files))
 
 
 def download(
@@ -91,12 +86,11 @@ def download(
     max_failures: int = 6,
     bytes_per_second: float = 50e6,
 ) -> list[Path]:
-    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path. For
-    those of an object store see `download_from_store`.
+    """Fetches the data files of a source into `folder` and returns them, sorted; those of a path stay there.
 
-    A call that was stopped continues with the files that are not complete, at the same commit. One that is
-    finished makes no request. The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server
-    HF_ENDPOINT.
+    Repeat the call to resume it, at the same commit. If all files are present, no request is sent. The token
+    is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server HF_ENDPOINT. For a source with a URL see
+    `download_from_store`.
 
     Args:
         source: what; for the standard library, which needs no files, the result is empty.
@@ -123,72 +117,62 @@ def download(
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     settings |= {"patterns": list(source.patterns)}
     if dry_run:
-        known = None if start_over else _plan(folder, settings)
-        listing, complete = known or (_list_files(source, max_failures), set())
-        _print_plan(source, folder, listing, complete, bytes_per_second)
+        known = None if start_over else _known_listing(folder, settings)
+        listing, place = known or (_list_files(source, max_failures), folder)
+        _print_plan(source, folder, place, listing, bytes_per_second)
         return [folder / file.name for file in listing.files]
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
-        listing = _known_listing(stage) or _first_listing(stage, source, max_failures)
+        # of the interrupted or finished download, as the revision may be another commit by now
+        if stage.manifest is not None:
+            listing = Listing.of_manifest(stage.manifest)
+        elif listed := read_json(stage.folder / LISTING):
+            listing = Listing.from_json(listed)
+        else:
+            listing = _first_listing(stage, source, max_failures)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
             _finish(stage, source, listing, hub.fetch(listing.files))
         elif missing := hub.missing(listing.files):
-            logger.warning("%s: %d files are gone or have another size, fetching them", folder, len(missing))
+            logger.warning(
+                "%s: %d files are missing or have another size: fetching them", folder, len(missing)
+            )
             hub.fetch(missing)
-        _remove_traces(stage.output)
+        shutil.rmtree(stage.output / ".cache", ignore_errors=True)  # the library keeps a file for each in it
+        (stage.output / LISTING).unlink(missing_ok=True)
     return [folder / file.name for file in listing.files]
 
 
-def _known_listing(stage: Stage) -> Listing | None:
-    """Listing of the finished or interrupted download, as the revision may be another commit by now."""
-    if stage.manifest is not None:
-        return _listing_of_manifest(stage.manifest)
-    listed = read_json(stage.folder / _LISTING)
-    return Listing.from_json(listed) if listed else None
-
-
 def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
-    """Notes it in the folder; on an error removes that, which a call with other patterns would be refused."""
+    """Writes it into the folder; after an error, removes that, as it refuses calls with other patterns."""
     try:
         listing = _list_files(source, max_failures)
-        check_free_disk(stage.folder, listing.num_bytes, f"the download of {source.name}")
-        write_json(stage.folder / _LISTING, asdict(listing))
+        check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
+        write_json(stage.folder / LISTING, asdict(listing))
     except Exception:
         shutil.rmtree(stage.folder)
         raise
     return listing
 
 
-def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:
-    hashes = manifest["sha256"]
-    files = (
-        HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in manifest["outputs"]
-    )
-    return Listing(manifest["commit"], tuple(files))
-
-
 def _finish(stage: Stage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
-    names = [file.name for file in listing.files]
+    num_bytes = _size(listing.files)
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
-    facts |= {"text_field": source.text_field, "num_files": len(names), "num_bytes": listing.num_bytes}
-    facts |= {"sha256": {name: hashes[name][1] for name in names}}
-    places = {stage.folder / name: hashes[name][0] for name in names}
+    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": num_bytes}
+    facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
+    places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
     manifest = stage.finish_folder(list(places), hashes=places, **facts)
-    rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(names)}
-    rows |= {"bytes": listing.num_bytes, "licence": source.licence, "folder": stage.output}
+    rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(hashes)}
+    rows |= {"bytes": num_bytes, "licence": source.licence, "folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
 
 
-def _remove_traces(folder: Path) -> None:
-    """Removes what only an interrupted download needs; the library keeps a file for each in .cache."""
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
-    for name in (_LISTING, _CHECKED):
-        (folder / name).unlink(missing_ok=True)
+def _size(files: Sequence[HubFile]) -> int:
+    return sum(file.bytes for file in files)
 
 
-# ---- what there is
+# What there is
 
 
 def _list_files(source: Source, max_failures: int) -> Listing:
@@ -196,7 +180,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     from huggingface_hub.hf_api import RepoFile
 
     repository = source.repository or ""
-    check_online(f"the files of {repository} are not known yet")
+    _check_online(f"the files of {repository} are not known yet")
     api = HfApi(endpoint=endpoint())
 
     def list_once() -> Listing:
@@ -205,46 +189,42 @@ def _list_files(source: Source, max_failures: int) -> Listing:
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
         found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
-        for name in files:  # also of those that are not wanted: the library walks through all of them
+        for name in files:  # also of those that are not wanted: an error may name them
             check_inside(name, endpoint())
-        names = chosen_files(
-            {name: file.size for name, file in files.items()},
-            source.patterns,
-            f"{repository} at {source.revision}",
+        sizes = {name: file.size for name, file in files.items()}
+        names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
+        chosen = [files[name] for name in names]
+        return Listing(
+            commit or "",
+            tuple(
+                HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
+                for one in chosen
+            ),
         )
-        return Listing(commit or "", tuple(_hub_file(files[name]) for name in names))
 
-    with explained(source.repository or "", source.revision):
-        return patiently(list_once, max_failures)
+    return _asked(list_once, source, max_failures)
 
 
-def _hub_file(file: Any) -> HubFile:
-    return HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
-
-
-def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
-    """Listing of a finished or interrupted download, and the names of its files that are there."""
+def _known_listing(folder: Path, settings: dict[str, Any]) -> tuple[Listing, Path] | None:
+    """Listing of a finished or interrupted download, and the folder of its files."""
     manifest = read_json(folder / "manifest.json")
     partial = folder.with_name(folder.name + ".partial")
-    begun, listed = read_json(partial / RUNNING), read_json(partial / _LISTING)
+    begun, listed = read_json(partial / RUNNING), read_json(partial / LISTING)
     if manifest and manifest["settings"] == settings:
-        listing, place = _listing_of_manifest(manifest), folder
-    elif begun and listed and begun["settings"] == settings:
-        listing, place = Listing.from_json(listed), partial
-    else:
-        return None
-    return listing, {file.name for file in listing.files if _has_size(place, file)}
+        return Listing.of_manifest(manifest), folder
+    if begun and listed and begun["settings"] == settings:
+        return Listing.from_json(listed), partial
+    return None
 
 
-def _print_plan(
-    source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float
-) -> None:
-    left_bytes = sum(file.bytes for file in listing.files if file.name not in complete)
-    free_bytes = free_disk(folder)
+def _print_plan(source: Source, folder: Path, place: Path, listing: Listing, bytes_per_second: float) -> None:
+    left = [file for file in listing.files if not has_size(place / file.name, file.bytes)]
+    left_bytes, free_bytes = _size(left), free_disk(folder)
     room = f"{bytes_text(free_bytes)} at {folder}{', too little' if free_bytes < left_bytes else ''}"
+    num_files = len(listing.files)
     rows = {
         "dataset": f"{source.repository} at {listing.commit}",
-        "files": f"{len(listing.files):,}, of which {len(complete):,} are there",
+        "files": f"{num_files:,}, of which {num_files - len(left):,} are there",
         "bytes to fetch": f"{left_bytes:,} ({bytes_text(left_bytes)})",
         "free disk": room,
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_text(bytes_per_second)}/s",
@@ -253,18 +233,21 @@ def _print_plan(
     print_summary(f"To download: {source.name}", rows)
 
 
-# ---- fetching and checking
+# Fetching and checking
 
 
+@dataclass
 class _Fetcher:
     """Brings the files of a listing into a folder, complete and checked."""
 
-    def __init__(self, source: Source, listing: Listing, folder: Path, max_workers: int, max_failures: int):
-        self.source, self.listing, self.folder = source, listing, folder
-        self.max_workers, self.max_failures = max_workers, max_failures
+    source: Source
+    listing: Listing
+    folder: Path
+    max_workers: int
+    max_failures: int
 
     def missing(self, files: Sequence[HubFile]) -> list[HubFile]:
-        return [file for file in files if not _has_size(self.folder, file)]
+        return [file for file in files if not has_size(self.folder / file.name, file.bytes)]
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
         """Gets the missing ones of `files`, compares all with the listing, and returns their hashes."""
@@ -272,82 +255,71 @@ class _Fetcher:
             if missing := self.missing(files):
                 self._get(missing)
             hashes = self._hash(files)
-            wrong = [file for file, found in zip(files, hashes, strict=True) if found is None]
+            wrong = [file.name for file in files if file.name not in hashes]
             if not wrong:
-                return {file.name: found for file, found in zip(files, hashes, strict=True) if found}
-            for file in wrong:
-                (self.folder / file.name).unlink()
+                return hashes
+            for name in wrong:
+                (self.folder / name).unlink()
             if attempt == 1:
                 what = "%s: %d files have another hash than listed, fetching them again"
-                logger.warning(what, wrong[0].name, len(wrong))
+                logger.warning(what, wrong[0], len(wrong))
         listed = f"{endpoint()} lists for {self.source.repository} at {self.listing.commit}"
         rule = f"its hash is not what {listed}, fetched twice"
-        raise ValueError(f"{wrong[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+        raise ValueError(f"{wrong[0]}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
 
     def _get(self, missing: list[HubFile]) -> None:
         num_files = f"{len(missing)} of {len(self.listing.files)} files"
-        check_online(f"{num_files} are missing in {self.folder}, such as {missing[0].name}")
+        _check_online(f"{num_files} are missing in {self.folder}, such as {missing[0].name}")
         # of a killed process: the library starts such a file anew
         for leftover in (self.folder / ".cache").rglob("*.incomplete"):
             leftover.unlink()
         for file in missing:  # a file of another size would be taken for complete
             (self.folder / file.name).unlink(missing_ok=True)
-        sizes = {file.name: file.bytes for file in missing}
-        check_free_disk(self.folder, sum(sizes.values()), f"the download of {self.source.name}")
-        repository, revision = self.source.repository or "", self.source.revision
-        bar = progress_of(lambda: _bytes_so_far(self.folder, sizes), "download", sum(sizes.values()))
-        with explained(repository, revision), bar:
-            patiently(lambda: self._get_once(missing), self.max_failures, lambda: len(self.missing(missing)))
+        total = _size(missing)
+        check_free_disk(self.folder, total, f"the download of {self.source.name}")
+        with progress_of(lambda: self._bytes_so_far(missing), "download", total):
+            get, num_left = lambda: self._get_once(missing), lambda: len(self.missing(missing))
+            _asked(get, self.source, self.max_failures, num_left)
 
     def _get_once(self, files: Sequence[HubFile]) -> None:
-        from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        names = [file.name for file in self.missing(files)]
-        patterns = [glob.escape(name) for name in names]
-        if len(names) > _MANY_FILES:  # it compares each with each file of the repository
-            suffixes = {name[-len(ending(name)) :] for name in names}
-            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in sorted(suffixes)]
         disable_progress_bars()  # of each file
-        snapshot_download(
-            self.source.repository or "",
-            repo_type="dataset",
-            revision=self.listing.commit,
-            local_dir=self.folder,
-            allow_patterns=patterns,
-            max_workers=self.max_workers,
-            endpoint=endpoint(),
-        )
-        missing = self.missing(files)
-        there = [file for file in missing if (self.folder / file.name).is_file()]
-        if there:
-            size = (self.folder / there[0].name).stat().st_size
-            (self.folder / there[0].name).unlink()
-            rule = f"has {size:,} bytes, {endpoint()} lists {there[0].bytes:,} at {self.listing.commit}"
-            raise ValueError(f"{there[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
-        if missing:  # the library returns the folder as it is where it cannot list the files
-            raise ConnectionError(f"{len(missing)} files did not come, such as {missing[0].name}")
+        with ThreadPoolExecutor(self.max_workers) as pool:
+            list(pool.map(self._get_file, self.missing(files)))
 
-    def _hash(self, files: Sequence[HubFile]) -> list[_Hashes | None]:
-        workers = min(self.max_workers, os.cpu_count() or 1)
-        found = []
-        with (
-            progress("check", sum(file.bytes for file in files)) as advance,
-            ThreadPoolExecutor(workers) as pool,
-        ):
-            for file, hashes in zip(
-                files, pool.map(lambda one: _hash_file(self.folder, one), files), strict=True
-            ):
-                found.append(hashes)
+    def _get_file(self, file: HubFile) -> None:
+        from huggingface_hub import hf_hub_download
+
+        place: dict[str, Any] = {
+            "repo_type": "dataset",
+            "revision": self.listing.commit,
+            "endpoint": endpoint(),
+        }
+        path = Path(hf_hub_download(self.source.repository or "", file.name, **place, local_dir=self.folder))
+        if (size := path.stat().st_size) != file.bytes:
+            path.unlink()
+            rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
+            raise ValueError(f"{file.name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+
+    def _bytes_so_far(self, files: Sequence[HubFile]) -> int:
+        """Bytes of complete files, and of those that still grow in the library's folder."""
+        total = _size(files) - _size(self.missing(files))
+        for path in (self.folder / ".cache").rglob("*.incomplete"):
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def _hash(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
+        """Hashes of the files that are what the listing says."""
+        found, workers = {}, min(self.max_workers, os.cpu_count() or 1)
+        with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
+            hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
+            for file, hashes in zip(files, hashed, strict=True):
                 advance(file.bytes)
+                if hashes is not None:
+                    found[file.name] = hashes
         return found
-
-
-def _has_size(folder: Path, file: HubFile) -> bool:
-    try:
-        return (folder / file.name).stat().st_size == file.bytes
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
@@ -364,14 +336,91 @@ def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
     return (whole.hexdigest(), content.hexdigest()) if found.hexdigest() == listed else None
 
 
-def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
-    """Bytes of finished files, which have a .metadata file, and of files that still grow."""
-    root = folder / ".cache" / "huggingface" / "download"
-    total = 0
-    for path in root.rglob("*"):
-        if path.suffix == ".metadata":
-            total += sizes.get(path.relative_to(root).as_posix().removesuffix(".metadata"), 0)
-        elif path.suffix == ".incomplete":
-            with suppress(FileNotFoundError):
-                total += path.stat().st_size
-    return total
+# Requests and their errors
+
+
+def endpoint() -> str:
+    """Address of the hub; the library reads HF_ENDPOINT once, when it is imported."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _check_online(why: str) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            fix = "unset it, or bring the whole folder with its manifest.json"
+            raise ValueError(f"{name}={os.environ[name]}: {why}. Fix: {fix}.")
+
+
+def _asked(
+    action: Callable[[], T], source: Source, max_failures: int, num_left: Callable[[], int] = lambda: 0
+) -> T:
+    """Result of an action that asks the hub: waits out failures that may pass, others become one line."""
+
+    def limit_of(error: Exception) -> int | None:
+        is_unreachable = _response(error) is None and _kinds(error) & _UNREACHABLE
+        return _UNREACHABLE_FAILURES if is_unreachable else None
+
+    def wait_of(error: Exception) -> float:
+        seconds = getattr(_response(error), "headers", {}).get("Retry-After", "")
+        return min(float(seconds), _LONGEST_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
+
+    try:
+        return patiently(
+            action, max_failures, passes=passes, num_left=num_left, limit_of=limit_of, wait_of=wait_of
+        )
+    except Exception as error:
+        if (explained := _explained(error, source)) is None:
+            raise
+        raise explained from error
+
+
+def passes(error: BaseException) -> bool:
+    """Whether trying again may help: the server is busy or broken, or the connection is."""
+    if (response := _response(error)) is not None:
+        return response.status_code in (408, 429) or response.status_code >= 500
+    for cause in _causes(error):
+        of_network = isinstance(cause, (ConnectionError, TimeoutError))
+        if isinstance(cause, OSError) and cause.errno is not None and not of_network:
+            return False  # of this machine: disk full, no permission
+    # hf_xet raises RuntimeError.
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OSError, RuntimeError)) or package in _HTTP_PACKAGES
+
+
+def _explained(error: Exception, source: Source) -> Exception | None:
+    kinds, response, name = _kinds(error), _response(error), source.repository
+    status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
+    if "RevisionNotFoundError" in kinds:
+        fix = f"--revision main, or one of {page}"
+        return ValueError(f"revision={source.revision}: {name} has none of that name. Fix: {fix}.")
+    if "GatedRepoError" in kinds or status == 403:
+        fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
+        return ValueError(f"source={name}: its owner gives access on request. Fix: {fix}.")
+    if status in (401, 404):
+        rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
+        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token"
+        return ValueError(f"source={name}: {rule}. Fix: {fix} that may read it.")
+    if passes(error):
+        fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
+        return ConnectionError(f"{name}: {endpoint()} keeps failing ({first_line(error)}). Fix: {fix}.")
+    if status is not None:
+        rule = f"answers {status} ({first_line(error)})"
+        return ValueError(f"source={name}: {endpoint()} {rule}. Fix: check HF_ENDPOINT.")
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from; the library wraps what the server said."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _kinds(error: BaseException) -> set[str]:
+    return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
+
+
+def _response(error: BaseException) -> Any:
+    """What the server answered, or None."""
+    responses = (getattr(cause, "response", None) for cause in _causes(error))
+    return next((one for one in responses if one is not None), None)

@@ -16,15 +16,16 @@ import os
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from rich.table import Table
 
 from moe_exp.data.documents import data_among, files_below, files_in
 from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular
-from moe_exp.host.files import DATA_SUFFIXES, bytes_text, ending, expanded, is_url
+from moe_exp.host.exit_codes import printable
+from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -161,8 +162,7 @@ def resolve_source(
     if not name_or_path.strip():
         fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
         raise ValueError(f"source=: is empty. Fix: {fix}.")
-    source = SOURCES.get(name_or_path) or _stored_source(name_or_path)
-    source = source or _local_source(name_or_path) or _hub_source(name_or_path)
+    source = SOURCES.get(name_or_path) or _source_of(name_or_path)
     if source is None:
         is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
         if is_path or ending(name_or_path):
@@ -184,32 +184,24 @@ def resolve_source(
     return replace(source, **changes)  # type: ignore[arg-type]
 
 
-def _local_source(name: str) -> Source | None:
-    path = expanded(name)
-    if not path.exists():
-        return None
-    path = Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would name it after a link's target
-    return Source(_stem(path.name), f"{path}", path=path, licence="yours to know")
+def _source_of(name: str) -> Source | None:
+    """The source of a URL, of a file or folder, or of a dataset of the hub; None for another name."""
+    if is_url(name):
+        url = name.rstrip("/")
+        if "*" in url:
+            fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
+            raise ValueError(f"source={name}: has a pattern in the URL. Fix: {fix}.")
+        return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
+    if expanded(name).exists():
+        path = Path(os.path.abspath(expanded(name)))  # noqa: PTH100  # resolve() would name a link's target
+        return Source(_stem(path.name), f"{path}", path=path, licence="yours to know")
+    if _REPOSITORY.fullmatch(name):
+        return Source(name.partition("/")[2], f"{name} on the hub", repository=name, licence="see its page")
+    return None
 
 
 def _stem(name: str) -> str:
     return name[: len(name) - len(ending(name))]
-
-
-def _stored_source(name: str) -> Source | None:
-    if not is_url(name):
-        return None
-    url = name.rstrip("/")
-    if "*" in url:
-        fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
-        raise ValueError(f"source={name}: has a pattern in the URL. Fix: {fix}.")
-    return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
-
-
-def _hub_source(name: str) -> Source | None:
-    if not _REPOSITORY.fullmatch(name):
-        return None
-    return Source(name.partition("/")[2], f"{name} on the hub", repository=name, licence="see its page")
 
 
 def local_files(source: Source) -> list[Path]:
@@ -256,7 +248,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
             rule = f"matches {other[0]}, which is none of {KINDS}"
             fix = f"end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}"
             raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
-        chosen.update(_data_among(matching))
+        # without records text files, as a README.md beside records is no data
+        chosen.update([name for name in matching if ending(name) in RECORD_SUFFIXES] or matching)
     if not patterns:
         chosen.update(data_among(sizes, where, "source"))
         if not chosen:
@@ -264,9 +257,45 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
     return sorted(chosen)
 
 
-def _data_among(names: Sequence[str]) -> list[str]:
-    """Files of records; without them text files, as a README.md beside records is no data."""
-    return [name for name in names if ending(name) in RECORD_SUFFIXES] or list(names)
+def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
+    """Checks that every file that a server lists has a place of its own in the folder of a download.
+
+    Args:
+        names: of the files.
+        server: that lists them.
+        reserved: names of what the download itself keeps in the folder.
+
+    Raises:
+        ValueError: one has none.
+    """
+    known, fix = set(names), "leave it out by --pattern, or choose another dataset"
+    for name in names:
+        check_inside(name, server)
+        if (first := name.partition("/")[0]) in reserved:
+            raise _refused(name, f"{first} is what the download itself keeps there", server, fix)
+        if above := known & {str(folder) for folder in PurePosixPath(name).parents}:
+            raise _refused(name, f"{min(above)} is a file as well", server, fix)
+
+
+def check_inside(name: str, server: str) -> None:
+    """Checks that a name that a server lists stays in the folder of the download, and can be printed.
+
+    Raises:
+        ValueError: it does not.
+    """
+    parts = name.split("/")
+    if printable(name) != name or "\n" in name or "\t" in name:
+        raise _refused(name, "it has control characters", server)
+    if not {"", ".", ".."}.isdisjoint(parts):
+        raise _refused(name, "it leads out of the folder of the download", server)
+    if any(len(part.encode()) > 255 for part in parts) or len(name.encode()) > 2000:
+        raise _refused(name, "it is longer than a file name may be, 255 bytes", server)
+
+
+def _refused(name: str, rule: str, server: str, fix: str = "choose another dataset") -> ValueError:
+    shown = ascii(name)[1:-1]
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return ValueError(f"{shown}: {server} lists a file of this name, and {rule}. Fix: {fix}.")
 
 
 def print_sources() -> None:
@@ -279,18 +308,11 @@ def print_sources() -> None:
     for source in SOURCES.values():
         about = "" if source.is_exact or not source.num_bytes else "about "
         size = about + bytes_text(source.num_bytes) if source.num_bytes else "none"
-        tokens = f"about {_short(source.num_tokens)}" if source.num_tokens else "?"
+        tokens = f"about {count_text(source.num_tokens)}" if source.num_tokens else "?"
         what = f"{source.description}. {source.note}".strip()
         files = ", ".join(source.patterns) or "this interpreter's .py files"
         table.add_row(source.name, source.repository or "embedded", files, size, tokens, source.licence, what)
     console.print(table)
-
-
-def _short(number: int) -> str:
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if number >= unit:
-            return f"{number / unit:g}{name}"
-    return str(number)
 
 
 def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str]]:
@@ -346,11 +368,13 @@ def path_hash(path: str) -> bytes:
 def _read_files(root: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     skipped = []
     for path in paths:
-        text = _read(root / path)
-        if text is None:
+        try:
+            with tokenize.open(root / path) as file:
+                text = file.read()
+        except (UnicodeDecodeError, SyntaxError):  # SyntaxError: tokenize does not know the declared encoding
             skipped.append(path)
-        else:
-            yield path, text
+            continue
+        yield path, text
     if skipped:
         what = "skipped %d of %d files of %s, not decodable: %s"
         logger.warning(what, len(skipped), len(paths), root, ", ".join(skipped))
@@ -360,16 +384,6 @@ def _python_files(root: Path) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        found += [
-            (Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")
-        ]
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        found += [path.relative_to(root).as_posix() for path in paths]
     return sorted(found)
-
-
-def _read(path: Path) -> str | None:
-    """Text of a source file, or None where its bytes are not in the encoding of its cookie."""
-    try:
-        with tokenize.open(path) as file:
-            return file.read()
-    except (UnicodeDecodeError, SyntaxError):  # SyntaxError: tokenize does not know the declared encoding
-        return None

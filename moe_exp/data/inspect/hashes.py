@@ -27,9 +27,14 @@ class Hashes:
         """Adds those of another instance."""
         self._bytes += other._bytes
 
+    @property
+    def _words(self) -> tuple[_Words, _Words]:
+        first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
+        return first, second
+
     def sorted_words(self) -> tuple[_Words, _Words]:
         """Both halves of every hash, sorted by the first half, then by the second."""
-        first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
+        first, second = self._words
         order = np.lexsort((second, first))
         return first[order], second[order]
 
@@ -44,7 +49,7 @@ class Hashes:
         If two of those agree in the first 64 bits but not in the last, only one is compared; that takes
         2**32 documents.
         """
-        mine_first, mine_second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
+        mine_first, mine_second = self._words
         if not len(first):
             return np.zeros(len(self), dtype=np.bool_)
         place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
@@ -56,7 +61,7 @@ def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
     joined = Hashes()
     joined.extend(one)
     joined.extend(other)
-    first, second = np.frombuffer(joined._bytes, dtype=np.uint64).reshape(-1, 2).T
+    first, second = joined._words
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
     is_start = np.ones(len(order), dtype=np.bool_)

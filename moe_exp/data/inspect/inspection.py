@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moe_exp.data.kinds import is_stream
 from moe_exp.data.samples.packing import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
-from moe_exp.data.tokens.tokens import tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, progress, table_console
 
@@ -148,7 +148,7 @@ def inspect_tokens(
         "eods_inside": counts.num_eods - counts.num_ending_with_eod,
         "empty_documents": num_empty + counts.num_only_eod,
         "duplicate_documents": counts.hashes.num_duplicates(),
-        "cut_documents": asdict(cut_documents(lengths, seq_len)),
+        "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
         "samples": _token_samples(files, tokenizer, num_samples),
     }
@@ -167,24 +167,18 @@ def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, i
 def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path)) if path else None
     found = []
-    for number in _spread(files.num_documents, count):
+    # from the first document to the last
+    places = np.linspace(0, files.num_documents - 1, min(max(0, count), files.num_documents))
+    for number in np.unique(places.astype(int)).tolist():
         begin, end = (int(bound) for bound in files.document_bounds[number : number + 2])
         ids = files.read(begin, min(end, begin + _SHOWN_TOKENS)).tolist()
         last = files.read(max(begin + len(ids), end - _SHOWN_LAST_TOKENS), end).tolist()
         sample = {"document": number, "tokens": end - begin, "first_ids": ids, "last_ids": last}
         if tokenizer is not None:
-            text = tokenizer.decode(ids, skip_special_tokens=False)
-            sample["text"] = text + (
-                " [...] " + tokenizer.decode(last, skip_special_tokens=False) if last else ""
-            )
+            texts = [tokenizer.decode(part, skip_special_tokens=False) for part in (ids, last) if part]
+            sample["text"] = " [...] ".join(texts)
         found.append(sample)
     return found
-
-
-def _spread(num_documents: int, count: int) -> list[int]:
-    """Numbers of documents from the first to the last."""
-    places = np.linspace(0, num_documents - 1, min(max(0, count), num_documents))
-    return np.unique(places.astype(int)).tolist()
 
 
 # JSONL files
@@ -299,26 +293,21 @@ def print_inspection(report: dict[str, Any]) -> None:
     for sample in report["samples"]:
         console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
     if "filters" in report:
-        console.print(_effects_table(report))
+        table = Table(
+            "filter", "removed", "share", "edited", "reasons", title="Filters", title_justify="left"
+        )
+        for one in report["filters"]:
+            counts = [f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items()]
+            share, reasons = f"{one['removed'] / max(1, report['read']):.2%}", escape(", ".join(counts))
+            table.add_row(one["filter"], f"{one['removed']:,}", share, f"{one['edited']:,}", reasons)
+        console.print(table)
     for sample in report.get("removed_samples", []):
-        console.print(_removed_text(sample), highlight=False, emoji=False, soft_wrap=True)
-
-
-def _effects_table(report: dict[str, Any]) -> Table:
-    table = Table("filter", "removed", "share", "edited", "reasons", title="Filters", title_justify="left")
-    for one in report["filters"]:
-        reasons = ", ".join(f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items())
-        share = f"{one['removed'] / max(1, report['read']):.2%}"
-        table.add_row(one["filter"], f"{one['removed']:,}", share, f"{one['edited']:,}", escape(reasons))
-    return table
-
-
-def _removed_text(sample: dict[str, Any]) -> str:
-    why = sample.get("reason") or ""
-    if "cluster" in sample:
-        why = f"cluster {sample['cluster']}, {'stays' if sample['stays'] else 'removed'}"
-    where = f"{sample['filter']}{': ' if why else ''}{why}: {sample['id']}"
-    return f"[bold]{escape(where)}[/bold]\n{escape(sample['text'][:_SHOWN_CHARACTERS])}"
+        why = sample.get("reason") or ""
+        if "cluster" in sample:
+            why = f"cluster {sample['cluster']}, {'stays' if sample['stays'] else 'removed'}"
+        where = escape(f"{sample['filter']}{': ' if why else ''}{why}: {sample['id']}")
+        text = f"[bold]{where}[/bold]\n{escape(sample['text'][:_SHOWN_CHARACTERS])}"
+        console.print(text, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _token_rows(report: dict[str, Any]) -> dict[str, object]:

@@ -49,16 +49,19 @@ class Manifest:
     """A manifest and where its files are.
 
     Args:
-        path: of the manifest.
-        folder: that the names of the outputs are relative to.
+        path: of the manifest; the names of the outputs are relative to its folder.
         content: as it was read.
         only: the output that is asked for; empty for all.
     """
 
     path: Path
-    folder: Path
     content: dict[str, Any]
     only: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the outputs."""
+        return self.path.parent
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
@@ -101,7 +104,7 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
         fix = "make the files again, or read them with moe-exp data inspect"
         rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
         raise ValueError(f"{path}: {rule}. Fix: {fix}.") from error
-    return Manifest(path, path.parent, content, only)
+    return Manifest(path, content, only)
 
 
 # Against the manifest
@@ -128,20 +131,16 @@ def _file_findings(manifest: Manifest) -> list[Finding]:
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
     with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
         for one in manifest.outputs:
-            wrong = _file_problem(manifest.folder / one["name"], one)
+            path, wrong = manifest.folder / one["name"], ""
+            if not path.is_file():
+                wrong = "is missing"
+            elif (size := path.stat().st_size) != one["bytes"]:
+                wrong = f"has {size:,} bytes, the manifest says {one['bytes']:,}"
+            elif not has_hash(path, one["hash"]):
+                wrong = "has other content than when it was made: its hash differs"
             found.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
             advance(int(one["bytes"]))
     return found
-
-
-def _file_problem(path: Path, entry: dict[str, Any]) -> str:
-    if not path.is_file():
-        return "is missing"
-    if (size := path.stat().st_size) != entry["bytes"]:
-        return f"has {size:,} bytes, the manifest says {entry['bytes']:,}"
-    return (
-        "" if has_hash(path, entry["hash"]) else "has other content than when it was made: its hash differs"
-    )
 
 
 def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
@@ -162,15 +161,14 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
             yield Finding(prefix.name, wrong)
             continue
         files = TokenFiles(prefix)
-        seen = {"num_documents": files.num_documents, "num_tokens": int(files.sequence_bounds[-1])}
+        seen = {"documents": files.num_documents, "tokens": int(files.sequence_bounds[-1])}
+        listed = {what: manifest.content.get(f"num_{what}", count) for what, count in seen.items()}
         wrong = "; ".join(
-            f"has {count:,} {count_name.removeprefix('num_')}, the manifest says"
-            f" {manifest.content[count_name]:,}"
-            for count_name, count in seen.items()
-            if manifest.content.get(count_name, count) != count
+            f"has {count:,} {what}, the manifest says {listed[what]:,}"
+            for what, count in seen.items()
+            if listed[what] != count
         )
-        facts = f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens"
-        yield Finding(prefix.name, wrong, facts)
+        yield Finding(prefix.name, wrong, ", ".join(f"{count:,} {what}" for what, count in seen.items()))
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
@@ -226,11 +224,11 @@ def _written(content: dict[str, Any]) -> Tally | None:
     """
     sides = [content.get("train"), content.get("valid")]
     for parts in (sides, [content.get("written")], [content], [content.get("read")]):
-        if all(isinstance(part, dict) and "text_hash" in part for part in parts):
+        counts = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
+        if len(counts) == len(parts):
             total = Tally()
-            for part in parts:
-                assert part is not None
-                total += Tally.from_json({"skipped": {}, **part})
+            for one in counts:
+                total += Tally.from_json({"skipped": {}, **one})
             return total
     return None
 
@@ -282,25 +280,19 @@ def _is_prefix(path: Path) -> bool:
 
 
 def _all_hashes(path: Path, text_field: str) -> Hashes:
+    hashes = Hashes()
     if _is_prefix(path):
-        return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
-    hashes, paths = Hashes(), data_files(path, text_field)
+        # as int64, so that files of another token type can be compared
+        files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
+        bounds = files.document_bounds
+        for first, end in token_blocks(bounds, BLOCK_TOKENS):
+            tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
+            for begin, stop in pairwise((bounds[first : end + 1] - bounds[first]).tolist()):
+                hashes.add(tokens[begin:stop].data)
+        return hashes
+    paths = data_files(path, text_field)
     with progress("reading", sum(one.stat().st_size for one in paths)) as advance:
         for one in paths:
             for part in hash_blocks(one, Tally(), advance, text_field):
                 hashes.extend(part)
-    return hashes
-
-
-def token_hashes(files: TokenFiles) -> Hashes:
-    """Hashes of the documents of token files, as int64, so that files of another token type can be
-    compared.
-    """
-    hashes = Hashes()
-    bounds = files.document_bounds
-    for first, end in token_blocks(bounds, BLOCK_TOKENS):
-        tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
-        begins = (bounds[first : end + 1] - bounds[first]).tolist()
-        for begin, stop in pairwise(begins):
-            hashes.add(tokens[begin:stop].data)
     return hashes

@@ -49,8 +49,8 @@ class Part:
     shards: Sequence[Path]
     prefix: Path
     valid_prefix: Path
-    asked: float
-    weight: float
+    asked: float = 0.0
+    weight: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -60,10 +60,8 @@ class Part:
 
 def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, tokenizer: str) -> str:
     """Markdown."""
-    lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of a training", ""]
-    if total_tokens:
-        lines[2] += f" with {total_tokens:,.0f} tokens"
-    lines[2] += "."
+    training = f"a training with {total_tokens:,.0f} tokens" if total_tokens else "a training"
+    lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of {training}.", ""]
     lines += _table(
         ("source", "from", "licence", "documents", "text", "tokens", "share asked", "share", "epochs"),
         [_source_row(part, total_tokens) for part in parts],
@@ -72,7 +70,9 @@ def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, t
     for part in parts:
         lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
     lines += ["## Tokens per document", "", *_lengths(parts)]
-    lines += ["## Languages", "", _languages_note(), ""]
+    how = f"Of the first {_LANGUAGES_OF:,} documents"
+    by = ": their field `language`, else by py3langid." if _has_langid() else ", by their field `language`."
+    lines += ["## Languages", "", how + by, ""]
     lines += _table(("source", "languages"), [(part.name, _languages(part)) for part in parts])
     lines += ["## Documents in two sources", "", *_overlaps(parts)]
     return "\n".join(lines) + "\n"
@@ -130,16 +130,14 @@ def _lengths(parts: Sequence[Part]) -> list[str]:
     return lines + _table(("tokens", *names), histogram)
 
 
-def _languages_note() -> str:
-    if importlib.util.find_spec("py3langid"):
-        return f"Of the first {_LANGUAGES_OF:,} documents: their field `language`, else by py3langid."
-    return f"Of the first {_LANGUAGES_OF:,} documents, by their field `language`."
+def _has_langid() -> bool:
+    return importlib.util.find_spec("py3langid") is not None
 
 
 def _languages(part: Part) -> str:
     found: Counter[str] = Counter()
     documents = (one for path in part.shards for _, one in read_objects(path, Tally()))
-    identify = language_identifier().classify if importlib.util.find_spec("py3langid") else None
+    identify = language_identifier().classify if _has_langid() else None
     for one in islice(documents, _LANGUAGES_OF):
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None

@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings
+from moe_exp.data.convert.duplicates import near_duplicates
 from moe_exp.data.convert.named_filters import NamedFilter
-from moe_exp.data.convert.near_duplicates import near_duplicates
 from moe_exp.data.kinds import TextRule
 from moe_exp.host.files import read_yaml
 

@@ -15,21 +15,20 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from filelock import FileLock, Timeout
 
-from moe_exp.config import problem
+from moe_exp.config import setting_error
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.own_text.sources import TextSource
 from moe_exp.data.shuffle.shuffle import shuffle
-from moe_exp.data.stage import Unfinished
+from moe_exp.data.stage import Unfinished, locked
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer, same_fingerprint, tokenizer_fingerprint
@@ -95,21 +94,26 @@ def folder_name(source: TextSource) -> str:
     return f"{safe or 'text'}_{key}"
 
 
-def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
-    """Preparations with the same options, the newest first."""
-    found = []
+def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
     for path in data_dir.glob(f"*/{FACTS}"):
         with suppress(ValueError, OSError):
-            facts = read_json(path)
-            if isinstance(facts, dict) and facts.get("options") == source.options:
-                found.append(Prepared(path.parent, facts))
+            if isinstance(facts := read_json(path), dict):
+                yield Prepared(path.parent, facts)
+
+
+def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
+    """Preparations with the same options, the newest first."""
+    found = [one for one in _all_prepared(data_dir) if one.facts.get("options") == source.options]
     return sorted(found, key=lambda one: str(one.facts.get("made_at")), reverse=True)
 
 
+def known_places(data_dir: Path) -> set[str]:
+    """Absolute paths and patterns of all texts that are prepared."""
+    return {str(one.facts.get("source")) for one in _all_prepared(data_dir)}
+
+
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """The preparation of the same files: by names, sizes and times, or by contents if times differ; None if
-    there is none.
-    """
+    """The preparation of the same files: by names, sizes and times, or by contents if times differ."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -120,26 +124,11 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
         touched = [(path, old["hash"]) for path, new, old in pairs if new["mtime_ns"] != old["mtime_ns"]]
         if all(file_hash(path) == content for path, content in touched):
             if touched:
-                _remember_times(one, listing)
+                files = [{**old, "mtime_ns": new["mtime_ns"]} for _, new, old in pairs]
+                with suppress(OSError):  # a folder that is only read
+                    write_json(one.folder / FACTS, {**one.facts, "files": files})
             return one
     return None
-
-
-def _remember_times(prepared: Prepared, listing: Sequence[Mapping[str, Any]]) -> None:
-    files = [
-        {**old, "mtime_ns": new["mtime_ns"]}
-        for old, new in zip(prepared.facts["files"], listing, strict=True)
-    ]
-    with suppress(OSError):  # a folder that is only read
-        write_json(prepared.folder / FACTS, {**prepared.facts, "files": files})
-
-
-def known_places(data_dir: Path) -> set[str]:
-    places = set()
-    for path in data_dir.glob(f"*/{FACTS}"):
-        with suppress(ValueError, OSError, AttributeError):
-            places.add(read_json(path).get("source"))
-    return places
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
@@ -152,12 +141,11 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
         return found
     for one in _known(source, data_dir):
         if one.facts["source"] == source.place and is_its_own(one):
-            logger.warning(
-                "%s=%s: changed since it was prepared; %s is used", source.setting, source.name, one.folder
-            )
+            what = "%s=%s: changed since it was prepared; %s is used"
+            logger.warning(what, source.setting, source.name, one.folder)
             return one
     rule = f"is text, and what was made of it is not in DATA_DIR={data_dir}"
-    raise ValueError(problem(source.setting, source.name, rule, "set DATA_DIR to that of the training"))
+    raise setting_error(source.setting, source.name, rule, "set DATA_DIR to that of the training")
 
 
 # Preparing
@@ -173,9 +161,8 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
     if found := matching(source, data_dir):
         logger.info("%s: prepared before, %s", source.name, _summary(found))
         return found
-    data_dir.mkdir(parents=True, exist_ok=True)
     folder = data_dir / folder_name(source)
-    with _lock(folder, source.name):
+    with locked(folder, f"{source.name}: waiting for the process that prepares {folder}"):
         if found := matching(source, data_dir):
             return found
         _log_changes(source, data_dir)
@@ -183,20 +170,6 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
         made = _build_again(source, folder)
     logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)
     return made
-
-
-@contextmanager
-def _lock(folder: Path, name: str) -> Iterator[None]:
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("%s: waiting for the process that prepares %s", name, folder)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _summary(made: Prepared) -> str:
@@ -216,13 +189,8 @@ def _log_changes(source: TextSource, data_dir: Path) -> None:
         return
     before = {file["name"]: file for file in earlier.facts["files"]}
     now = {file["name"]: file for file in source.listing()}
-    changed = [
-        name
-        for name in now
-        if name in before and any(now[name][key] != before[name][key] for key in ("bytes", "mtime_ns"))
-    ]
     kinds = {
-        "changed": changed,
+        "changed": [name for name in now if name in before and _differs(now[name], before[name])],
         "new": [name for name in now if name not in before],
         "gone": [name for name in before if name not in now],
     }
@@ -234,20 +202,21 @@ def _log_changes(source: TextSource, data_dir: Path) -> None:
         logger.warning(what, source.name, earlier.folder, "; ".join(parts))
 
 
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(one[key] != other[key] for key in ("bytes", "mtime_ns"))
+
+
 def _build_again(source: TextSource, folder: Path) -> Prepared:
     """Resumes what an interrupted start has left, or begins anew if that cannot be used."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:
         return _build(source, folder, work)
-    except Unfinished:
-        raise
-    except BadDocument:
+    except ValueError as error:
+        if isinstance(error, Unfinished):
+            raise
         shutil.rmtree(work, ignore_errors=True)
-        raise
-    except ValueError:
-        shutil.rmtree(work, ignore_errors=True)
-        if not resumes:
+        if isinstance(error, BadDocument) or not resumes:
             raise
     return _build(source, folder, work)
 
@@ -270,10 +239,10 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
     workers = min(os.cpu_count() or 1, 1 + size // _BYTES_PER_WORKER)
-    facts: dict[str, Any] = {
-        part: _counts(tokenize_files(paths, work / part, settings, workers=workers))
-        for part, paths in documents.items()
-    }
+    facts: dict[str, Any] = {}
+    for part, paths in documents.items():
+        manifest = tokenize_files(paths, work / part, settings, workers=workers)
+        facts[part] = {name: manifest[name] for name in ("num_documents", "num_tokens", "num_text_bytes")}
     facts |= {"source": source.place, "options": source.options, "files": files}
     facts |= {"tokenizer_path": source.tokenizer.name if source.tokenizer else ""}
     facts |= {"vocab_size": tokenizer.vocab_size, "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -286,18 +255,12 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     return Prepared(folder, facts)
 
 
-def _counts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest[name] for name in ("num_documents", "num_tokens", "num_text_bytes")}
-
-
 def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
     """JSONL files of the training and the held-out documents."""
     share = _held_out_share(source)
     options: dict[str, Any] = {"text_field": source.text_field, "rule": source.rule, "num_shards": 1}
     try:
         manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
-    except BadDocument:
-        raise
     except ValueError as error:
         if "no document in the input" in str(error):
             rule, fix = "has no text", "give files with text"
@@ -305,7 +268,7 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
             rule, fix = "has one document, so that none can be held out for validation", _MORE
         else:
             raise
-        raise ValueError(problem(source.setting, source.name, rule, fix)) from error
+        raise setting_error(source.setting, source.name, rule, fix) from error
     train, valid = (output / one["name"] for one in reversed(manifest["outputs"]))
     return {"train": [train], "valid": [valid]} if source.holds_out else {"train": [train, valid]}
 

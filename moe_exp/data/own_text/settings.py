@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,9 +71,10 @@ def with_prepared_text(config: Config) -> Config:
     """
     if not needs_preparation(config):
         return config
-    with _as_config_error():
-        ensure = partial(ensure_prepared, data_dir=Path(config.data_dir))
-        return _resolved(config, ensure, is_text)
+    try:
+        return _resolved(config, partial(ensure_prepared, data_dir=Path(config.data_dir)), is_text)
+    except (ValueError, OSError) as error:
+        raise ConfigError(_problems(error)) from None
 
 
 def already_prepared(config: Config) -> Config | None:
@@ -118,7 +119,6 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
         ValueError: there is none.
     """
     known = known_places(Path(config.data_dir))
-
     config = config.model_copy(update={"data_stages": ""})  # only training reads them
 
     def is_known(name: str) -> bool:
@@ -139,10 +139,8 @@ def text_problems(config: Config) -> list[str]:
                 check_first_documents(source)
         for url in _remote_tokens(config):
             find_tokens(url)
-    except ConfigError as error:
-        return error.problems
     except (ValueError, OSError) as error:
-        return [_line(error)]
+        return _problems(error)
     return []
 
 
@@ -234,19 +232,11 @@ def _resolved(
     return config.model_copy(update=data | {"tokenizer": tokenizer})
 
 
-@contextmanager
-def _as_config_error() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(_line(error).splitlines()) from None
-
-
-def _line(error: Exception) -> str:
-    """The error in a line: value, rule, fix."""
+def _problems(error: Exception) -> list[str]:
+    """Lines about an error: value, rule, fix."""
+    if isinstance(error, ConfigError):
+        return error.problems
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         fix = "make it readable, or set DATA_DIR to a folder that you can write to"
-        return f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."
-    return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text")
+        return [f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."]
+    return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text").splitlines()

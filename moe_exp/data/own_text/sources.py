@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
@@ -55,10 +54,11 @@ class TextSource:
     @property
     def options(self) -> dict[str, Any]:
         """Everything but the files that the result depends on."""
-        given = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
-        options = {"text_field": self.text_field, "documents": self.rule.documents}
-        plain: dict[str, Any] = json.loads(json.dumps(given | options))
-        return plain | {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
+        options: dict[str, Any] = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
+        options |= {"text_field": self.text_field, "documents": self.rule.documents}
+        options |= {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
+        plain: dict[str, Any] = json.loads(json.dumps(options))
+        return plain
 
     @cached_property
     def real_files(self) -> frozenset[Path]:
@@ -158,7 +158,7 @@ def loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
     tokenizer = load_named_tokenizer(name, prepend_bos=prepend_bos)
     if tokenizer.eod_id is None:
         fix = "name one as eos_token in its tokenizer_config.json"
-        raise ValueError(problem("tokenizer", name, "names no token that ends a document", fix))
+        raise setting_error("tokenizer", name, "names no token that ends a document", fix)
     return tokenizer
 
 
@@ -170,19 +170,19 @@ def named_errors(source: TextSource) -> Iterator[None]:
     except BadDocument as error:
         path = os.path.relpath(error.path, Path(source.name).expanduser()) if source.name else error.path
         where = error.path if path.startswith("..") or path == "." else path
-        rule, fix = f"{where}, line {error.line_number}: {error.reason}", error.fix
-        fixed = fix or "correct the line, or leave the file out"
-        raise ValueError(problem(source.setting, source.name, rule, fixed)) from error
+        rule = f"{where}, line {error.line_number}: {error.reason}"
+        fix = error.fix or "correct the line, or leave the file out"
+        raise setting_error(source.setting, source.name, rule, fix) from error
     except ModuleNotFoundError as error:
         rule, fix = f"reading it needs the package {error.name}", 'pip install "moe-exp[data]"'
-        raise ValueError(problem(source.setting, source.name, rule, fix)) from error
+        raise setting_error(source.setting, source.name, rule, fix) from error
 
 
 def check_first_documents(source: TextSource) -> None:
     """Whether the first file of each kind has text, as far as its beginning shows."""
     if not any(path.stat().st_size for path in source.files):
         fix = "give files with text"
-        raise ValueError(problem(source.setting, source.name, "has only empty files", fix))
+        raise setting_error(source.setting, source.name, "has only empty files", fix)
     seen = set()
     for path in source.files:
         if (kind := ending(path)) in seen or not path.stat().st_size:
@@ -192,18 +192,13 @@ def check_first_documents(source: TextSource) -> None:
         if kind in TABLE_SUFFIXES:
             names = table_schema(path).names
         else:
-            lines = islice(read_lines(path, text_field=field, rule=source.rule), 1)
-            names = next((_fields(line) for _, line in lines), None)
+            _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
+            names = None
+            with suppress(orjson.JSONDecodeError):  # reading names the line
+                row = orjson.loads(line)
+                names = list(row) if isinstance(row, dict) else None
         if names is not None and field not in names:
             texts = ", ".join(names) or "nothing"
             rule = f"{path.name} has no field {field!r}, but {texts}"
             fix = "set TEXT_FIELD to the field with the text"
-            raise ValueError(problem(source.setting, source.name, rule, fix))
-
-
-def _fields(line: bytes) -> list[str] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None  # reading names the line
-    return list(row) if isinstance(row, dict) else None
+            raise setting_error(source.setting, source.name, rule, fix)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles, share_range
-from moe_exp.data.tokens.ranged import bin_bytes, open_tokens, read_ranges
+from moe_exp.data.tokens.ranged import open_tokens
 
 _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
@@ -111,10 +111,6 @@ class Corpus:
             self._epochs[number] = self._order(self._first + documents, window_key)
         return self._epochs[number]
 
-    def add_to(self, digest: hashlib.blake2b) -> None:
-        """Adds what identifies the files. About half a second for 50 million documents."""
-        add_files(digest, self.prefix, self.dtype, self._bounds)
-
     # What is different where windows are made otherwise.
 
     def _filler_of(self, files: TokenFiles) -> int:
@@ -128,7 +124,7 @@ class Corpus:
         return Epoch(documents, np.cumsum(self._bounds[documents + 1] - self._bounds[documents]), window_key)
 
     def _pieces(self, epoch: Epoch, window: int) -> Iterable[Piece]:
-        """What makes up a window of an epoch, in order."""
+        """Pieces of a window of an epoch, in order."""
         start = window * self.seq_len
         stop = start + self.seq_len + 1
         first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
@@ -138,15 +134,6 @@ class Corpus:
             begin = int(self._bounds[document + 1]) - (end - start)
             yield Piece(document, begin, begin + count)
             start += count
-
-
-def add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bounds: Int64Array) -> None:
-    """Adds to `digest` what identifies token files: sizes, lengths of documents, first and last bytes."""
-    digest.update(f"{dtype.name} {len(bounds)} {bounds[-1]}".encode())
-    digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
-    size = bin_bytes(prefix) or 0
-    for block in read_ranges(prefix, [(0, min(size, 4096)), (max(0, size - 4096), size)]):
-        digest.update(block)
 
 
 # Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would

@@ -1,25 +1,26 @@
 """Token files -> the endless sequence of training samples. Shapes: B samples, S = seq_len, S1 = seq_len + 1.
 
 Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of
-training iterations, and a run that is prolonged sees other data; whoever needs that order finds it in
-megatron_dataset.py. Here sample i is a function of the files, the sequence length, the seed and i, and of
-nothing else. There is no index to be built, stored or to go stale.
+training iterations, and extending a run changes it; `megatron_dataset.py` reproduces that order. Here sample
+i is a function of the files, the sequence length, the seed and i, and of nothing else. There is no index to
+be built, stored or to go stale.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol
+from math import lcm
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from moe_exp.data.samples.blend import blend_counts, blend_position, integer_weights
-from moe_exp.data.samples.corpus import Corpus, add_files
+from moe_exp.data.samples.corpus import Corpus
 from moe_exp.data.samples.packing import PackedCorpus
 from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles
 from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
@@ -27,28 +28,6 @@ from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
 Packing = Literal["concatenate", "best_fit"]
 
 _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
-
-
-class Samples(Protocol):
-    """Samples of a run by number, in an order that does not change during the run."""
-
-    def sample(self, index: int) -> Int64Array:
-        """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
-
-    def stage_at(self, index: int) -> Stage:
-        """The stage of DATA_STAGES that sample number `index` is of."""
-
-    def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the files, see `fingerprint_of`."""
-
-    def content(self) -> str:
-        """Hash of the tokens, see `content_of`."""
-
-    def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
 
 
 class Stage(NamedTuple):
@@ -74,6 +53,30 @@ class Origin:
     documents: tuple[int, ...]
 
 
+class Samples(Protocol):
+    """Samples of a run by number, in an order that does not change during the run."""
+
+    def stage_at(self, index: int) -> Stage:
+        """The stage of DATA_STAGES that sample number `index` belongs to."""
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+
+    def origin(self, index: int) -> Origin:
+        """Origin of sample number `index`."""
+
+
+class _StagePart(NamedTuple):
+    """A stage of a `SampleStream`: of every file the corpus, and the windows that earlier stages took."""
+
+    first_sample: int
+    seq_len: int
+    weights: list[int]  # running sums, from 0
+    names: list[tuple[str, int, int]]
+    corpora: list[Corpus]
+    taken: list[int]
+
+
 class SampleStream:
     """The endless, shuffled sequence of training samples over one token file or a weighted blend of several.
 
@@ -82,8 +85,11 @@ class SampleStream:
     shuffled. Every token is the input of exactly one sample per epoch, but for the remainder that is shorter
     than a window. The files of a blend have epochs of their own, see `blend_position`.
 
+    Samples are counted in tokens of the first stage, as everywhere: in a stage whose samples are F times as
+    long, one stands for F numbers, and these are always read together.
+
     Args:
-        blend: (weight, prefix of .bin/.idx) pairs; weights are relative.
+        blend: (weight, prefix of .bin/.idx) pairs as of `parse_blend`; weights are relative.
         seq_len: tokens per sample.
         seed: key of both shuffles.
         shuffle: False keeps the order of the file, as validation wants it.
@@ -91,8 +97,7 @@ class SampleStream:
         packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `packing.PackedCorpus`.
 
     Raises:
-        ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there
-            is no file.
+        ValueError: a file is missing, damaged or smaller than one window.
     """
 
     def __init__(
@@ -105,109 +110,101 @@ class SampleStream:
         share: Share = (0.0, 1.0),
         packing: Packing = "concatenate",
     ):
-        if not blend:
-            raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
         self.seq_len = seq_len
         self._shuffle, self._share, self._key = shuffle, share, str(seed)
         self._kind = PackedCorpus if packing == "best_fit" else Corpus
-        # Windows that each corpus gave in stages before this one; one that comes twice in a blend is two.
+        self._stages: list[_StagePart] = []
+        # Windows that each corpus gave in stages so far; one that comes twice in a blend is two.
         self._given: dict[tuple[str, int, int], tuple[Corpus, int]] = {}
-        self._take(blend, self._key)
+        self._append(blend, seq_len, first_sample=0, key=self._key)
 
-    def _take(self, blend: Sequence[tuple[float, str]], key: str) -> None:
-        self._cumulative_weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
-        self._names: list[tuple[str, int, int]] = []
-        for position, (_, prefix) in enumerate(blend):
-            times = sum(name[0] == prefix for name in self._names)
-            self._names.append(name := (prefix, self.seq_len, times))
-            if name not in self._given:
-                corpus = self._kind(
-                    prefix,
-                    seq_len=self.seq_len,
-                    key=f"{key}/{position}",
-                    shuffle=self._shuffle,
-                    share=self._share,
-                )
-                self._given[name] = corpus, 0
-        self._corpora = [self._given[name][0] for name in self._names]
-        self._before = [self._given[name][1] for name in self._names]
-
-    def next_stage(
-        self, blend: Sequence[tuple[float, str]], *, seq_len: int, num_samples: int, number: int
-    ) -> SampleStream:
-        """The stream that follows this one after `num_samples`; files continue where they are.
+    def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
+        """Lets the samples from `first_sample` on come from another blend; files continue where they are.
 
         With another `seq_len` a file begins a new epoch. What was left of the one before is not read.
 
         Args:
             blend: as above.
-            seq_len: tokens per sample.
-            num_samples: that this stream gave.
-            number: of the stage, a key of the shuffle of files that are new.
+            seq_len: tokens per sample, a multiple of that of the first stage.
+            first_sample: as far after the stage before as whole samples reach.
 
         Raises:
             ValueError: as above.
         """
-        stream = copy.copy(self)
-        stream.seq_len, stream._given = seq_len, dict(self._given)
-        counts = blend_counts(num_samples, self._cumulative_weights)
-        for name, count in zip(self._names, counts, strict=True):
+        last = self._stages[-1]
+        num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
+        for name, count in zip(last.names, blend_counts(num_samples, last.weights), strict=True):
             corpus, before = self._given[name]
-            stream._given[name] = corpus, before + count
-        stream._take(blend, f"{self._key}/stage {number}")
-        return stream
+            self._given[name] = corpus, before + count
+        key = f"{self._key}/stage {len(self._stages)}"
+        self._append(blend, seq_len, first_sample=first_sample, key=key)
+
+    def _append(
+        self, blend: Sequence[tuple[float, str]], seq_len: int, *, first_sample: int, key: str
+    ) -> None:
+        weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
+        names: list[tuple[str, int, int]] = []
+        for position, (_, prefix) in enumerate(blend):
+            times = sum(name[0] == prefix for name in names)
+            names.append(name := (prefix, seq_len, times))
+            if name not in self._given:
+                how: dict[str, Any] = {"shuffle": self._shuffle, "share": self._share}
+                corpus = self._kind(prefix, seq_len=seq_len, key=f"{key}/{position}", **how)
+                self._given[name] = corpus, 0
+        corpora, taken = zip(*(self._given[name] for name in names), strict=True)
+        self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
 
     def stage_at(self, index: int) -> Stage:
-        """The only one."""
-        return Stage(0, self.seq_len, self._kind is PackedCorpus)
+        """The stage of DATA_STAGES that sample number `index` belongs to."""
+        number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
+        return Stage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
-        corpus, local = self._place(index)
-        return corpus.window(local)
+        corpus, window = self._place(index)
+        return corpus.window(window)
 
     def origin(self, index: int) -> Origin:
         """Origin of sample number `index`."""
-        corpus, local = self._place(index)
-        return Origin(corpus.prefix, corpus.documents(local))
+        corpus, window = self._place(index)
+        return Origin(corpus.prefix, corpus.documents(window))
 
     def _place(self, index: int) -> tuple[Corpus, int]:
-        if index < 0:
-            fix = "count samples from the start of the run"
-            raise ValueError(f"sample index {index}: must be 0 or more. Fix: {fix}.")
-        position, local = blend_position(index, self._cumulative_weights)
-        return self._corpora[position], self._before[position] + local
+        """The corpus of a sample, and the number of its window there."""
+        stage = self._stages[self.stage_at(index).number]
+        local = (index - stage.first_sample) * self.seq_len // stage.seq_len
+        position, window = blend_position(local, stage.weights)
+        return stage.corpora[position], stage.taken[position] + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
-        return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
+        """The samples that stand for `first` to `first + count - 1`: int64 token ids of shape [count/F, S1].
 
-    def fingerprint(self) -> str:
-        """Fingerprint of the files, see `fingerprint_of`."""
-        digest = hashlib.blake2b(digest_size=8)
-        for corpus in self._corpora:
-            corpus.add_to(digest)
-        return digest.hexdigest()
-
-    def content(self) -> str:
-        """Hash of the tokens, see `content_of`."""
-        return content_of([corpus.prefix for corpus in self._corpora])
-
-
-def print_of(fingerprint: str, content: str) -> str:
-    """16 hex digits for the fingerprint and the hash of the tokens of files together."""
-    return hashlib.blake2b(f"{fingerprint} {content}".encode(), digest_size=8).hexdigest()
+        Raises:
+            ValueError: these numbers are not those of whole samples of one stage.
+        """
+        number, seq_len, _ = self.stage_at(first)
+        factor = seq_len // self.seq_len
+        inside = (first - self._stages[number].first_sample) % factor
+        if inside or count % factor or self.stage_at(first + count - 1).number != number:
+            rule = f"samples {first} to {first + count - 1} are not those of whole samples of a stage"
+            raise ValueError(f"{rule}. Fix: read {factor} at a time.")
+        return torch.from_numpy(np.stack([self.sample(n) for n in range(first, first + count, factor)]))
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits that identify token files by sizes, document lengths and ends, not by their paths.
+    """16 hex digits that identify token files by sizes, document lengths, first and last bytes, not by paths.
 
     Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
+    About half a second for 50 million documents.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
         files = TokenFiles(prefix)
-        add_files(digest, prefix, files.dtype, files.document_bounds)
+        bounds, size = files.document_bounds, bin_bytes(prefix) or 0
+        digest.update(f"{files.dtype.name} {len(bounds)} {bounds[-1]}".encode())
+        digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
+        for block in read_ranges(prefix, [(0, min(size, 4096)), (max(0, size - 4096), size)]):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -226,3 +223,52 @@ def content_of(prefixes: Sequence[str]) -> str:
         for block in read_ranges(prefix, ranges):
             digest.update(block)
     return digest.hexdigest()
+
+
+# Which data set of a blend gives which sample
+
+
+def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
+    """Which data set sample `index` comes from, and how many samples it gave before.
+
+    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to
+    its left half, where p is the share of that half. This has a closed form, so random access needs no
+    history. Rounding adds at most 1/2 per level: after any number of samples, each of K data sets is within
+    ceil(log2 K) / 2 samples of its share.
+
+    Args:
+        index: sample number in the blend.
+        cumulative_weights: 0 and the running sums of the weights, integers, so that the result is exact.
+    """
+    low, high = 0, len(cumulative_weights) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        left = cumulative_weights[middle] - cumulative_weights[low]
+        total = cumulative_weights[high] - cumulative_weights[low]
+        before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
+        if after > before:
+            high, index = middle, before
+        else:
+            low, index = middle, index - before
+    return low, index
+
+
+def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
+    """How many of the first `count` samples of a blend come from each data set, see `blend_position`."""
+    if len(cumulative_weights) == 2:
+        return [count]
+    middle = (len(cumulative_weights) - 1) // 2
+    left = cumulative_weights[middle] - cumulative_weights[0]
+    total = cumulative_weights[-1] - cumulative_weights[0]
+    of_left = (2 * count * left + total) // (2 * total)
+    return blend_counts(of_left, cumulative_weights[: middle + 1]) + blend_counts(
+        count - of_left, cumulative_weights[middle:]
+    )
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """The same ratios in whole numbers."""
+    # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
+    fractions = [Fraction(str(float(weight))) for weight in weights]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * denominator) for fraction in fractions]

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from moe_exp.data.samples.dataset import Origin, Stage, content_of, fingerprint_of
+from moe_exp.data.samples.dataset import Origin, Stage, fingerprint_of
 from moe_exp.data.tokens.files import Int64Array, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokens import parse_blend
 
@@ -41,16 +41,10 @@ INDEX_FOLDER = "megatron_index"
 
 
 class MegatronSamples:
-    """Samples of a GPTDataset or of a BlendedDataset of such, by number. The interface is `dataset.Samples`.
+    """Samples of a GPTDataset or a BlendedDataset of such, by number. The interface is `dataset.Samples`."""
 
-    Args:
-        dataset: as BlendedMegatronDatasetBuilder builds it.
-        prefixes: of the files that it reads.
-    """
-
-    def __init__(self, dataset: Any, prefixes: list[str]):
+    def __init__(self, dataset: Any):
         self._dataset = dataset
-        self._prefixes = prefixes
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -76,14 +70,6 @@ class MegatronSamples:
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the files, see `dataset.fingerprint_of`."""
-        return fingerprint_of(self._prefixes)
-
-    def content(self) -> str:
-        """Hash of the tokens, see `dataset.content_of`."""
-        return content_of(self._prefixes)
 
     def origin(self, index: int) -> Origin:
         """Origin of sample number `index`; Megatron's documents are the file's sequences."""
@@ -136,7 +122,6 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
     """
     _check_parts(order)
     train, valid = _in_cache(order, cache_dir)
-    prefixes = order.prefixes
     for name, text, dataset, num_samples in (
         ("TRAIN_DATA", order.train, train, order.num_train_samples),
         ("VALID_DATA", order.valid or order.train, valid, order.num_valid_samples),
@@ -146,9 +131,7 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
             rule += f", and the run takes {num_samples}"
             fix = "give each prefix a weight, or set DATA_ORDER=stream"
             raise ValueError(f"{name}={text}: {rule}. Fix: {fix}.")
-    return MegatronSamples(train, prefixes[0]), (
-        None if valid is None else MegatronSamples(valid, prefixes[-1])
-    )
+    return MegatronSamples(train), None if valid is None else MegatronSamples(valid)
 
 
 def _check_parts(order: MegatronOrder) -> None:
@@ -168,72 +151,41 @@ def _check_parts(order: MegatronOrder) -> None:
                     raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
 
 
-# The index files
-
-
 def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
     """Training and validation dataset, by index files that rank 0 has built if they were not there."""
-    with _lock(cache_dir, order) if _is_first() else nullcontext():
-        folder, building = _from_first(lambda: _folders(order, cache_dir))
-        if building is not None:
-            started = time.monotonic()
+    is_one_of_several = torch.distributed.is_initialized()
+    is_first = not is_one_of_several or torch.distributed.get_rank() == 0
+    barrier = torch.distributed.barrier if is_one_of_several else lambda: None
+    found: list[Any] = [None, None]  # of rank 0: the folder, and whether it is complete
+    with ExitStack() as stack:
+        if is_first:
+            # The paths too, as they are part of the names that Megatron gives the files.
+            key = json.dumps([asdict(order), [fingerprint_of(prefixes) for prefixes in order.prefixes]])
+            name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+            folder = cache_dir.absolute() / INDEX_FOLDER / name
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(folder.with_name(f"{name}.lock")))
+            found = [folder, folder.is_dir()]
+        if is_one_of_several:
+            torch.distributed.broadcast_object_list(found)
+        folder, is_complete = found
+        if not is_complete:
+            building, started = folder.with_name(f"{folder.name}.building"), time.monotonic()
+            if is_first:
+                shutil.rmtree(building, ignore_errors=True)
+                building.mkdir()
+            barrier()
             _build(order, building)
-            _barrier()
-            if _is_first():
-                _publish(building, folder)
-                logger.info(
-                    "Megatron's sample order: built in %.1f s, kept in %s", time.monotonic() - started, folder
-                )
-    _barrier()
+            barrier()
+            if is_first:
+                for path in building.iterdir():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                building.rename(folder)
+                what = "Megatron's sample order: built in %.1f s, kept in %s"
+                logger.info(what, time.monotonic() - started, folder)
+    barrier()
     return _build(order, folder)  # found there; the arrays stay on disk
-
-
-def _lock(cache_dir: Path, order: MegatronOrder) -> FileLock:
-    folder = _folder(order, cache_dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder.with_name(folder.name + ".lock"))
-
-
-def _folder(order: MegatronOrder, cache_dir: Path) -> Path:
-    # The paths too, as they are part of the names that Megatron gives the files.
-    key = json.dumps([asdict(order), [fingerprint_of(prefixes) for prefixes in order.prefixes]])
-    return cache_dir.absolute() / INDEX_FOLDER / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-
-
-def _folders(order: MegatronOrder, cache_dir: Path) -> tuple[Path, Path | None]:
-    """The folder of the order, and where to build it if it is not there."""
-    folder = _folder(order, cache_dir)
-    if folder.is_dir():
-        return folder, None
-    building = folder.with_name(folder.name + ".building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    return folder, building
-
-
-def _publish(building: Path, folder: Path) -> None:
-    for path in building.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    building.rename(folder)
-
-
-def _is_first() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
-def _barrier() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def _from_first(make: Any) -> Any:
-    """Result of `make` on rank 0, on every rank."""
-    box = [make() if _is_first() else None]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(box)
-    return box[0]
 
 
 # Megatron's builder

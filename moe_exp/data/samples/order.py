@@ -19,7 +19,7 @@ from moe_exp.config import Config, problem
 from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
-from moe_exp.data.samples.dataset import content_of, fingerprint_of, print_of
+from moe_exp.data.samples.dataset import content_of, fingerprint_of
 from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
 from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
 from moe_exp.data.tokens.files import manifest_of, parse_split
@@ -74,8 +74,8 @@ class SampleOrder:
         stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:
-        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: as of
-        `StagedSamples.stage_prints`; `documents`: of the files.
+        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: both
+        of every later stage, hashed together; `documents`: of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -104,7 +104,7 @@ class SampleOrder:
         )
 
     def facts(self) -> dict[str, Any]:
-        """As a checkpoint keeps them: numbers, texts and lists."""
+        """Plain values for a checkpoint: numbers, texts and lists."""
         return asdict(self)
 
 
@@ -118,8 +118,9 @@ def order_of_files(config: Config) -> SampleOrder | None:
     blends = [blend, *(stage.train_data or blend for stage in stages_of(config)[1:])]
     prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
     first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
+    together = [hashlib.blake2b(" ".join(prints).encode(), digest_size=8).hexdigest() for prints in later]
     documents = documents_of(config.train_data) if config.train_data else None
-    return SampleOrder.of(config, *first, [print_of(*prints) for prints in later], documents)
+    return SampleOrder.of(config, *first, together, documents)
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -160,73 +161,61 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training resumes in it.
+    """How `order`, that of `config`, differs from that of a checkpoint; empty: training resumes in it.
 
-    Args:
-        config: settings of this start.
-        order: what they and the files make of it.
-        saved: `SampleOrder.facts` of the checkpoint. A fact that it does not have is not compared.
-        checkpoint: what to call it.
-        next_sample: the first that the checkpoint has not seen; stages from there on may be others.
+    A fact that `saved` (`SampleOrder.facts` of the checkpoint) lacks is not compared. Stages may differ from
+    `next_sample` on, the first that the checkpoint has not seen.
     """
     differing = _differing(order.facts(), saved)
-    changes = []
+    changes: list[Change] = []
+
+    def add(name: str, rule: str, fix: str, **consequence: str) -> None:
+        changes.append(Change(name, getattr(config, name.lower()), rule, fix, **consequence))
+
+    def both(fact: str) -> str:
+        return f"({fact} {getattr(order, fact)} instead of {saved[fact]})"
+
     if "fingerprint" in differing:
-        changes.append(_other_files(config, order, saved, checkpoint))
+        fix = "give back the old files, in their old order"
+        if not config.train_data:
+            fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
+        add("TRAIN_DATA", f"its files are not those of {checkpoint} {both('fingerprint')}", fix)
     elif "content" in differing:
-        rule = (
-            f"its files hold other tokens than those of {checkpoint}, with the same lengths of documents"
-            f" (content {order.content} instead of {saved['content']})"
-        )
+        rule = f"its files hold other tokens than those of {checkpoint}, with the same lengths of documents"
         fix = "give back the old files"
-        changes.append(Change("TRAIN_DATA", config.train_data, rule, fix, "the loss would jump"))
+        add("TRAIN_DATA", f"{rule} {both('content')}", fix, consequence="the loss would jump")
     elif "manifest" in differing:
-        rule = (
-            f"its files hold other tokens than those of {checkpoint} by their manifests ({order.manifest}"
-            f" instead of {saved['manifest']}), though a sample of them is the same"
-        )
+        rule = f"its files hold other tokens than those of {checkpoint} by their manifests {both('manifest')}"
         fix = "give back the old files; moe-exp data verify checks whether files are what their manifest says"
-        changes.append(
-            Change("TRAIN_DATA", config.train_data, rule, fix, "the order of samples means others")
-        )
+        same = "though a sample of them is the same"
+        add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="the order of samples means others")
     elif "weights" in differing:  # weights by size follow the files
-        rule = f"blends its files as {_blend(order.weights)}, {checkpoint} as {_blend(saved['weights'])}"
-        changes.append(Change("TRAIN_DATA", config.train_data, rule, "give back the old weights"))
+        ours, theirs = (_shown(one) or "one after the other" for one in (order.weights, saved["weights"]))
+        rule = f"blends its files as {ours}, {checkpoint} as {theirs}"
+        add("TRAIN_DATA", rule, "give back the old weights")
     if "share" in differing:
-        parts = [f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"])]
-        rule = f"trains on the documents from {parts[0]} of each file, {checkpoint} on those from {parts[1]}"
-        changes.append(Change("SPLIT", config.split, rule, "give back the old SPLIT"))
-    settings = {name: name for name in ("seed", "seq_len", "data_order")} | {"packing": "document_packing"}
-    for fact, name in settings.items():
+        ours, theirs = (f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"]))
+        rule = f"trains on the documents from {ours} of each file, {checkpoint} on those from {theirs}"
+        add("SPLIT", rule, "give back the old SPLIT")
+    settings = {name: name.upper() for name in ("seed", "seq_len", "data_order")}
+    for fact, name in (settings | {"packing": "DOCUMENT_PACKING"}).items():
         if fact in differing:
-            setting, before = name.upper(), saved.get(fact, "concatenate")
-            rule = f"{checkpoint} has {setting}={before}"
-            changes.append(Change(setting, getattr(config, name), rule, f"set {setting}={before}"))
+            before = f"{name}={saved.get(fact, 'concatenate')}"
+            add(name, f"{checkpoint} has {before}", f"set {before}")
     if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:
-        prints = f"fingerprint {order.tokenizer} instead of {saved['tokenizer']}"
-        rule, fix = f"is not the tokenizer of {checkpoint} ({prints})", "give back the old tokenizer"
-        changes.append(Change("TOKENIZER", config.tokenizer, rule, fix, "ids would stand for other text"))
-    past, past_of_saved = (
-        [{name: value for name, value in stage.items() if name != "from_tokens"} for stage in stages]
-        for stages in (
-            begun_stages(order.stages, next_sample),
-            begun_stages(saved.get("stages", []), next_sample),
-        )
-    )
-    if past != past_of_saved:
-        changes.append(_other_stages(config, past, past_of_saved, checkpoint, next_sample))
+        prints = f"(fingerprint {order.tokenizer} instead of {saved['tokenizer']})"
+        rule, fix = f"is not the tokenizer of {checkpoint} {prints}", "give back the old tokenizer"
+        add("TOKENIZER", rule, fix, consequence="ids would stand for other text")
+    if rule := _other_stage(order.stages, saved.get("stages", []), checkpoint, next_sample):
+        add("DATA_STAGES", rule, "give back the old stage; later ones may change")
     if "num_samples" in differing and "data_order" not in differing:
-        changes.append(_other_length(config, order, saved, checkpoint))
+        rule = (
+            f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than"
+            f" the {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not"
+            " have"
+        )
+        add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
     return changes
-
-
-def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
-    prints = f"fingerprint {order.fingerprint} instead of {saved['fingerprint']}"
-    rule = f"its files are not those of {checkpoint} ({prints})"
-    fix = "give back the old files, in their old order"
-    if not config.train_data:
-        fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
-    return Change("TRAIN_DATA", config.train_data, rule, fix)
 
 
 def place_stages(
@@ -256,36 +245,28 @@ def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[
     return [dict(stage) for stage in stages if stage["first_sample"] < next_sample]
 
 
-def _other_stages(
-    config: Config,
-    past: Sequence[dict[str, Any]],
-    past_of_saved: Sequence[dict[str, Any]],
+def _other_stage(
+    stages: Sequence[Mapping[str, Any]],
+    stages_of_saved: Sequence[Mapping[str, Any]],
     checkpoint: str,
     next_sample: int,
-) -> Change:
-    pairs = zip_longest(past, past_of_saved)
-    number, (ours, theirs) = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    rule = f"stage {number} has begun before sample {next_sample}, where {checkpoint} is, and"
-    if ours is None or theirs is None:
-        rule += f" {checkpoint} has {'it' if ours is None else 'no such stage'} at sample "
-        rule += str((ours or theirs)["first_sample"])
-    else:
-        name = next(name for name in ours if ours[name] != theirs.get(name))
-        rule += f" its {name} is {_shown(ours[name])}, that of the checkpoint {_shown(theirs.get(name))}"
-    return Change("DATA_STAGES", config.data_stages, rule, "give back the old stage; later ones may change")
+) -> str:
+    """How the first stage that has begun differs from that of a checkpoint; empty if none does."""
+    past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
+    for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
+        rule = f"stage {number} has begun before sample {next_sample}, where {checkpoint} is, and"
+        if ours is None or theirs is None:
+            what, stage = ("it", theirs) if ours is None else ("no such stage", ours)
+            return f"{rule} {checkpoint} has {what} at sample {stage['first_sample']}"
+        for name in ours:
+            if name != "from_tokens" and ours[name] != theirs.get(name):
+                mine, other = _shown(ours[name]), _shown(theirs.get(name))
+                return f"{rule} its {name} is {mine}, that of the checkpoint {other}"
+    return ""
 
 
 def _shown(value: Any) -> str:
     return " : ".join(value) if isinstance(value, list) else str(value)
-
-
-def _other_length(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
-    rule = (
-        f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than the"
-        f" {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not have"
-    )
-    fix = f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again"
-    return Change("TRAIN_ITERS", config.train_iters, rule, fix)
 
 
 def _manifest(train_data: str) -> str | None:
@@ -312,7 +293,3 @@ def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
         return []
     fractions = [Fraction(str(weight)) for weight, _ in blend]
     return [str(fraction / sum(fractions)) for fraction in fractions]
-
-
-def _blend(weights: list[str]) -> str:
-    return " : ".join(weights) or "one after the other"

@@ -115,7 +115,11 @@ class PackedCorpus(Corpus):
 
     def _pieces(self, epoch: Epoch, window: int) -> list[Piece]:
         if window < self._num_full:
-            return [self._full_piece(epoch, window)]
+            place = int(np.searchsorted(epoch.ends, window, side="right"))
+            document = int(epoch.documents[place])
+            before = int(epoch.ends[place - 1]) if place else 0
+            begin = int(self._bounds[document]) + (window - before) * self.seq_len
+            return [Piece(document, begin, begin + self.seq_len + 1)]
         sample = window - self._num_full
         number = bisect_right(self._group_ends, sample)
         group = self._groups[number]
@@ -129,13 +133,6 @@ class PackedCorpus(Corpus):
         if not self.shuffle:
             return pieces
         return [pieces[place] for place in shuffled(len(pieces), hash_of(f"{epoch.key}/{window}"))]
-
-    def _full_piece(self, epoch: Epoch, window: int) -> Piece:
-        place = int(np.searchsorted(epoch.ends, window, side="right"))
-        document = int(epoch.documents[place])
-        before = int(epoch.ends[place - 1]) if place else 0
-        begin = int(self._bounds[document]) + (window - before) * self.seq_len
-        return Piece(document, begin, begin + self.seq_len + 1)
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
@@ -152,35 +149,24 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
     return num_full, np.where(predicted > 0, predicted + 1, 0)
 
 
-@dataclass(frozen=True)
-class CutDocuments:
-    """Shares of the documents of a file that samples cut.
+def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
+    """What samples of `seq_len` tokens do to documents of these lengths, both ways of making them.
 
-    Args:
-        seq_len: tokens per sample.
-        concatenated: share of the documents that are cut when all are one text, 0 to 1: one of n tokens with
-            a probability of (n - 1) / seq_len, as its place is random.
-        best_fit: the same by best fit, where only those longer than a sample are.
-        filler: share of end-of-document tokens that fill samples up by best fit.
+    Returns:
+        `concatenated`: share of the documents that are cut when all are one text, 0 to 1: one of n tokens
+        with a probability of (n - 1) / seq_len, as its place is random. `best_fit`: the same by best fit,
+        where only those longer than a sample are. `filler`: share of end-of-document tokens that fill samples
+        up by best fit. And `seq_len`.
     """
-
-    seq_len: int
-    concatenated: float
-    best_fit: float
-    filler: float
-
-
-def cut_documents(lengths: Int64Array, seq_len: int) -> CutDocuments:
-    """Both ways of making samples of documents of these lengths, in tokens."""
     counts = piece_counts(lengths, seq_len)
     num_samples = _num_samples(counts)
     num_filled = int((counts * np.arange(len(counts))).sum())
-    return CutDocuments(
-        seq_len=seq_len,
-        concatenated=float(np.clip((lengths - 1) / seq_len, 0, 1).mean()) if len(lengths) else 0.0,
-        best_fit=float((lengths > seq_len + 1).mean()) if len(lengths) else 0.0,
-        filler=1 - num_filled / (num_samples * (seq_len + 1)) if num_samples else 0.0,
-    )
+    return {
+        "seq_len": seq_len,
+        "concatenated": float(np.clip((lengths - 1) / seq_len, 0, 1).mean()) if len(lengths) else 0.0,
+        "best_fit": float((lengths > seq_len + 1).mean()) if len(lengths) else 0.0,
+        "filler": 1 - num_filled / (num_samples * (seq_len + 1)) if num_samples else 0.0,
+    }
 
 
 def _num_samples(counts: Int64Array) -> int:

@@ -12,14 +12,13 @@ the threads; the workers read files and copy integers, no more.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
 from moe_exp.data.samples.dataset import Origin, Samples, Stage
-from moe_exp.data.tokens.files import Int64Array
+from moe_exp.host.processes import end_with_parent, signals_blocked
 
 _PLACED = 64  # samples, of the files of a blend
 
@@ -95,18 +94,6 @@ class ReadAhead:
         """The stage that sample number `index` is of."""
         return self._samples.stage_at(index)
 
-    def sample(self, index: int) -> Int64Array:
-        """Reads one sample in this process."""
-        return self._samples.sample(index)
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the samples."""
-        return self._samples.fingerprint()
-
-    def content(self) -> str:
-        """Hash of the tokens."""
-        return self._samples.content()
-
     def origin(self, index: int) -> Origin:
         """Origin of a sample, found in this process."""
         return self._samples.origin(index)
@@ -151,7 +138,9 @@ class ReadAhead:
             multiprocessing_context="fork",
             worker_init_fn=partial(_end_with_rank, os.getpid()),
         )
-        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), _blocked(*_STOP_SIGNALS):
+        # Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank
+        # that finishes its step and saves a checkpoint still needs its workers.
+        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), signals_blocked():
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
@@ -183,42 +172,22 @@ def _handler_kept(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, before)
 
 
-@contextmanager
-def _blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Holds signals back, from processes that the block starts for good.
-
-    Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank that
-    finishes its step and saves a checkpoint still needs its workers.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # those that a rank answers by saving
-
-# Loaded before the fork.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-
-
 def _end_with_rank(rank_pid: int, worker: int) -> None:
     """Has the system end this worker with its rank, however that ends.
 
     By itself a DataLoader worker looks every five seconds whether its parent is another one than at its
     start; one whose rank ended before that start would stay for ever.
     """
-    if _LIBC:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)
 
 
+@dataclass
 class _Batches:
     """Dataset of a worker, by first sample and number of samples."""
 
-    def __init__(self, samples: Samples):
-        self._samples = samples
+    samples: Samples
 
     def __getitem__(self, place: tuple[int, int]) -> torch.Tensor:
-        return self._samples.batch(*place)
+        return self.samples.batch(*place)

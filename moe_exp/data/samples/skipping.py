@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from moe_exp.data.samples.dataset import Origin, Samples, Stage
-from moe_exp.data.tokens.files import Int64Array
 
 Range = tuple[int, int]
 
@@ -93,10 +92,6 @@ class SkippingSamples:
         """The stage that sample number `index` is of."""
         return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
 
-    def sample(self, index: int) -> Int64Array:
-        """Sample number `index`: int64 token ids of shape [S1]."""
-        return self._samples.sample(self._within(stream_number(index, self.skipped)))
-
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
         ranges = stream_ranges(first, first + count, self.skipped)
@@ -105,14 +100,6 @@ class SkippingSamples:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         numbers = (number for begin, end in ranges for number in range(begin, end))
         return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the files; it does not depend on what is skipped."""
-        return self._samples.fingerprint()
-
-    def content(self) -> str:
-        """Hash of the tokens."""
-        return self._samples.content()
 
     def origin(self, index: int) -> Origin:
         """Origin of sample number `index`."""

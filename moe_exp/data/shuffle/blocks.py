@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,22 +58,18 @@ class LineBlocks:
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of the lines in `buffer`, the last one with its LF too.
+        """Yields (begin, end) of the lines in `buffer`, the last one with its LF too, without BOM.
 
-        Args:
-            path: a file of any kind; the BOM of JSONL is left out.
-            start: where a line begins, in bytes of a file that is no stream.
-            end: where to stop: the end of a line, in bytes of the file; None for all of it.
+        From byte `start` of a file that is no stream, where a line begins, to byte `end`, where one ends.
 
         Raises:
             ValueError: a line is longer than `longest_bytes`.
             One of `documents.DAMAGE`: a compressed file is damaged or ends early.
         """
-        kept, at_start = 0, start == 0
+        kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
-            if end is not None:
-                readinto = _limited(readinto, end - start)
-            while num_bytes := self._fill(readinto, kept):
+            while num_bytes := self._fill(readinto, kept, left):
+                left -= num_bytes
                 filled = kept + num_bytes
                 lines_end = self.buffer.rfind(b"\n", kept, filled) + 1
                 if lines_end:
@@ -86,8 +83,8 @@ class LineBlocks:
             self.buffer[kept] = _LF
             yield self._after_bom(at_start), kept + 1
 
-    def _fill(self, readinto: Callable[[memoryview], int], kept: int) -> int:
-        free = self.view[kept:-1]
+    def _fill(self, readinto: Callable[[memoryview], int], kept: int, most_bytes: int) -> int:
+        free = self.view[kept:-1][:most_bytes]
         filled = 0
         while filled < len(free) and (num_bytes := readinto(free[filled:])):
             filled += num_bytes
@@ -103,19 +100,6 @@ class LineBlocks:
             raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
         self._allocate(min(2 * num_bytes, self.longest_bytes))
         self.view[:num_bytes] = full[:-1]
-
-
-def _limited(readinto: Callable[[memoryview], int], num_bytes: int) -> Callable[[memoryview], int]:
-    """A function that reads no more than `num_bytes`."""
-    left = num_bytes
-
-    def limited(view: memoryview) -> int:
-        nonlocal left
-        num_read = readinto(view[:left])
-        left -= num_read
-        return num_read
-
-    return limited
 
 
 @contextmanager
@@ -147,9 +131,8 @@ class Documents:
     """The documents of a block.
 
     Args:
-        begins: where their lines begin in the buffer, and `ends` where they end, after the LF. No BOM, no CR.
-        text_digests: XXH3-128 of each text, one after the other.
-        line_digests: of each line without its LF.
+        begins, ends: of their lines in the buffer, with the LF, without BOM and CR.
+        text_digests, line_digests: XXH3-128 of each text, and of each line without its LF.
         text_bytes: lengths of the texts in UTF-8.
         num_bytes: that the block has in the decompressed file, with all that is no document.
         num_lines: likewise.
@@ -194,11 +177,7 @@ class DocumentBlocks:
         self.text_field, self.skip_bad = text_field, skip_bad
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
-        """Yields the documents of each block, in parts if it has more than `most_lines`.
-
-        Args:
-            path: a file of any kind.
-            start, end: as of `LineBlocks.read`.
+        """Yields the documents of each block of `LineBlocks.read`, in parts if it has over `most_lines`.
 
         Raises:
             BadDocument: at the first line that is no document, or if a compressed file is damaged.
@@ -269,12 +248,7 @@ def sum_digests(digests: bytes) -> int:
 
 
 def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], path: Path) -> int:
-    """Writes buffers one after the other, without putting them together, and returns their bytes.
-
-    Args:
-        descriptor: of an open file.
-        buffers: what to write.
-        path: of the file, for the error.
+    """Writes buffers to the open file `path`, without putting them together, and returns their bytes.
 
     Raises:
         OSError: with the file's name; on a full disk as well.

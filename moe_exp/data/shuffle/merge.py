@@ -60,10 +60,8 @@ def merge(
         if stage.was_done:
             return stage.manifest or {}
         merging = Merging(stage, shards, manifest)
-        merging.restore()
-        check_free_disk(
-            stage.folder, estimate_line_bytes(shards) - merging.path.stat().st_size, "the merged file"
-        )
+        needed_bytes = estimate_line_bytes(shards) - merging.path.stat().st_size
+        check_free_disk(stage.folder, needed_bytes, "the merged file")
         return merging.run()
 
 
@@ -147,15 +145,12 @@ class Merging:
         # One for each shard that is written: its bytes, hash and documents.
         self.parts: list[dict[str, Any]] = state["parts"]
         self.read = Tally.from_json(state["read"])
-
-    def restore(self) -> None:
-        """Cuts off what was written of a shard when the step was interrupted."""
         num_bytes = sum(part["bytes"] for part in self.parts)
         with self.path.open("ab") as file:
             # after a power cut, or when the file had its place already and the manifest was not written
             if file.tell() < num_bytes:
                 self.parts, self.read, num_bytes = [], Tally(), 0
-            file.truncate(num_bytes)
+            file.truncate(num_bytes)  # what was written of a shard when the step was interrupted
 
     def run(self) -> dict[str, Any]:
         """Everything that is left to do; returns the manifest."""
@@ -163,26 +158,37 @@ class Merging:
         num_bytes = sum(path.stat().st_size for path in self.shards)
         with progress("merge", num_bytes, done=done) as advance, self.path.open("ab", 0) as file:
             for shard in self.shards[len(self.parts) :]:
-                blocks = self._copied(shard) if self.manifest else self._checked(shard)
-                self.parts.append(_write(file.fileno(), self.path, blocks))
-                self._check_part(shard)
+                self.parts.append(self._write(shard, file.fileno()))
                 write_json(self.state_path, {"parts": self.parts, "read": self.read.to_json()})
                 advance(shard.stat().st_size)
-        num_documents = sum(part["num_documents"] for part in self.parts)
-        if not num_documents:
+        counts = [part["num_documents"] for part in self.parts]
+        if not sum(counts):
             rule = "there is no document in the shards"
             raise ValueError(f"input_dir={self.shards[0].parent}: {rule}. Fix: another folder.")
         whole_hash = self._check_written()
-        train = self.manifest["train"] if self.manifest else self.read.to_json()
-        if num_documents != train["num_documents"]:
-            expected = f"its manifest.json says {train['num_documents']} documents"
-            rule = f"{num_documents} lines were merged, {expected}"
-            raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
-        names = [shard.name for shard in self.shards]
-        counts = dict(zip(names, (part["num_documents"] for part in self.parts), strict=True))
-        checked_by = "manifest" if self.manifest else "lines"
-        facts = {"read": train, "num_documents": counts, "checked_by": checked_by}
+        facts = {
+            "read": self.manifest["train"] if self.manifest else self.read.to_json(),
+            "num_documents": {shard.name: count for shard, count in zip(self.shards, counts, strict=True)},
+            "checked_by": "manifest" if self.manifest else "lines",
+        }
         return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
+
+    def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
+        """Writes a shard; returns its bytes, hash and documents, which are those of the manifest."""
+        digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
+        for slices, count in self._copied(shard) if self.manifest else self._checked(shard):
+            for one in slices:
+                digest.update(one)
+            num_bytes += write_all(descriptor, slices, self.path)
+            num_documents += count
+        if self.manifest:
+            listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
+            expected = listed["hash"], self.manifest["num_documents"][shard.name]
+            if (digest.hexdigest(), num_documents) != expected:
+                fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
+                rule = "is not what manifest.json says, it was changed since"
+                raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
+        return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
     def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
         """Blocks of a shard as they are, each with its number of lines."""
@@ -194,25 +200,12 @@ class Merging:
 
     def _checked(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
         """Lines of the documents of each block of a shard, and their number."""
-        settings = self.stage.key["settings"]
         lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
-        options = {name: settings[name] for name in ("text_field", "skip_bad")}
-        reader = DocumentBlocks(lines, self.read, **options)
-        for documents in reader.read(shard):
+        options = {name: self.stage.key["settings"][name] for name in ("text_field", "skip_bad")}
+        for documents in DocumentBlocks(lines, self.read, **options).read(shard):
             self.read += documents.tally()
             places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
-
-    def _check_part(self, shard: Path) -> None:
-        """Whether a shard is what its manifest says."""
-        if self.manifest is None:
-            return
-        listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
-        part = self.parts[-1]
-        num_documents = self.manifest["num_documents"][shard.name]
-        if (part["hash"], part["num_documents"]) != (listed["hash"], num_documents):
-            fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
-            raise ValueError(f"{shard}: is not what manifest.json says, it was changed since. Fix: {fix}.")
 
     def _check_written(self) -> str:
         """Reads the file back: each part has to be what was written. Returns its hash."""
@@ -231,16 +224,6 @@ class Merging:
                     fix = "the disk, or another program, has changed it. Fix: give --start-over"
                     raise ValueError(f"{self.path}: {rule}: {fix}.")
         return whole.hexdigest()
-
-
-def _write(descriptor: int, path: Path, blocks: Iterator[tuple[list[memoryview], int]]) -> dict[str, Any]:
-    digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
-    for slices, count in blocks:
-        for one in slices:
-            digest.update(one)
-        num_bytes += write_all(descriptor, slices, path)
-        num_documents += count
-    return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
 
 def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

@@ -58,7 +58,7 @@ _Block = tuple[NDArray[Any], NDArray[np.int64], memoryview]
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """As many as a buffer of this size can be sorted into, in pieces that are worth a read."""
+    """Number of buckets that a buffer of this size can be sorted into, in pieces that are worth a read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -207,11 +207,7 @@ def index(job: TaskShuffle, rank: int) -> int:
 
 
 class Indexed:
-    """The documents that the first pass has found, in all tasks.
-
-    Args:
-        job: the shuffle.
-    """
+    """The documents that the first pass has found, in all tasks."""
 
     def __init__(self, job: TaskShuffle):
         self.read, self.valid, self.line_hash, self.num_bytes = Tally(), ValidTally(job.threshold), 0, 0
@@ -274,7 +270,9 @@ def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: 
             places = zip(begins[order].tolist(), ends, strict=True)
             write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
             write_all(rest.fileno(), [records[order].tobytes()], records_path)
-            sizes = _sizes(of_bucket, records["num_bytes"], buckets.number)
+            counts = np.bincount(of_bucket, minlength=buckets.number)
+            sizes = np.stack([counts, np.zeros_like(counts)], axis=1)  # documents and bytes of each bucket
+            np.add.at(sizes[:, 1], of_bucket, records["num_bytes"].astype(np.int64))
             after = written + sizes.cumsum(axis=0)
             index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
             written, total = after[-1], total + sizes
@@ -316,14 +314,6 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
             through.end_file(one.num_bytes)
 
 
-def _sizes(buckets: NDArray[np.int64], num_bytes: Keys, num_buckets: int) -> NDArray[np.int64]:
-    """Documents and bytes of a block in each bucket, (num_buckets, 2)."""
-    counts = np.bincount(buckets, minlength=num_buckets)
-    sums = np.zeros(num_buckets, dtype=np.int64)
-    np.add.at(sums, buckets, num_bytes.astype(np.int64))
-    return np.stack([counts, sums], axis=1)
-
-
 class Placed(NamedTuple):
     """Records, the task that each document comes from, and where its line is in the task's file."""
 
@@ -331,16 +321,9 @@ class Placed(NamedTuple):
     tasks: NDArray[np.int32]
     places: NDArray[np.int64]
 
-    def take(self, chosen: NDArray[np.int64]) -> Placed:
-        """Some of them."""
-        return Placed(self.records[chosen], self.tasks[chosen], self.places[chosen])
-
 
 class Scattered:
     """The files that the second pass has written, of all tasks.
-
-    Args:
-        job: the shuffle.
 
     Raises:
         ValueError: a file is not as long as when it was written.
@@ -357,11 +340,6 @@ class Scattered:
             total += sizes
         self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
 
-    def buckets(self, *, is_valid: bool) -> range:
-        """Buckets of validation, or training, documents in the order of the keys."""
-        buckets = self.indexed.buckets
-        return range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
-
     def pieces(self, bucket: int) -> Iterator[Placed]:
         """Documents of a bucket, in ranges of keys that follow one another and fit the memory.
 
@@ -369,10 +347,8 @@ class Scattered:
         """
         buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
         is_valid = bucket >= buckets.num_train
-        number, count = (
-            bucket - is_valid * buckets.num_train,
-            (buckets.num_train, buckets.num_valid)[is_valid],
-        )
+        number = bucket - is_valid * buckets.num_train
+        count = buckets.num_valid if is_valid else buckets.num_train
         num_documents, num_bytes = self.sizes[bucket]
         needed = num_bytes + DOCUMENT_BYTES * num_documents
         num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
@@ -409,9 +385,8 @@ class Scattered:
         if not path.stat().st_size:  # a task without documents
             return []
         index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
-        of_bucket = np.array(index[:, bucket])
-        segments: list[list[int]] = of_bucket[of_bucket[:, 1] > 0].tolist()
-        return segments
+        of_bucket: NDArray[np.int64] = np.array(index[:, bucket])
+        return list(of_bucket[of_bucket[:, 1] > 0].tolist())
 
 
 def check_size(path: Path, num_bytes: int) -> None:

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_exp.data.documents import check_apart, estimate_line_bytes, find_inputs
+from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
-from moe_exp.data.shuffle.outputs import Shard, finish
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
     TEMPORARY,
@@ -42,7 +41,7 @@ from moe_exp.data.shuffle.scatter import (
 from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, bytes_through, num_workers, task_stats
+from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, num_workers
 from moe_exp.data.tasks.jobs import run_stage_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import bytes_text, read_json, write_json
@@ -59,14 +58,10 @@ _BYTES_PER_WORKER = 2**29  # two seconds of work, a process takes 0.6 s to start
 _MEMORY_SHARE = 0.75  # of what a SLURM job or Ray task has
 
 
-@dataclass(frozen=True)
-class Memory:
-    """How a budget is divided; the interpreter and its packages (about 45 MB) come on top.
-
-    Args:
-        budget_bytes: all of it.
-        longest_bytes: of a line, and of the buffer that inputs are read into; parsing takes six times that.
-        piece_bytes: of the documents that are put in order at once.
+class Memory(NamedTuple):
+    """Division of a budget: `longest_bytes` of a line, and of the buffer that inputs are read into (parsing
+    takes six times that), `piece_bytes` of the documents that are put in order at once. The interpreter and
+    its packages (about 45 MB) come on top.
     """
 
     budget_bytes: int
@@ -76,8 +71,7 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        piece_bytes = (budget_bytes - _FIXED_BYTES) * 3 // 4
-        return cls(budget_bytes, budget_bytes // 8, piece_bytes)
+        return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, Any]:
@@ -225,8 +219,8 @@ def _begin(
 
 def _run_here(job: TaskShuffle) -> None:
     """Runs the only task in this process."""
-    steps: dict[str, Callable[[], int]] = {}
-    steps["indexed"], steps["written"] = partial(index_and_scatter, job), partial(write, job, 1, 0)
+    steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
+    steps["written"] = partial(write, job, 1, 0)
     through = [job.temporary / folder / "through" for folder in steps]
     total = len(steps) * sum(one.num_bytes for one in job.slices[0])
     with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
@@ -235,43 +229,47 @@ def _run_here(job: TaskShuffle) -> None:
                 step()
 
 
-@dataclass
-class _Step:
-    """A pass as datatrove runs it."""
-
-    name: str
-    run: Callable[[int], int]
-    stats: Any = None
-
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats(self.name)
-        self.stats["documents"].update(self.run(rank))
-
-
 def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
     """Runs all tasks by an executor; whether they are done."""
-    numbers = job.num_tasks, job.num_tasks, num_writing
     steps = [
-        _Step("🔢 - SHUFFLE: index", partial(index, job)),
-        _Step("🪣 - SHUFFLE: scatter", partial(scatter, job)),
-        _Step("💾 - SHUFFLE: write", partial(write, job, num_writing)),
+        (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
+        (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
+        (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     ]
     passes = [
-        Pass([step], num, stage.folder / "datatrove" / folder)
-        for step, num, folder in zip(steps, numbers, _PASSES, strict=True)
+        Pass([step], num_tasks, stage.folder / "datatrove" / folder)
+        for (step, num_tasks), folder in zip(steps, _PASSES, strict=True)
     ]
     through = [job.temporary / folder / "through" for folder in _PASSES]
     return run_stage_passes(passes, execution, stage, "shuffle", through)
 
 
 def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
-    indexed, shards = Indexed(job), list[Shard]()
+    """Publishes the validation file and the shards, and returns the manifest."""
+    indexed, made = Indexed(job), dict[str, dict[str, Any]]()
     for task in range(num_writing):
-        for name, facts in read_json(job.place("written", task), fix=MAKE_AGAIN).items():
-            path = stage.folder / name
-            check_size(path, facts["bytes"])
-            shards.append(Shard(path, facts["num_documents"], facts["hash"], int(facts["line_hash"], 16)))
-    return finish(stage, shards, indexed.read, indexed.valid.total(), indexed.line_hash)
+        made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
+    for name, facts in made.items():
+        check_size(stage.folder / name, facts["bytes"])
+    if sum(int(facts["line_hash"], 16) for facts in made.values()) % 2**128 != indexed.line_hash:
+        rule = "the lines that were read back are not those of the input"
+        what = "The disk, or another program, has changed it"
+        raise ValueError(f"{stage.folder}: {rule}. {what}. Fix: give --start-over.")
+    read, valid = indexed.read, indexed.valid.total()
+    num_train, num_text_bytes = (
+        getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
+    )
+    train = Tally(num_train, num_text_bytes, (read.text_hash - valid.text_hash) % 2**128)
+    return stage.finish_folder(
+        [stage.folder / name for name in made],
+        hashes={stage.folder / name: facts["hash"] for name, facts in made.items()},
+        read=read.to_json(),
+        train=train.to_json(),
+        valid=valid.to_json(),
+        line_hash=f"{indexed.line_hash:032x}",
+        valid_file=next(iter(made)),
+        num_documents={name: facts["num_documents"] for name, facts in made.items()},
+    )
 
 
 def _clean(output: Path) -> None:
@@ -303,11 +301,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 def check_shuffle(
     inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
 ) -> list[Path]:
-    """Checks the arguments of a shuffle before anything is touched, and returns its input files.
-
-    Args:
-        inputs, output, text_field: as `shuffle`.
-        settings: of `check_settings`.
+    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files.
 
     Raises:
         ValueError: one of them cannot be used.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.shuffle.blocks import write_all
-from moe_exp.data.shuffle.outputs import Shard, check_split, output_paths
+from moe_exp.data.shuffle.blocks import LineBlocks, sum_digests, write_all
 from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES, Placed, Scattered, TaskShuffle
 from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import write_json
 
+logger = logging.getLogger(__name__)
+
 _LINES_AT_ONCE = 4096
+_READ_BACK_BYTES = 2**18
 _READ_BYTES = 2**30
 Places = NDArray[np.int64]
 
@@ -36,10 +40,7 @@ class _Output(NamedTuple):
 def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
     """Makes a range of the output files, of which the validation file is the first; returns their documents.
 
-    Args:
-        job: the shuffle, all of whose documents are scattered.
-        num_tasks: of this pass.
-        rank: of the task.
+    All documents are scattered. `rank` is one of `num_tasks` of this pass.
     """
     scattered = Scattered(job)
     outputs = _outputs(scattered)
@@ -52,27 +53,61 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
         under_way = [one._replace(path=path) for one, path in zip(outputs, paths, strict=True)]
         for is_valid in (True, False):
             writer.write([one for one in under_way if one.is_valid == is_valid])
-        made = [_facts(one, Shard.read_back(one.path, one.end - one.first)) for one in under_way]
+        made = [_read_back(one) for one in under_way]
     names = [one.path.name for one in outputs]
     write_json(job.place("written", rank), dict(zip(names, made, strict=True)))
     return sum(one.end - one.first for one in outputs)
 
 
 def _outputs(scattered: Scattered) -> list[_Output]:
+    """The validation file and the shards.
+
+    Raises:
+        ValueError: there are no documents for training.
+    """
     job, read, valid = scattered.job, scattered.indexed.read, scattered.indexed.valid.total()
-    check_split(job.first_input, job.settings, read, valid)
-    num_train, num_shards = read.num_documents - valid.num_documents, job.settings["num_shards"]
+    name, num_shards = job.settings["name"], job.settings["num_shards"]
+    if not read.num_documents:
+        raise ValueError(f"input={job.first_input}: there is no document in the input. Fix: another input.")
+    num_train = read.num_documents - valid.num_documents
+    if not num_train:
+        rule = f"all {read.num_documents} documents are for validation, none is left for training"
+        fix = "give a smaller fraction, or more documents with different texts"
+        raise ValueError(f"valid_fraction={job.settings['valid_fraction']}: {rule}. Fix: {fix}.")
+    if valid.num_documents == 1:
+        what = "%s: 1 of %d documents is for validation: its loss says little about other texts"
+        logger.warning(what, name, read.num_documents)
+    if num_train < num_shards:
+        what = "%d documents for training in %d shards: some are empty"
+        logger.warning(what, num_train, num_shards)
+    outputs = [_Output(job.folder / f"{name}.val.jsonl", 0, valid.num_documents, is_valid=True)]
+    width = max(2, len(str(num_shards - 1)))
     # shards differ by one document at most
     starts = [shard * num_train // num_shards for shard in range(num_shards + 1)]
-    valid_path, *paths = output_paths(job.folder, job.settings["name"], num_shards)
-    shards = zip(paths, pairwise(starts), strict=True)
-    outputs = [_Output(valid_path, 0, valid.num_documents, is_valid=True)]
-    return outputs + [_Output(path, first, end, is_valid=False) for path, (first, end) in shards]
+    for shard, (first, end) in enumerate(pairwise(starts)):
+        path = job.folder / f"{name}.chunk.{shard:0{width}d}.jsonl"
+        outputs.append(_Output(path, first, end, is_valid=False))
+    return outputs
 
 
-def _facts(output: _Output, shard: Shard) -> dict[str, Any]:
-    facts = {"num_documents": shard.num_documents, "bytes": output.path.stat().st_size}
-    return facts | {"hash": shard.hash, "line_hash": f"{shard.line_hash:032x}"}
+def _read_back(output: _Output) -> dict[str, Any]:
+    """num_documents, bytes, hash (as `file_hash` gives it) of a file that was written, and line_hash, the sum
+    of the XXH3-128 of its lines modulo 2**128.
+    """
+    num_bytes = output.path.stat().st_size
+    # What is kept of a line is gone with its block.
+    lines = LineBlocks(_READ_BACK_BYTES, num_bytes + 1)
+    whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
+    for begin, end in lines.read(output.path):
+        whole.update(lines.view[:end])
+        find, view, digests = lines.buffer.find, lines.view, []
+        while begin < end:
+            line_end = find(b"\n", begin)
+            digests.append(digest(view[begin:line_end]))
+            begin = line_end + 1
+        num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
+    facts = {"num_documents": num_lines, "bytes": num_bytes, "hash": whole.hexdigest()}
+    return facts | {"line_hash": f"{line_hash % 2**128:032x}"}
 
 
 class _Writer:
@@ -88,8 +123,10 @@ class _Writer:
         if not outputs:
             return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
-        rank = 0
-        for bucket in self.scattered.buckets(is_valid=is_valid):
+        buckets, rank = self.scattered.indexed.buckets, 0
+        # those of validation documents are the last
+        numbers = range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
+        for bucket in numbers:
             count, _ = self.scattered.sizes[bucket]
             if first < rank + count and rank < end:
                 self._write_bucket(bucket, rank, outputs)
@@ -103,7 +140,8 @@ class _Writer:
             order = np.argsort(placed.records["key"])[max(0, first - rank) : max(0, end - rank)]
             if len(order) < count:  # the others belong to other tasks
                 chosen = np.sort(order)
-                placed, order = placed.take(chosen), np.searchsorted(chosen, order)
+                placed = Placed._make(column[chosen] for column in placed)
+                order = np.searchsorted(chosen, order)
             if len(order):
                 self._write_piece(placed, order, max(first, rank), outputs)
             rank += count
@@ -122,7 +160,7 @@ class _Writer:
         ends = np.cumsum(placed.records["num_bytes"].astype(np.int64))
         begins = ends - placed.records["num_bytes"].astype(np.int64)
         if self.lines.num_bytes + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:
-            self.lines.free()  # of a piece with fewer and longer documents
+            self.lines = LineBuffer()  # the old one is of a piece with fewer and longer documents
         self.lines.allocate(int(ends[-1]))
         of_tasks = np.searchsorted(placed.tasks, np.arange(self.job.num_tasks + 1)).tolist()
         for task, (low, high) in enumerate(pairwise(of_tasks)):
@@ -147,15 +185,11 @@ class LineBuffer:
         """Its size."""
         return len(self.view)
 
-    def free(self) -> None:
-        """Gives the memory back."""
-        self.view = memoryview(b"")
-
     def allocate(self, num_bytes: int) -> None:
         """Makes it at least `num_bytes` large; its content is lost."""
         if self.num_bytes >= num_bytes:
             return
-        self.free()  # so that there are not two
+        self.view = memoryview(b"")  # so that there are not two
         # Not a bytearray, which would write zeros first; the memory comes when it is written to.
         buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: 500 times fewer page faults

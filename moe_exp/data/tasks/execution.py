@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,7 @@ class Execution:
             fix = "choose one"
             raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: {fix}.")
         if self.workers is not None and self.workers < 1:
-            fix = "leave it away, or give a number of processes"
+            fix = "omit it, or give a number of processes"
             raise ValueError(f"workers={self.workers}: must be at least 1. Fix: {fix}.")
         if self.executor == "slurm" and not self.partition:
             fix = "give --partition; `sinfo` lists them"
@@ -84,6 +84,20 @@ def task_stats(name: str) -> Any:
     from datatrove.utils.stats import Stats
 
     return Stats(name)
+
+
+@dataclass
+class Step:
+    """A pass as datatrove runs it: `run` takes a task, and returns how many units it did."""
+
+    name: str
+    unit: str
+    run: Callable[[int], int]
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        self.stats = task_stats(self.name)
+        self.stats[self.unit].update(self.run(rank))
 
 
 @dataclass

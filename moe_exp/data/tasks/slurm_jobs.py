@@ -71,8 +71,8 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     def keep_id(printed: str) -> str:  # datatrove forgets that of its last job, which merges stats
         found = re.search(r"\d+", printed)
         if not found:
-            fix = "take a wrapper away that hides it"
-            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: {fix}.")
+            fix = "if sbatch is a wrapper, make it print sbatch's own output"
+            raise ValueError(f"sbatch: printed no job id: {printed!r}. Fix: {fix}.")
         ids.append(found[0])
         return found[0]
 

@@ -54,9 +54,8 @@ class Probe:
     """Facts that are found before the work starts.
 
     Args:
-        backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer,
-            whichever that is.
-        reason: why.
+        backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer.
+        reason: why this one.
         tokens_per_byte: of the sample's text in UTF-8, without end-of-document tokens.
         bytes_per_second: of one worker on the sample, tables cold.
     """
@@ -73,6 +72,9 @@ class Encoders:
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
         self._loaded: dict[str, Encoder] = {}
+
+    def __reduce__(self) -> tuple[type[Encoders], tuple[TextTokenizer]]:
+        return Encoders, (self.tokenizer,)  # to worker processes, which load their own
 
     def get(self, backend: str) -> Encoder:
         """The encoder of gigatoken, or of the package that defines the tokenizer (`tokenizers`).
@@ -91,14 +93,8 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package.
-
-    Args:
-        encoders: of the tokenizer.
-
-    Raises:
-        ValueError: it cannot load the tokenizer.
-        ModuleNotFoundError: it is not installed.
+    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package. Raises
+    what `Encoders.get` does.
     """
 
     def __init__(self, encoders: Encoders):
@@ -111,10 +107,9 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), _huggingface(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """As every encoder; counts in `num_rerouted` the documents that went to the other package."""
-        rerouted = [
-            index for index, text in enumerate(texts) if not text.isascii() and self._is_split_otherwise(text)
-        ]
+        """Encodes texts; counts in `num_rerouted` the documents that went to the other package."""
+        others = ((index, text) for index, text in enumerate(texts) if not text.isascii())
+        rerouted = [index for index, text in others if self._is_split_otherwise(text)]
         ids, lengths = self._encode(texts)
         if not rerouted:
             return ids, lengths
@@ -130,9 +125,8 @@ class CheckedGigatoken:
             return False
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
-            wrong = find_differences(
-                *self._splitters, [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
-            )
+            texts = [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
+            wrong = find_differences(*self._splitters, texts)
             self._other.update(tried[index] for index in wrong)
             self._same.update(set(tried) - self._other)
         return not unknown <= self._same
@@ -158,13 +152,10 @@ def one_thread() -> Iterator[None]:
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend, by whether gigatoken gives the same ids, and measures it on the sample.
+    """Chooses the backend, by whether gigatoken gives the same ids, and measures it on texts of the corpus.
 
-    Args:
-        encoders: of the tokenizer.
-        requested: one of BACKENDS; `auto` is gigatoken if it is installed, loads the tokenizer and gives
-            the same.
-        sample: texts of the corpus.
+    `requested` is one of BACKENDS; `auto` is gigatoken if it is installed, loads the tokenizer and gives the
+    same ids.
 
     Raises:
         ValueError: gigatoken was asked for and cannot be used.
@@ -205,9 +196,8 @@ def probe_texts(tokenizer: TextTokenizer) -> list[str]:
     """Short texts of what tokenizers disagree on, special tokens among it; the same at every call."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
-        pieces += [
-            token["content"] for token in (orjson.loads(tokenizer.content).get("added_tokens") or [])[:64]
-        ]
+        added = orjson.loads(tokenizer.content).get("added_tokens") or []
+        pieces += [token["content"] for token in added[:64]]
     choice = random.Random(0)
     return ["".join(choice.choices(pieces, k=choice.randrange(1, 30))) for _ in range(_NUM_PROBES)]
 
@@ -230,26 +220,22 @@ def _huggingface(tokenizer: TextTokenizer) -> Encoder:
     backend.encode_special_tokens = not tokenizer.allow_special
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return _joined(
-            [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        )
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return _joined([encoding.ids for encoding in encodings])
 
     return encode
 
 
 def _sentencepiece(tokenizer: TextTokenizer) -> Encoder:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    processor = tokenizer.processor()
     return lambda texts: _joined(processor.encode(list(texts), out_type=int, num_threads=1))
 
 
 def _bytes(tokenizer: TextTokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> Encoded:
         encoded = [text.encode() for text in texts]
-        return np.frombuffer(b"".join(encoded), np.uint8), np.fromiter(
-            map(len, encoded), np.int64, len(encoded)
-        )
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return np.frombuffer(b"".join(encoded), np.uint8), lengths
 
     return encode
 
@@ -261,7 +247,14 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
         if tokenizer.kind == "sentencepiece":
             backend = gigatoken.Tokenizer.from_sentencepiece(tokenizer.content)
         else:
-            backend = gigatoken.Tokenizer.from_json(_gigatoken_json(tokenizer))
+            content = tokenizer.content.decode()
+            if not tokenizer.allow_special:
+                # It has no switch for special tokens in a text: they are text when it does not know them.
+                loaded = orjson.loads(content)
+                tokens = loaded.get("added_tokens") or []
+                loaded["added_tokens"] = [token for token in tokens if not token["special"]]
+                content = orjson.dumps(loaded).decode()
+            backend = gigatoken.Tokenizer.from_json(content)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ValueError(f"it cannot load this tokenizer ({str(error).splitlines()[0]})") from error
 
@@ -273,21 +266,15 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
     return encode
 
 
-def _gigatoken_json(tokenizer: TextTokenizer) -> str:
-    """It has no switch for special tokens in a text: they are text when it does not know them as special."""
-    if tokenizer.allow_special:
-        return tokenizer.content.decode()
-    content = orjson.loads(tokenizer.content)
-    content["added_tokens"] = [token for token in content.get("added_tokens") or [] if not token["special"]]
-    return orjson.dumps(content).decode()
-
-
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     """The tokenizer with a vocabulary that shows its splits; None if it has no classes of characters."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None
-    names = _byte_names()
+    # ByteLevel's names of the 256 bytes: printable Latin-1 as it is, the others from 256 on, in order
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    names = [chr(byte if byte in printable else next(others)) for byte in range(256)]
     vocab = {name: byte for byte, name in enumerate(names)}
     high = names[128:]
     pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
@@ -298,13 +285,6 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     return replace(
         tokenizer, content=orjson.dumps(content), vocab_size=len(vocab), eod_id=None, eod_token=None
     )
-
-
-def _byte_names() -> list[str]:
-    """ByteLevel's names of the 256 bytes: printable Latin-1 as it is, the others from 256 on, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> Encoded:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.ranged import RangedTokens, open_bin, remote_manifest
+from moe_exp.data.tokens.ranged import RemoteTokens, open_remote, remote_manifest
 from moe_exp.data.tokens.tokenizer import same_tokenizer
 from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
 from moe_exp.host.files import is_url, read_json
@@ -41,7 +41,7 @@ class TokenFiles:
         if wrong := bin_idx_problem(prefix):
             raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
         self.prefix = str(prefix)
-        self.dtype, self._lengths, self._documents = read_index(prefix)
+        self.dtype, self._lengths, _, self._documents = read_index(prefix)
         self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
 
     @cached_property
@@ -58,17 +58,16 @@ class TokenFiles:
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
         """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
-        if self._ranged is not None:
-            return self._ranged[begin:end]
+        if self._remote is not None:
+            return self._remote[begin:end]
         return np.fromfile(
             f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )
 
     @cached_property
-    def _ranged(self) -> RangedTokens | None:
+    def _remote(self) -> RemoteTokens | None:
         """The tokens if they are at a store."""
-        file = open_bin(self.prefix)
-        return RangedTokens(file, self.dtype) if file else None
+        return open_remote(self.prefix, self.dtype)
 
     @cached_property
     def end_of_document(self) -> tuple[int | None, str]:
@@ -89,21 +88,21 @@ class TokenFiles:
 
     @cached_property
     def _last_tokens(self) -> npt.NDArray[np.integer]:
-        """Of documents evenly over the file, without empty ones."""
+        """Last tokens of documents evenly over the file, without empty ones."""
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
         ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
-        if self._ranged is not None:
-            return self._ranged.each(ends.tolist())
+        if self._remote is not None:
+            return self._remote.each(ends.tolist())
         return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """As of `manifest_of`."""
+        """The manifest, see `manifest_of`."""
         return manifest_of(self.prefix)
 
     def tokenizer_fact(self, name: str) -> int | None:
-        """As of `tokenizer_fact` below."""
+        """A fact of the manifest, see `tokenizer_fact`."""
         return tokenizer_fact(self.manifest, name)
 
 

@@ -16,22 +16,16 @@ import numpy as np
 import xxhash
 
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings, write_all
+from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings
 from moe_exp.data.tokens.tokens import write_index
 from moe_exp.host.files import read_json, write_json
 
-JOINED, TASKS = "joined.json", "tasks.json"  # what one process has joined, and how many tasks work instead
+JOINED = "joined.json"  # how many parts processes of one machine have joined
 _COPY_BYTES = 2**22
 
 
 class JoinedParts:
-    """The file that parts are appended to, in order, with what a call before this one has appended.
-
-    Args:
-        folder: the working folder with the parts.
-        name: of the .bin and .idx files, without suffix.
-        settings: how the parts were made.
-    """
+    """The file that parts in a folder are appended to, in order, with what an earlier call has appended."""
 
     def __init__(self, folder: Path, name: str, settings: PartSettings):
         self.folder, self.settings = folder, settings
@@ -45,18 +39,8 @@ class JoinedParts:
         if not self.bin_path.exists() and published.exists():
             published.replace(self.bin_path)
 
-    def add_all(self, parts: Sequence[Part]) -> None:
-        """Adds the counts of parts that others have joined."""
-        for part in parts:
-            self._add(self._read_counts(part))
-
     def resume(self, parts: Sequence[Part], published: Path) -> None:
-        """Takes over what is there and sound. Parts that are not are made again.
-
-        Args:
-            parts: of the whole run.
-            published: see `take_back`.
-        """
+        """Takes over what is there and sound; of `parts`, all of the run, others are made again."""
         joined_path = self.folder / JOINED
         if joined_path.exists():
             self.take_back(published)
@@ -64,10 +48,10 @@ class JoinedParts:
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
-                counts = self._read_counts(part)
+                counts = self.read_counts(part)
                 if _hash_of(file, counts.num_tokens * self.settings.dtype.itemsize) != counts.token_hash:
                     break
-                self._add(counts)
+                self.add(counts)
             file.truncate(self._num_bytes)
         for part in parts[self.num_parts :]:
             if not (self.folder / f"{part.stem}.bin").exists():
@@ -79,19 +63,20 @@ class JoinedParts:
         Raises:
             ValueError: the part is not what was written.
         """
-        path, counts = self.folder / f"{part.stem}.bin", self._read_counts(part)
+        path, counts = self.folder / f"{part.stem}.bin", self.read_counts(part)
         digest = xxhash.xxh3_128()
-        with path.open("rb") as source, self.bin_path.open("rb+", buffering=0) as file:
+        with path.open("rb") as source, self.bin_path.open("rb+") as file:
             file.seek(self._num_bytes)
             while chunk := source.read(_COPY_BYTES):
                 digest.update(chunk)
-                write_all(file, chunk)
+                file.write(chunk)
+            file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != counts.token_hash:
             (self.folder / f"{part.stem}.json").unlink()
             fix = "check the disk, and call it again: the part is made again"
             raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
-        self._add(counts)
+        self.add(counts)
         write_json(self.folder / JOINED, {"num_parts": self.num_parts})
         path.unlink()
 
@@ -107,24 +92,23 @@ class JoinedParts:
         for path, size, end in zip(paths, sizes, np.cumsum(sizes), strict=True):
             lengths[end - size : end] = np.fromfile(path, np.int32)
         counts, tally = self.counts, self.counts.tally
-        facts = {
-            "parts": (self.num_parts, len(parts)),
+        found = {
             "documents": (len(lengths), tally.num_documents),
             "tokens": (int(lengths.sum(dtype=np.int64)), counts.num_tokens),
             "bytes": (self.bin_path.stat().st_size, counts.num_tokens * self.settings.dtype.itemsize),
         }
-        if self.settings.append_eod and not self.settings.tokenizer.allow_special:
-            facts["end-of-document tokens"] = (counts.num_eods, tally.num_documents)
-        for what, (found, expected) in facts.items():
-            if found != expected:
+        for what, (number, expected) in found.items():
+            if number != expected:
                 fix = "check the disk, and give --start-over"
-                raise ValueError(f"{self.bin_path}: {found} {what} instead of {expected}. Fix: {fix}.")
+                raise ValueError(f"{self.bin_path}: {number} {what} instead of {expected}. Fix: {fix}.")
         write_index(self.idx_path, lengths, self.settings.dtype)
 
-    def _read_counts(self, part: Part) -> PartCounts:
+    def read_counts(self, part: Part) -> PartCounts:
+        """Counts of a part that is complete."""
         return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
 
-    def _add(self, counts: PartCounts) -> None:
+    def add(self, counts: PartCounts) -> None:
+        """Adds the counts of the next part, which is joined."""
         self.counts += counts
         self.num_parts += 1
         self._num_bytes += counts.num_tokens * self.settings.dtype.itemsize

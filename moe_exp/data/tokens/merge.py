@@ -13,14 +13,12 @@ import numpy as np
 from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact, tokenizer_facts
-from moe_exp.data.tokens.parts import write_all
 from moe_exp.data.tokens.ranged import read_ranges
 from moe_exp.data.tokens.tokens import (
     bin_idx_problem,
     bin_idx_tokens,
     order_problem,
     read_index,
-    read_pointers,
     write_index,
 )
 from moe_exp.host.files import bytes_text
@@ -51,19 +49,25 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
             return stage.manifest or {}
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
-        with paths[0].open("wb", buffering=0) as file, progress("merging", needed_bytes) as advance:
+        with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:
             for prefix in prefixes:
                 for chunk in read_ranges(str(prefix), _ranges(prefix)):
-                    write_all(file, chunk)
+                    file.write(chunk)
                     advance(len(chunk))
+            file.flush()
             os.fsync(file.fileno())
-        num_documents, num_tokens = _merge_indices(prefixes, paths[1])
+        indices = [read_index(prefix) for prefix in prefixes]
+        sizes = np.concatenate([index.sizes for index in indices])
+        firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
+        ends = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
+        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *ends]))
         first = manifest_of(str(prefixes[0]))
         facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         if not other_tokenizer(map(str, prefixes)):
             known["tokenizer"] = tokenizer_facts(first)
-        known |= {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+        known |= {"num_documents": sum(map(len, ends)), "num_tokens": int(sizes.sum(dtype=np.int64))}
+        known["dtype"] = dtype
         return stage.finish_files(paths, **known)
 
 
@@ -73,7 +77,7 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     needed_bytes = _needed_bytes(prefixes)
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
-        "documents": sum(len(read_index(prefix)[2]) - 1 for prefix in prefixes),
+        "documents": sum(len(read_index(prefix).documents) - 1 for prefix in prefixes),
         "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
         "disk": f"{bytes_text(needed_bytes)}, of {bytes_text(free_disk(output.parent))} free",
         "output": f"{output}.bin, {output}.idx",
@@ -89,39 +93,28 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
             raise setting_error("merge", prefix, wrong, "tokenize that shard again")
         if prefix.absolute() == output.absolute():
             raise setting_error("output_prefix", output, "is one of the shards", "give another prefix")
-    dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
+    dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
-        rule = (
-            f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
-        )
-        raise setting_error("merge", prefixes[0], rule, "merge shards of one tokenizer")
+        places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
+        fix = "merge shards of one tokenizer"
+        raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
     if wrong := other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
     return next(iter(dtypes))
 
 
 def _needed_bytes(prefixes: Sequence[Path]) -> int:
-    tokens = sum(bin_idx_tokens(prefix) * read_index(prefix)[0].itemsize for prefix in prefixes)
+    tokens = sum(bin_idx_tokens(prefix) * read_index(prefix).dtype.itemsize for prefix in prefixes)
     return tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
 
 
 def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
     """Bytes of the .bin in the order of the sequences, as Megatron follows the pointers of an index."""
-    dtype, sizes, _ = read_index(prefix)
+    dtype, sizes, pointers, _ = read_index(prefix)
     if order_problem(prefix) is None:
         num_bytes = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
         for begin in range(0, num_bytes, _COPY_BYTES):
             yield begin, min(begin + _COPY_BYTES, num_bytes)
         return
-    for begin, size in zip(read_pointers(prefix).tolist(), sizes.tolist(), strict=True):
+    for begin, size in zip(pointers.tolist(), sizes.tolist(), strict=True):
         yield begin, begin + size * dtype.itemsize
-
-
-def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
-    """Writes the .idx; returns documents and tokens."""
-    indices = [read_index(prefix) for prefix in prefixes]
-    sizes = np.concatenate([sizes for _, sizes, _ in indices])
-    firsts = np.cumsum([0, *(len(sizes) for _, sizes, _ in indices)])
-    ends = [first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False)]
-    write_index(path, sizes, indices[0][0], np.concatenate([np.zeros(1, np.int64), *ends]))
-    return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))

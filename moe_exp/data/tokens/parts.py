@@ -18,15 +18,15 @@ from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
 from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
-from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
-from moe_exp.host.files import write_json
+from moe_exp.host.files import BlockHash, write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
+CHECKED_BYTES = 2**26  # of tokens, a block that is checked by itself
 BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
 
 _BUFFER_BYTES = 2**20
-_COPY_BYTES = 2**22
 # The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s
 # per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
@@ -65,6 +65,7 @@ class PartCounts:
         num_checked: documents compared with the tokenizer's own package.
         num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
         token_hash: XXH3-128 of its tokens.
+        block_hashes: the same of each block of CHECKED_BYTES.
     """
 
     tally: Tally = field(default_factory=Tally)
@@ -73,6 +74,7 @@ class PartCounts:
     num_checked: int = 0
     num_rerouted: int = 0
     token_hash: str = ""
+    block_hashes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tally": self.tally.to_json()}
@@ -192,37 +194,38 @@ class PartEncoder:
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
-        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`.
-
-        Args:
-            part: the part.
-            folder: for its files.
-            advance: called with the bytes as they are read.
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`; `advance` is called
+        with the bytes as they are read.
 
         Raises:
             BadDocument: a line is no document.
             ValueError: ids are not what they must be.
         """
-        counts, lengths, digest = PartCounts(), [np.empty(0, np.int32)], xxhash.xxh3_128()
+        counts, lengths = PartCounts(), [np.empty(0, np.int32)]
+        digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
         sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
         temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
         try:
-            with temporary.open("wb", buffering=0) as file:
+            with temporary.open("wb") as file:
                 for batch in self._batches(part, counts.tally, sample, advance):
                     tokens, batch_lengths = self._tokens(part, batch, counts)
                     lengths.append(batch_lengths)
                     digest.update(tokens.data)
-                    write_all(file, tokens)
+                    blocks.update(tokens.view(np.uint8).data)
+                    file.write(tokens.data)
+                file.flush()
                 os.fsync(file.fileno())
             self._check(part, sample, counts)
             temporary.replace(folder / f"{part.stem}.bin")
-            with temporary.open("wb", buffering=0) as file:
-                write_all(file, np.concatenate(lengths))
+            with temporary.open("wb") as file:
+                file.write(np.concatenate(lengths).data)
+                file.flush()
                 os.fsync(file.fileno())
             temporary.replace(folder / f"{part.stem}.lengths")
         finally:
             temporary.unlink(missing_ok=True)
         counts.token_hash = digest.hexdigest()
+        counts.block_hashes = [block.hex() for block in blocks.digests()]
         write_json(folder / f"{part.stem}.json", counts.to_json())
 
     def _batches(
@@ -231,8 +234,7 @@ class PartEncoder:
         """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
-        how: dict[str, Any] = {"text_field": self.settings.json_key, "rule": self.settings.rule}
-        for number, line in part_lines(part, **how):
+        for number, line in part_lines(part, text_field=self.settings.json_key, rule=self.settings.rule):
             line_bytes += len(line) + 1
             text = self._text(part, number, line, tally)
             if text is None:
@@ -304,7 +306,7 @@ class PartEncoder:
         documents, firsts = np.unique(np.searchsorted(ends, found, side="right"), return_index=True)
         for document, token in zip(documents, ids[found[firsts]], strict=True):
             number, text = batch[document]
-            reason = special_token_reason(self._special_tokens[int(token)])
+            reason = f"the tokenizer reads {self._special_tokens[int(token)]} in the text as a special token"
             if not self.settings.skip_bad:
                 raise BadDocument(part.path, line_number(part, number), reason)
             tally.take_back(text.encode())
@@ -358,10 +360,3 @@ class _Sample:
 def is_complete(part: Part, folder: Path) -> bool:
     """Whether a part was made before; its .bin may be in the joined file already."""
     return (folder / f"{part.stem}.json").is_file()
-
-
-def write_all(file: Any, content: Any) -> None:
-    """Writes an array or bytes to an unbuffered file; a full disk is an OSError here and not later."""
-    rest = memoryview(content).cast("B") if len(content) else memoryview(b"")
-    while len(rest):
-        rest = rest[file.write(rest) :]

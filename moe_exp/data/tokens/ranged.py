@@ -40,7 +40,7 @@ _FOLDER = "remote"
 
 @dataclass(frozen=True)
 class _Remote:
-    """Of NAME.remote.json."""
+    """Contents of NAME.remote.json."""
 
     url: str
     bytes: int
@@ -110,7 +110,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
     key = xxhash.xxh3_64_hexdigest(json.dumps([asdict(remote), asdict(found[".idx"])]).encode())[:8]
     folder = data_dir / _FOLDER / f"{name}_{key}"
     folder.mkdir(parents=True, exist_ok=True)
-    facts = _path(folder / name, "remote.json")
+    facts = folder / f"{name}.remote.json"
     with FileLock(folder / ".lock"):
         if not facts.exists():
             logger.info("%s: copying its index to %s", url, folder)
@@ -121,18 +121,14 @@ def ensure_index(url: str, data_dir: Path) -> str:
                 fetch(store, files, folder, advance)
             num_blocks = -(-remote.bytes // _BLOCK_BYTES)
             for suffix, size in (("blocks", remote.bytes), ("hashes", num_blocks * _HASH_BYTES)):
-                with _path(folder / name, suffix).open("wb") as file:
+                with (folder / f"{name}.{suffix}").open("wb") as file:
                     file.truncate(size)  # no disk until something is written
             write_json(facts, asdict(remote))
     return str(folder / name)
 
 
-def _path(prefix: str | Path, suffix: str) -> Path:
-    return Path(f"{prefix}.{suffix}")
-
-
 def _remote_of(prefix: str | Path) -> _Remote | None:
-    path = _path(prefix, "remote.json")
+    path = Path(f"{prefix}.remote.json")
     return _Remote(**read_json(path, fix="remove its folder")) if path.is_file() else None
 
 
@@ -148,14 +144,16 @@ def bin_bytes(prefix: str | Path) -> int | None:
 # Reading
 
 
-class RangedFile:
-    """Bytes of a .bin at a store, kept here once they are read. Cheap to make: it opens two files."""
+class RemoteTokens:
+    """Tokens of a .bin at a store, sliced like an array; bytes are kept here once they are read. Cheap to
+    make: it opens two files.
+    """
 
-    def __init__(self, prefix: str | Path, remote: _Remote):
-        self.num_bytes, self._version = remote.bytes, remote.version
+    def __init__(self, prefix: str | Path, remote: _Remote, dtype: np.dtype[Any]):
+        self.num_bytes, self._version, self._dtype = remote.bytes, remote.version, dtype
         parent, _, self._name = remote.url.rpartition("/")
         self._store = Store(parent)
-        self._files = [os.open(_path(prefix, suffix), os.O_RDWR) for suffix in ("blocks", "hashes")]
+        self._files = [os.open(f"{prefix}.{suffix}", os.O_RDWR) for suffix in ("blocks", "hashes")]
         self._sound: set[int] = set()  # blocks whose hash this process has compared
         self._keeps = True
 
@@ -163,21 +161,22 @@ class RangedFile:
         for descriptor in getattr(self, "_files", ()):
             os.close(descriptor)
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Bytes `begin` to `end - 1`.
-
-        Raises:
-            ValueError, ConnectionError: as of `Store`.
-        """
-        first, last = begin // _BLOCK_BYTES, (end - 1) // _BLOCK_BYTES
+    def __getitem__(self, place: slice) -> npt.NDArray[Any]:
+        begin, end = (index * self._dtype.itemsize for index in (place.start, place.stop))
         parts = []
-        for block in range(first, last + 1) if end > begin else ():
+        for block in range(begin // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)) if end > begin else ():
             start = block * _BLOCK_BYTES
             low, high = max(begin - start, 0), min(end - start, _BLOCK_BYTES)
             if (part := self._kept(block, low, high)) is None:
                 part = self._fetched(block)[low:high]
             parts.append(part)
-        return b"".join(parts)
+        return np.frombuffer(b"".join(parts), self._dtype)
+
+    def each(self, places: Sequence[int]) -> npt.NDArray[Any]:
+        """Single tokens, without the blocks that they are in."""
+        size = self._dtype.itemsize
+        found = self.read_directly([(place * size, (place + 1) * size) for place in places])
+        return np.frombuffer(b"".join(found), self._dtype)
 
     def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """Bytes of some ranges, several at a time, and without keeping them."""
@@ -227,39 +226,21 @@ def _hash(data: bytes) -> bytes:
     return max(1, xxhash.xxh3_64_intdigest(data)).to_bytes(_HASH_BYTES, "little")
 
 
-class RangedTokens:
-    """Tokens at a store, sliced like an array."""
-
-    def __init__(self, file: RangedFile, dtype: np.dtype[Any]):
-        self._file, self._dtype = file, dtype
-
-    def __getitem__(self, place: slice) -> npt.NDArray[Any]:
-        size = self._dtype.itemsize
-        return np.frombuffer(self._file.read(place.start * size, place.stop * size), self._dtype)
-
-    def each(self, places: Sequence[int]) -> npt.NDArray[Any]:
-        """Single tokens, without the blocks that they are in."""
-        size = self._dtype.itemsize
-        found = self._file.read_directly([(place * size, (place + 1) * size) for place in places])
-        return np.frombuffer(b"".join(found), self._dtype)
-
-
-def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RangedTokens:
-    """The tokens of a prefix, mapped, or at a store."""
-    if (file := open_bin(prefix)) is None:
-        return np.memmap(f"{prefix}.bin", dtype, mode="r")
-    return RangedTokens(file, dtype)
-
-
-def open_bin(prefix: str) -> RangedFile | None:
-    """The .bin of a prefix if it is at a store."""
+def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
+    """The tokens of a prefix if they are at a store."""
     remote = None if Path(f"{prefix}.bin").is_file() else _remote_of(prefix)
-    return RangedFile(prefix, remote) if remote else None
+    return RemoteTokens(prefix, remote, dtype) if remote else None
+
+
+def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteTokens:
+    """The tokens of a prefix, mapped, or at a store."""
+    remote = open_remote(prefix, dtype)
+    return np.memmap(f"{prefix}.bin", dtype, mode="r") if remote is None else remote
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     """Bytes of a prefix's .bin, range after range."""
-    if (remote := open_bin(prefix)) is not None:
+    if (remote := open_remote(prefix, np.dtype(np.uint8))) is not None:
         yield from remote.read_directly(list(ranges))
         return
     with Path(f"{prefix}.bin").open("rb") as file:

@@ -51,20 +51,22 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
-        make = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}[
-            tokenizer.kind
-        ]
-        self.inside_V, self.first_V = make(tokenizer)
+        if tokenizer.kind == "bytes":
+            self.inside_V = (np.arange(tokenizer.vocab_size) < _NUM_BYTES).astype(np.int64)
+            self.first_V = self.inside_V.copy()
+        else:
+            makers = {"sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}
+            self.inside_V, self.first_V = makers[tokenizer.kind](tokenizer)
         self.eod_id, self.bos_id = tokenizer.eod_id, tokenizer.bos_id
         for index in (self.eod_id, self.bos_id):
             if index is not None and index < tokenizer.vocab_size:
                 self.inside_V[index] = self.first_V[index] = 0
-        self._space, self._first_space_bytes = _space_of(tokenizer), 1
-        self.note = self._probe(tokenizer)
+        (self._space, unknown), self._first_space_bytes = _space_and_unknown(tokenizer), 1
+        self.note = self._probe(tokenizer, unknown)
 
-    def _probe(self, tokenizer: TextTokenizer) -> str:
+    def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
         """Encodes some texts and compares their bytes; also finds whether a document begins with a space."""
-        encode, unknown, lost = Encoders(tokenizer).get("tokenizers"), _unknown_id(tokenizer), []
+        encode, lost = Encoders(tokenizer).get("tokenizers"), []
 
         def ids_of(text: str) -> Int64Array:
             return np.asarray(encode([text])[0], dtype=np.int64)
@@ -117,54 +119,32 @@ class TokenBytes:
         return int(found.sum()), found.size
 
 
-def _space_of(tokenizer: TextTokenizer) -> Int64Array | None:
-    """Ids of the three byte tokens that stand for a space where the vocabulary has no piece for it."""
-    pieces = _vocabulary(tokenizer)
-    tokens = [pieces.get(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-    if _SPACE in pieces or None in tokens or not _exchanges_spaces(tokenizer):
-        return None
-    return np.array(tokens, dtype=np.int64)
-
-
-def _vocabulary(tokenizer: TextTokenizer) -> dict[str, int]:
+def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
+    """Ids of the three byte tokens that stand for a space, where the vocabulary has no piece for it, and the
+    id of what is unknown.
+    """
     if tokenizer.kind == "bytes":
-        return {}
-    if tokenizer.kind == "huggingface":
-        return pieces_of(orjson.loads(tokenizer.content))
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
-    return {processor.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
-
-
-def _exchanges_spaces(tokenizer: TextTokenizer) -> bool:
+        return None, None
     if tokenizer.kind == "sentencepiece":
-        return True
-    content = orjson.loads(tokenizer.content)
-    used = orjson.dumps([content.get("normalizer"), content.get("pre_tokenizer")]).decode()
-    return _SPACE in used or '"Metaspace"' in used
-
-
-def _unknown_id(tokenizer: TextTokenizer) -> int | None:
-    if tokenizer.kind == "sentencepiece":
-        import sentencepiece
-
-        return int(sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content).unk_id())
-    model = orjson.loads(tokenizer.content)["model"] if tokenizer.kind == "huggingface" else {}
-    if model.get("unk_id") is not None:
-        return int(model["unk_id"])
-    return _vocabulary(tokenizer).get(str(model.get("unk_token")))
-
-
-def _of_bytes(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
-    lengths = (np.arange(tokenizer.vocab_size) < _NUM_BYTES).astype(np.int64)
-    return lengths, lengths.copy()
+        processor = tokenizer.processor()
+        pieces = {processor.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
+        unknown, exchanges_spaces = processor.unk_id(), True
+    else:
+        content = orjson.loads(tokenizer.content)
+        pieces, model = pieces_of(content), content["model"]
+        unknown = model.get("unk_id")
+        if unknown is None:
+            unknown = pieces.get(str(model.get("unk_token")))
+        used = orjson.dumps([content.get("normalizer"), content.get("pre_tokenizer")]).decode()
+        exchanges_spaces = _SPACE in used or '"Metaspace"' in used
+    tokens = [pieces.get(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+    if _SPACE in pieces or None in tokens or not exchanges_spaces:
+        return None, unknown
+    return np.array(tokens, dtype=np.int64), unknown
 
 
 def _of_sentencepiece(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    processor = tokenizer.processor()
     inside, first = np.zeros((2, tokenizer.vocab_size), dtype=np.int64)
     for token in range(tokenizer.vocab_size):
         if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
@@ -172,7 +152,7 @@ def _of_sentencepiece(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]
         if processor.is_byte(token):
             inside[token] = first[token] = 1
             continue
-        inside[token] = len(processor.id_to_piece(token).replace("\u2581", " ").encode())
+        inside[token] = len(processor.id_to_piece(token).replace(_SPACE, " ").encode())
         first[token] = len(processor.decode([token]).encode())
     return inside, first
 
@@ -210,15 +190,12 @@ def _of_byte_level(
     for added in content.get("added_tokens") or []:
         lengths[added["id"]] = len(added["content"].encode())
     first = lengths.copy()
-    if _adds_space(content.get("pre_tokenizer")):
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    parts = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    # it puts a space before a text that begins with none
+    if any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts):
         first[[token for piece, token in pieces.items() if piece.startswith(_BYTE_SPACE)]] -= 1
     return lengths, first
-
-
-def _adds_space(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a ByteLevel pre-tokenizer puts a space before a text that begins with none."""
-    parts = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
-    return any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts)
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:

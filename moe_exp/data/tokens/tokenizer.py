@@ -20,8 +20,8 @@ from typing import Any, Literal
 import orjson
 import xxhash
 
-from moe_exp.config import problem, setting_error
-from moe_exp.host.files import regular
+from moe_exp.config import setting_error
+from moe_exp.host.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ _HUB_FILES = [
 ]  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
-_NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -86,26 +85,32 @@ class TextTokenizer:
     def facts(self) -> dict[str, Any]:
         """Facts for a manifest: everything that the tokens depend on."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
-        facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)} | {
-            name: getattr(self, name) for name in names
-        }
+        facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)}
+        facts |= {name: getattr(self, name) for name in names}
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
+
+    def processor(self) -> Any:
+        """The SentencePieceProcessor of `content`.
+
+        Raises:
+            ModuleNotFoundError: sentencepiece is not installed.
+        """
+        import sentencepiece
+
+        return sentencepiece.SentencePieceProcessor(model_proto=self.content)
 
     def token(self, index: int) -> str | None:
         """The token of an id; None for a byte, and for an id that the tokenizer does not have."""
         if self.kind == "sentencepiece" and 0 <= index < self.vocab_size:
-            import sentencepiece
-
-            return str(sentencepiece.SentencePieceProcessor(model_proto=self.content).id_to_piece(index))
+            return str(self.processor().id_to_piece(index))
         return token_text(orjson.loads(self.content), index) if self.kind == "huggingface" else None
 
     def log_left_out(self) -> None:
         """Says that documents do not begin with the BOS that the tokenizer's own files put before a text."""
         if self.bos_token is not None and self.bos_id is None:
-            text = (
-                "tokenizer %s puts %s before a text, documents get none: --prepend-bos (PREPEND_BOS) keeps it"
-            )
-            logger.warning(text, self.name, self.bos_token)
+            fix = "--prepend-bos (PREPEND_BOS) keeps it"
+            text = "tokenizer %s puts %s before a text, documents get none: %s"
+            logger.warning(text, self.name, self.bos_token, fix)
 
     def recorded(self) -> dict[str, Any]:
         """`facts`, and `ids`, a hash of what decides the ids of a text; for `same_tokenizer`."""
@@ -117,11 +122,6 @@ class TextTokenizer:
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two give a text the same ids, by `TextTokenizer.recorded`; older manifests lack `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
-
-
-def special_token_reason(token: str) -> str:
-    """Why a text that gives this special token is no document."""
-    return f"the tokenizer reads {token} in the text as a special token"
 
 
 def load_tokenizer(
@@ -150,40 +150,30 @@ def load_tokenizer(
     Raises:
         ValueError: a file is missing or is no tokenizer, or `eod_token` or the BOS is not in the vocabulary.
     """
-    loaded = _load(tokenizer_type, model, vocab_file, merge_file, eod_token, allow_special)
+    if tokenizer_type not in TOKENIZER_TYPES:
+        rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
+        raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
+    if tokenizer_type == "ByteLevelTokenizer":
+        loaded = _byte_level(eod_token, allow_special)
+    elif tokenizer_type == "GPT2BPETokenizer":
+        content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
+        loaded = _from_json(content, str(vocab_file), None, eod_token, allow_special)
+    elif model is None:
+        raise setting_error("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
+    elif tokenizer_type == "HuggingFaceTokenizer":
+        path = _tokenizer_json(str(model))
+        content = _read_tokenizer_json(path, "tokenizer_model")
+        loaded = _from_json(content, str(model), path.parent, eod_token, allow_special)
+    else:
+        loaded = _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
+        if tokenizer_type == "Llama2Tokenizer" and loaded.bos_id is not None:  # Megatron's adds it
+            loaded = replace(loaded, bos_token=loaded.token(loaded.bos_id))
     if not prepend_bos:
         return replace(loaded, bos_id=None)
     if loaded.bos_id is None:
         fix = "omit --prepend-bos (PREPEND_BOS), or name its bos_token in tokenizer_config.json"
         raise setting_error("prepend_bos", True, f"the tokenizer {loaded.name} has no BOS", fix)
     return loaded
-
-
-def _load(
-    tokenizer_type: str,
-    model: str | Path | None,
-    vocab_file: str | Path | None,
-    merge_file: str | Path | None,
-    eod_token: str | None,
-    allow_special: bool,
-) -> TextTokenizer:
-    if tokenizer_type not in TOKENIZER_TYPES:
-        rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
-        raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
-    if tokenizer_type == "ByteLevelTokenizer":
-        return _byte_level(eod_token, allow_special)
-    if tokenizer_type == "GPT2BPETokenizer":
-        content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
-        return _from_json(content, str(vocab_file), None, eod_token, allow_special)
-    if model is None:
-        raise setting_error("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
-    if tokenizer_type == "HuggingFaceTokenizer":
-        path = _tokenizer_json(str(model))
-        return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
-    found = _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
-    if tokenizer_type == "Llama2Tokenizer" and found.bos_id is not None:  # Megatron's adds it
-        return replace(found, bos_token=found.token(found.bos_id))
-    return found
 
 
 def load_named_tokenizer(
@@ -216,12 +206,8 @@ def tokenizer_vocab_size(path: str | Path) -> int:
     Raises:
         ValueError: there is no such file, or it is not a tokenizer.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    try:
-        # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
-        return _vocab_size(orjson.loads(file.read_bytes()))
-    except _NO_TOKENIZER as error:
-        raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+    # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
+    return _vocab_size(_read_tokenizer_json(Path(path), "tokenizer"))
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
@@ -231,13 +217,9 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     Raises:
         ValueError: as `tokenizer_vocab_size`.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    try:
-        content = orjson.loads(file.read_bytes())
-        names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
-        return _json_hash([content.get(name) for name in names]) + _ids_hash(content)
-    except _NO_TOKENIZER as error:
-        raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+    content = _read_tokenizer_json(Path(path), "tokenizer")
+    names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+    return _json_hash([content.get(name) for name in names]) + _ids_hash(content)
 
 
 def same_fingerprint(one: str, other: str) -> bool:
@@ -260,13 +242,6 @@ def _ids_hash(content: Mapping[str, Any]) -> str:
 
 def _json_hash(parts: list[Any]) -> str:
     return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
-
-
-def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
-    rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
-    return problem(
-        field, path, rule, "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
-    )
 
 
 def _vocab_size(content: dict[str, Any]) -> int:
@@ -316,12 +291,15 @@ def _download(name: str) -> Path:
         raise setting_error("tokenizer_model", name, rule, fix) from error
 
 
-def _read_tokenizer_json(path: Path) -> dict[str, Any]:
+def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = orjson.loads(path.read_bytes())
+        file = path / "tokenizer.json" if path.is_dir() else path
+        content: dict[str, Any] = orjson.loads(file.read_bytes())
         _vocab_size(content)
-    except _NO_TOKENIZER as error:
-        raise ValueError(_no_tokenizer("tokenizer_model", path, error)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
+        fix = "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
+        raise setting_error(field, path, rule, fix) from error
     return content
 
 
@@ -352,18 +330,20 @@ def _from_json(
         what = "tokenizer %s: BPE dropout %s is set, switched off here"
         logger.warning(what, name, content["model"]["dropout"])
         content["model"]["dropout"] = None
-    files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
+    files: dict[str, Any] = {file_name: {} for file_name in _HUB_FILES[1:]}
+    for file_name in files if folder else ():
+        if (path := Path(folder or "", file_name)).exists():
+            files[file_name] = read_json(path, fix="fetch it again")
     bos_token, adds_bos = _bos(content, files)
     content["post_processor"] = None
-    eod_id = None
     if eod_token is None:
         candidates = _eod_candidates(content, files)
         eod_token = next((token for token in candidates if token_id(content, token) is not None), None)
-    elif token_id(content, eod_token) is None:
-        rule = f"the tokenizer {name} has no such token"
-        raise setting_error("eod_token", eod_token, rule, "give one of its tokens")
+    eod_id = None if eod_token is None else token_id(content, eod_token)
     if eod_token is not None:
-        eod_id = token_id(content, eod_token)
+        if eod_id is None:
+            rule = f"the tokenizer {name} has no such token"
+            raise setting_error("eod_token", eod_token, rule, "give one of its tokens")
         # Some files have it as an added token that is not special, and then a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
@@ -420,17 +400,6 @@ def _eod_candidates(content: dict[str, Any], files: Mapping[str, dict[str, Any]]
     yield from USUAL_EOD_TOKENS
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    try:
-        content = orjson.loads(regular(path).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        rule = f"is not valid JSON ({error})"
-        raise setting_error("tokenizer_model", path, rule, "fetch it again") from error
-    return content if isinstance(content, dict) else {}
-
-
 def token_id(content: Mapping[str, Any], token: str) -> int | None:
     """Id of a token in a tokenizer.json, added or of the vocabulary; None if it is not there."""
     for added in content.get("added_tokens") or []:
@@ -452,7 +421,7 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
 
     if allow_special:
         rule = "SentencePiece reads no control symbols in a text"
-        raise setting_error("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json")
+        raise setting_error("allow_special", allow_special, rule, "omit it, or use a tokenizer.json")
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -477,5 +446,5 @@ def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:
     if eod_token is not None or allow_special:
         rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
         field, value = ("eod_token", eod_token) if eod_token is not None else ("allow_special", allow_special)
-        raise setting_error(field, value, rule, "leave it out")
+        raise setting_error(field, value, rule, "omit it")
     return TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")

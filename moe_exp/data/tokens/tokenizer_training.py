@@ -78,9 +78,7 @@ def train_tokenizer(
         output: the folder.
         vocab_size: tokens, special tokens and the 256 bytes included; fewer if the texts give no more.
         json_key: name of the field with the text.
-        eos_token: the token that ends a document, id 0.
-        bos_token: the next one, if given.
-        pad_token: the next one, if given.
+        eos_token, bos_token, pad_token: special tokens, with the ids from 0 on; the first ends a document.
         max_bytes: of text in UTF-8.
         skip_bad: skip and count bad lines.
         start_over: replace what is there.
@@ -113,10 +111,9 @@ def train_tokenizer(
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}
         config["clean_up_tokenization_spaces"] = False
         config |= {name: token for name, token in names.items() if token}
-        (stage.folder / "tokenizer_config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
         outputs = [stage.folder / "tokenizer.json", stage.folder / "tokenizer_config.json"]
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        outputs[1].write_text(text, encoding="utf-8")
         return stage.finish_folder(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
 
 
@@ -128,8 +125,7 @@ def _limited_texts(
         limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
         for line, text in read_documents(path, tally, **reading):
             advance(len(line) + 1)
-            yield from (
-                text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS)
-            )
+            for start in range(0, len(text), _PIECE_CHARACTERS):
+                yield text[start : start + _PIECE_CHARACTERS]
             if tally.num_text_bytes >= limit:
                 break

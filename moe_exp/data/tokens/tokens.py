@@ -16,18 +16,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.ranged import bin_bytes, prefix_of
-from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-
-__all__ = [
-    "EOD_ID", "BinIdxWriter", "bin_idx_problem", "bin_idx_tokens", "order_problem", "parse_blend",
-    "read_index", "read_pointers", "token_dtype", "tokenizer_vocab_size", "write_index",
-]  # fmt: skip
 
 EOD_ID = 0
 
@@ -91,25 +85,19 @@ class BinIdxWriter:
     ) -> None:
         try:
             if kind is None:
-                self._write_index()
-                self._rename()
+                sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)
+                write_index(self._temporary[1], sizes, self.dtype)
+                self._bin.flush()
+                os.fsync(self._bin.fileno())
+                # An index next to a .bin that is not its own would be worse than none: the old one goes
+                # first, the new one comes last.
+                Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+                self._temporary[0].replace(f"{self.prefix}.bin")
+                self._temporary[1].replace(f"{self.prefix}.idx")
         finally:
             self._bin.close()
             for path in self._temporary:
                 path.unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)
-        write_index(self._temporary[1], sizes, self.dtype)
-
-    def _rename(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        # An index next to a .bin that is not its own would be worse than none: the old one goes first, the
-        # new one comes last.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        self._temporary[0].replace(f"{self.prefix}.bin")
-        self._temporary[1].replace(f"{self.prefix}.idx")
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
@@ -158,29 +146,32 @@ def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> It
         first_token = int(ends[-1])
 
 
-def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Token dtype, sequence sizes in tokens and document indices of `prefix`.idx, a sound index."""
-    path = Path(f"{prefix}.idx")
+class Index(NamedTuple):
+    """Contents of a sound .idx file: token dtype; sizes of the sequences in tokens, their first bytes in the
+    .bin; first sequence of every document and the number of sequences.
+    """
+
+    dtype: np.dtype[Any]
+    sizes: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+
+
+def read_index(prefix: str | Path) -> Index:
+    """`prefix`.idx, a sound index, mapped."""
+    path, offset = Path(f"{prefix}.idx"), _HEADER.size
     _, _, code, num_sequences, num_indices = _read_header(path)
-    sizes = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
-    indices = np.memmap(
-        path, dtype="<i8", mode="r", offset=_HEADER.size + 12 * num_sequences, shape=(num_indices,)
-    )
-    return np.dtype(_DTYPES[code]), sizes, indices
-
-
-def read_pointers(prefix: str | Path) -> npt.NDArray[np.int64]:
-    """First byte of each sequence in `prefix`.bin, by `prefix`.idx, a sound index."""
-    path = Path(f"{prefix}.idx")
-    num_sequences = _read_header(path)[3]
-    offset = _HEADER.size + 4 * num_sequences
-    return np.memmap(path, dtype="<i8", mode="r", offset=offset, shape=(num_sequences,))
+    columns = []
+    for dtype, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_indices)):
+        columns.append(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
+        offset += columns[-1].nbytes
+    return Index(np.dtype(_DTYPES[code]), *columns)
 
 
 def order_problem(prefix: str | Path) -> str | None:
     """Says which sequence of `prefix`.idx does not stand behind the one before it, or None."""
-    dtype, sizes, _ = read_index(prefix)
-    pointers, start = read_pointers(prefix), 0
+    dtype, sizes, pointers, _ = read_index(prefix)
+    start = 0
     for expected in _pointers_in_order(sizes, dtype):
         differs = pointers[start : start + len(expected)] != expected
         if differs.any():
@@ -226,16 +217,14 @@ def _header_problem(path: Path) -> str | None:
 
 
 def _size_problem(prefix: str, in_order: bool) -> str | None:
-    _, _, code, num_sequences, num_indices = _read_header(Path(f"{prefix}.idx"))
-    offset = _HEADER.size + 12 * num_sequences
-    indices = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(num_indices,))
-    if indices[0] != 0 or indices[-1] != num_sequences:
-        covered = f"sequences {indices[0]} to {indices[-1]} of {num_sequences}"
+    dtype, sizes, _, documents = read_index(prefix)
+    if documents[0] != 0 or documents[-1] != len(sizes):
+        covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
     if wrong := order_problem(prefix):
         fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order writes them in order"
         return f"{wrong} ({fix})" if in_order else _range_problem(prefix)
-    expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
+    expected_bytes = bin_idx_tokens(prefix) * dtype.itemsize
     actual_bytes = bin_bytes(prefix) or 0
     if actual_bytes == expected_bytes:
         return None
@@ -245,8 +234,8 @@ def _size_problem(prefix: str, in_order: bool) -> str | None:
 
 def _range_problem(prefix: str) -> str | None:
     """Says which sequence of a sound index is not in the .bin, or None."""
-    dtype, sizes, _ = read_index(prefix)
-    begins, num_bytes = read_pointers(prefix), bin_bytes(prefix) or 0
+    dtype, sizes, begins, _ = read_index(prefix)
+    num_bytes = bin_bytes(prefix) or 0
     ends = begins + sizes.astype(np.int64) * dtype.itemsize
     worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
     if begins[worst] >= 0 and ends[worst] <= num_bytes:
@@ -257,15 +246,13 @@ def _range_problem(prefix: str) -> str | None:
 
 def bin_idx_tokens(prefix: str | Path) -> int:
     """Number of tokens by the sizes in `prefix`.idx, which must be a sound index."""
-    shape = (_read_header(Path(f"{prefix}.idx"))[3],)
-    sizes = np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=shape)
-    return int(sizes.sum(dtype=np.int64))
+    return int(read_index(prefix).sizes.sum(dtype=np.int64))
 
 
 def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
     with path.open("rb") as file:
-        magic, version, code, num_sequences, num_indices = _HEADER.unpack(file.read(_HEADER.size))
-    return magic, version, code, num_sequences, num_indices
+        found: tuple[bytes, int, int, int, int] = _HEADER.unpack(file.read(_HEADER.size))
+    return found
 
 
 # Blends
@@ -289,26 +276,19 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         return _by_size([prefix_of(word) for word in words])
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
-    pairs = zip(words[0::2], words[1::2], strict=True)
-    return [(_weight(word, text), _prefix(word_after, text)) for word, word_after in pairs]
-
-
-def _weight(word: str, text: str) -> float:
-    weight = _number(word)
-    if weight is None:
-        fix = "give every prefix a weight, or none"
-        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
-    if not 0 < weight < math.inf:
-        fix = "give another weight or leave the prefix out"
-        raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
-    return weight
-
-
-def _prefix(word: str, text: str) -> str:
-    if _number(word) is not None:
-        fix = "put a path after each weight"
-        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: {fix}.")
-    return prefix_of(word)
+    pairs = []
+    for word, prefix in zip(words[0::2], words[1::2], strict=True):
+        if (weight := _number(word)) is None:
+            fix = "give every prefix a weight, or none"
+            raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
+        if not 0 < weight < math.inf:
+            fix = "give another weight or omit the prefix"
+            raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
+        if _number(prefix) is not None:
+            fix = "put a path after each weight"
+            raise ValueError(f"'{text}': {_BLEND_RULE}, and {prefix} is not a prefix. Fix: {fix}.")
+        pairs.append((weight, prefix_of(prefix)))
+    return pairs
 
 
 def _number(word: str) -> float | None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.config.loading import recorded_settings
 from moe_exp.config.setting_types import blend_members, names_text
 from moe_exp.data.own_text.settings import fitting_vocab_size
 from moe_exp.data.tokens.files import manifest_of, tokenizer_fact
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-from moe_exp.host.files import read_yaml
 
 
 def with_vocab_size(
@@ -63,7 +63,7 @@ def _of_data(config: Config) -> tuple[int, str] | None:
 
 def _recorded(path: Path) -> int | None:
     try:
-        size = read_yaml(path).get("vocab_size") if path.exists() else None
-    except (OSError, ValueError, AttributeError):
-        return None  # the checks of the run folder name it
+        size = recorded_settings(path).get("vocab_size")
+    except ValueError:
+        return None  # a new run, or the checks of the run folder name it
     return size if isinstance(size, int) else None

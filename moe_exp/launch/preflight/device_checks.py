@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_exp.host.memory import available_memory_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -167,15 +168,9 @@ def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
 
 def free_host_bytes() -> int:
     """Memory still available on this host, or in the container of this process."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
     # /dev/shm is memory as well, and may be in use.
-    return max(0, free - (shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0))
+    in_use = shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0
+    return max(0, available_memory_bytes() - in_use)
 
 
 def synchronize(device: torch.device) -> None:

@@ -6,7 +6,6 @@ import csv
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 # Names of `nvidia-smi --help-query-gpu`; drivers before 535 have another name for the clock reasons.
 FIELDS = (
@@ -73,12 +72,6 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
         width, most = _number(gpu.get("pcie.link.width.current")), _number(gpu.get("pcie.link.width.max"))
         if 0 < width < most:
             yield "warning", f"{where}: PCIe has {width} of {most} lanes"
-
-
-def missing_gpus(gpus: Sequence[Any], expected: int) -> Iterator[tuple[str, str]]:
-    """Reports fewer GPUs than ranks, if nvidia-smi finds any."""
-    if 0 < len(gpus) < expected:
-        yield "failed", f"{len(gpus)} GPUs answer nvidia-smi, GPUS_PER_NODE={expected}"
 
 
 def _number(text: str | None) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, module_arguments
+from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.files import read_json
@@ -39,6 +39,7 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
+SETTINGS = "settings.json"  # in that folder, for the ranks
 # timeout of all steps of the ranks; normally they take a fraction of it
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
@@ -47,12 +48,11 @@ _END_SECONDS = 10.0
 _MOST_MISSING = 8
 
 
-def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> Verdict:
+def preflight(config: Config, *, hosts: str = "") -> Verdict:
     """Checks the nodes of a job; called on each with the same settings except NODE_RANK, with the same
     verdict.
 
     Args:
-        flags: command line settings, which the ranks resolve again.
         hosts: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
 
     Raises:
@@ -83,8 +83,10 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         if any(lost.values()) or len(lost) < config.nnodes:
             return _not_reached(came, lost)
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
-        report = {"host": here["host"], "clock": clock, **_facts(config)}
-        report["ranks"] = run_ranks(config, flags, came[0]["key"])
+        gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
+        report = {"host": here["host"], "clock": clock, "gpus": gpus, "gpu_problem": gpu_problem}
+        report |= host_facts(Path(config.run_dir))
+        report["ranks"] = run_ranks(config, came[0]["key"])
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
     verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
@@ -104,46 +106,39 @@ def _server(config: Config) -> Server:
         raise ValueError(port_problem(config.rendezvous_port, rule, num_nodes=config.nnodes)) from None
 
 
-def _facts(config: Config) -> dict[str, Any]:
-    gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
-    return {**host_facts(Path(config.run_dir)), "gpus": gpus, "gpu_problem": gpu_problem}
-
-
 def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
     """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
-    verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
+    verdict = Verdict.on(came)
     missing = sorted(set(range(config.nnodes)) - set(came))
     is_their_fault = len(missing) <= max(1, config.nnodes // _MOST_MISSING)
+    text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
     for node in missing:
-        text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
-        finding = Finding("failed", text, is_their_fault)
-        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [finding]))
+        findings = [Finding("failed", text, is_their_fault)]
+        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", findings))
     return verdict
 
 
 def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mapping[str, str]]) -> Verdict:
-    verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
+    verdict = Verdict.on(came)
     for named in verdict.nodes:
         if named.node not in lost:
             named.findings.append(_WENT_AWAY)
-    failed = {
-        (min(node, int(peer)), max(node, int(peer))): reason
-        for node, peers in lost.items()
-        for peer, reason in peers.items()
-    }
+    reasons = [(node, int(peer), reason) for node, peers in lost.items() for peer, reason in peers.items()]
+    failed = {(min(node, peer), max(node, peer)): reason for node, peer, reason in reasons}
     blame_pairs(verdict, failed, "has no connection")
     return verdict
 
 
-def run_ranks(config: Config, flags: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     """Runs this node's ranks with a timeout, and returns their results in order of rank; `key`: of node 0."""
     first = config.node_rank * config.gpus_per_node
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
         environ = {**child_environment(config, key), **_NCCL, RESULTS_FOLDER: name}
+        (folder / SETTINGS).write_text(config.model_dump_json())
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
-            timed_out = _run(torchrun_command(config, module_arguments(flags), MODULE), environ, log)
+            timed_out = _run(torchrun_command(config, [], MODULE), environ, log)
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         return [_rank_report(folder, rank, timed_out=timed_out, printed=printed) for rank in ranks]
 

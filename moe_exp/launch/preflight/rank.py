@@ -7,7 +7,6 @@ reads the files.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import socket
@@ -22,12 +21,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from moe_exp.config import Config, add_arguments, load_config
+from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
 from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
 from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
-from moe_exp.launch.preflight.node import RESULTS_FOLDER, rank_file
+from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
@@ -57,11 +56,9 @@ class _Results:
         write_json(self._path, self.values)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all steps with the settings of the environment and of `argv`."""
-    parser = argparse.ArgumentParser(prog="python -m moe_exp.launch.preflight.rank")
-    add_arguments(parser)
-    config = load_config(vars(parser.parse_args(argv)))
+def main() -> None:
+    """Runs all steps with the settings that the launcher has left in RESULTS_FOLDER."""
+    config = Config.model_validate_json((Path(os.environ[RESULTS_FOLDER]) / SETTINGS).read_text())
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     results = _Results(rank)
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.markup import escape
@@ -18,7 +16,7 @@ from moe_exp.host.progress import table_console
 from moe_exp.launch.preflight.node import preflight, wait_for_port
 from moe_exp.launch.preflight.verdicts import GRADES, SPEEDS, Verdict
 from moe_exp.runs.records import append_event
-from moe_exp.runs.run_folder import LATEST, RunFolder
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import EXCLUDE_NODES, exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
@@ -77,7 +75,7 @@ def add_to_list(verdict: Verdict, path: Path) -> list[str]:
 _FIX = "start the job without it, or set PREFLIGHT=0 to train all the same"
 
 
-def passes(config: Config, flags: Mapping[str, Any]) -> bool:
+def passes(config: Config) -> bool:
     """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
 
     Node 0 prints the table, adds bad nodes to the list of the job (EXCLUDE_FILE, by default
@@ -86,7 +84,7 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     """
     start = time.monotonic()
     try:
-        verdict = preflight(config, flags)
+        verdict = preflight(config)
     except ValueError as error:
         complain(str(error))
         return False
@@ -100,7 +98,8 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
         hosts = [node.host for node in verdict.to_exclude()]
         details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
         details |= {"findings": findings_lines(verdict), "exclude": hosts}
-        append_event(folder.metrics, "preflight", _iteration(folder), **details)
+        iteration = max(folder.checkpoint_iterations(), default=0)
+        append_event(folder.metrics, "preflight", iteration, **details)
         wait_for_port(config)
     if verdict.grade != "failed":
         return True
@@ -109,10 +108,3 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
             complain(f"preflight {line}")
     complain(f"no training: a node has failed the preflight. Fix: {_FIX}.")
     return False
-
-
-def _iteration(folder: RunFolder) -> int:
-    try:
-        return int((folder.checkpoints / LATEST).read_text())
-    except (OSError, ValueError):
-        return 0

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_exp.host.files import bytes_text
-from moe_exp.launch.preflight.gpu_health import gpu_findings, missing_gpus
+from moe_exp.launch.preflight.gpu_health import gpu_findings
 from moe_exp.launch.preflight.pairing import culprits
 
 GRADES = ("ok", "warning", "slow", "failed")
@@ -80,6 +80,11 @@ class Verdict:
     links: list[Finding] = field(default_factory=list)
     all_ranks: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
+        """A verdict on the nodes of `reports`, which have their host, without findings."""
+        return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
+
     @property
     def grade(self) -> str:
         grades = [*(node.grade for node in self.nodes), *(link.grade for link in self.links)]
@@ -107,7 +112,7 @@ class Verdict:
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
     """Judges the nodes' reports (see `node.preflight`); `needed_bytes`: size of a checkpoint in RUN_DIR."""
-    verdict = Verdict([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
+    verdict = Verdict.on(reports)
     all_ranks = [rank for report in reports.values() for rank in report["ranks"]]
     has_gpus = any(rank["device"].startswith("cuda") for rank in all_ranks)
     for named in verdict.nodes:
@@ -132,21 +137,23 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
         "/dev/shm": _SHM_BYTES_PER_GPU * ranks if has_gpus else 0,
     }
     for name, needed in rules.items():
-        place = disks[name]
-        grade = "failed" if name != "temporary folder" else "warning"
+        place, free_bytes = disks[name], disks[name]["free_bytes"]
         where = name if name == "/dev/shm" else f"{name} {place['path']}"
         if place["problem"]:
-            problem_grade = "failed" if place["free_bytes"] is not None else "warning"
-            yield Finding(problem_grade, f"{where}: {place['problem']}", name != "RUN_DIR")
-        elif place["free_bytes"] < needed:
-            text = f"{where}: {bytes_text(place['free_bytes'])} free, {bytes_text(needed)} are needed"
+            grade = "failed" if free_bytes is not None else "warning"
+            yield Finding(grade, f"{where}: {place['problem']}", name != "RUN_DIR")
+        elif free_bytes < needed:
+            grade = "failed" if name != "temporary folder" else "warning"
+            text = f"{where}: {bytes_text(free_bytes)} free, {bytes_text(needed)} are needed"
             yield Finding(grade, text, name == "/dev/shm")
     offset, error = report["clock"]
     if abs(offset) - error > CLOCK_SECONDS:
         lag = "behind" if offset > 0 else "ahead of"
         yield Finding("warning", f"clock is {abs(offset):.1f} s {lag} node 0's", False)
-    for grade, text in [*gpu_findings(report["gpus"]), *missing_gpus(report["gpus"], ranks)]:
+    for grade, text in gpu_findings(report["gpus"]):
         yield Finding(grade, text)
+    if 0 < len(report["gpus"]) < ranks:
+        yield Finding("failed", f"{len(report['gpus'])} GPUs answer nvidia-smi, GPUS_PER_NODE={ranks}")
     if has_gpus and any(rank["device"] == "cpu" for rank in report["ranks"]):
         yield Finding("failed", "has no GPU that can be used, other nodes have")
     if report["gpu_problem"]:

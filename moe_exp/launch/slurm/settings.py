@@ -154,25 +154,20 @@ def time_limit_seconds(text: str) -> int | None:
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if not match:
         return None
-    days, *parts = (None if part is None else int(part) for part in match.groups())
-    numbers = [part for part in parts if part is not None]
-    if days is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 3:
-        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    minutes, seconds = (*numbers, 0)[:2]
-    return minutes * 60 + seconds
+    numbers = [int(part) for part in match.groups() if part is not None]
+    if match[1] is None:  # H:M:S, or M or M:S
+        numbers = [0, *numbers] if len(numbers) == 3 else [0, 0, *numbers]
+    days, hours, minutes, seconds = (*numbers, 0, 0, 0)[:4]
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
-    yield from _time_problems(settings)
     yield from _chain_problems(settings)
     yield from _option_problems(settings)
     yield from _place_problems(settings, environ)
 
 
-def _time_problems(settings: SlurmSettings) -> Iterator[str]:
+def _chain_problems(settings: SlurmSettings) -> Iterator[str]:
     limit = time_limit_seconds(settings.time_limit)
     if not limit:
         fix = "give MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
@@ -181,19 +176,15 @@ def _time_problems(settings: SlurmSettings) -> Iterator[str]:
         rule = f"must be shorter than TIME_LIMIT={settings.time_limit}, and at most {_LONGEST_WARNING}"
         fix = "give twice the time that a checkpoint takes"
         yield problem("signal_seconds", settings.signal_seconds, rule, fix)
-
-
-def _chain_problems(settings: SlurmSettings) -> Iterator[str]:
     if settings.chain == "array" and settings.num_jobs > _LARGEST_ARRAY:
         rule = f"a job array has at most {_LARGEST_ARRAY} jobs"
         fix = f"set CHAIN=dependency, or at most {_LARGEST_ARRAY}"
         yield problem("num_jobs", settings.num_jobs, rule, fix)
     if not all(job.isdecimal() for job in settings.jobs_before):
-        fix = "give the numbers that sbatch has printed"
-        yield problem("after", settings.after, "is no list of job ids", fix)
+        rule = "is no list of job ids"
+        yield problem("after", settings.after, rule, "give the numbers that sbatch has printed")
     if settings.job_name and not re.fullmatch(r"[\w.+=-]+", settings.job_name, re.ASCII):
-        fix = "use letters, digits and . _ + = -"
-        yield problem("job_name", settings.job_name, NOT_SOUGHT, fix)
+        yield problem("job_name", settings.job_name, NOT_SOUGHT, "use letters, digits and . _ + = -")
 
 
 def _option_problems(settings: SlurmSettings) -> Iterator[str]:

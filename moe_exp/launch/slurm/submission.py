@@ -27,9 +27,7 @@ from moe_exp.watch.nodes.exclude import read_excluded
 
 # Variables with sbatch options, which override the file's; a site may set these for all users.
 _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
-_NO_SBATCH = (
-    "sbatch: there is none here. Fix: call it on a login node of the cluster, or inspect it with --dry-run."
-)
+_NO_SBATCH = "sbatch: not found. Fix: call it on a login node of the cluster, or inspect it with --dry-run."
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
@@ -41,8 +39,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
     flags = with_file(flags, environ)
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
-    in_config = {name: value for name, value in flags.items() if name in Config.model_fields}
-    of_run = {name: str(value) for name, value in in_config.items() if value is not None}
+    of_run = {name: str(value) for name, value in flags.items() if name in Config.model_fields}
     given = given_values(of_run, environ)
     for name in ("node_rank", "master_addr"):  # set by each job itself
         given.pop(name, None)
@@ -60,7 +57,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
         problems += [*check_config(config), *check_files(config, with_space=with_space)]
     if config and slurm:
         job = RunJob(config, given, slurm, passed_variables(slurm, environ))
-        problems += _run_problems(job)
+        problems += [*_name_problems(job), *_mount_problems(job)]
     if problems:
         raise ConfigError(problems)
     return job
@@ -81,24 +78,22 @@ def _run_settings(
     return load_config(fixed, {}), fixed
 
 
-def _run_problems(job: RunJob) -> list[str]:
-    found = []
+def _name_problems(job: RunJob) -> Iterator[str]:
     if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
         rule = f"{job.run_folder} has a % or a backslash, which mean something in the names of SLURM's logs"
-        found.append(problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR"))
+        yield problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR")
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
-        fix = "give a JOB_NAME of letters and digits"
-        found.append(problem("job_name", job.name, NOT_SOUGHT, fix))
-    return [*found, *_mount_problems(job)]
+        yield problem("job_name", job.name, NOT_SOUGHT, "give a JOB_NAME of letters and digits")
 
 
 def _mount_problems(job: RunJob) -> Iterator[str]:
     """apptainer and pyxis split mounts at commas and colons, enroot at spaces (NVIDIA/pyxis issue 133)."""
     runtime = job.slurm.runtime
     for folder in mounts(job) if runtime else ():
-        words = [("," in folder or (":" in folder and folder in own_folders(job)), "a comma or a colon")]
-        words += [(runtime == "pyxis" and " " in folder, "a space")]
-        for what in (what for is_there, what in words if is_there):
+        what = "a space" if runtime == "pyxis" and " " in folder else ""
+        if "," in folder or (":" in folder and folder in own_folders(job)):
+            what = "a comma or a colon"
+        if what:
             rule = f"the job has to see {folder}, and {runtime} can mount no path with {what}"
             fix = "rename it, or give a link to it with another name"
             yield problem("container", job.slurm.container, rule, fix)
@@ -174,12 +169,9 @@ def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
         ValueError: it is missing, or refuses.
     """
     # Without other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
-    others = ("SLURM_", "SBATCH_", "SRUN_")
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if name in (*_KEPT_OPTIONS, *_KEPT_OF_SLURM) or not name.startswith(others)
-    }
+    others, kept = ("SLURM_", "SBATCH_", "SRUN_"), (*_KEPT_OPTIONS, *_KEPT_OF_SLURM)
+    names = [name for name in os.environ if name in kept or not name.startswith(others)]
+    environ = {name: os.environ[name] for name in names}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ)
     except FileNotFoundError:

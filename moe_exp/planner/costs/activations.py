@@ -55,17 +55,14 @@ class Activations:
 
     @property
     def dense_layer(self) -> float:
-        """Sum of `dense_parts`."""
         return sum(self.dense_parts.values())
 
     @property
     def moe_layer(self) -> float:
-        """Sum of `moe_parts`."""
         return sum(self.moe_parts.values())
 
     @property
     def output(self) -> float:
-        """Sum of `output_parts`."""
         return sum(self.output_parts.values())
 
 
@@ -106,7 +103,9 @@ class _Account:
         config, width = self._config, self._width
         hidden = width * self._hidden * self._tokens
         logits = self._all_tokens * config.padded_vocab_size / self._tp
-        norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
+        norm, mask = self._tokens * self._norm(self._hidden), 0.0
+        if config.dropout:  # on processors a mask with the scale in it, of the compute type
+            mask = self._tokens * self._hidden * (width if self._on_cpu else 1)
         saved = self._saved()
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
@@ -174,10 +173,6 @@ class _Account:
     def _norms_in_fp32(self) -> bool:
         """torch's RMSNorm on a processor is made of steps, which keep an fp32 input and the input divided."""
         return self._on_cpu and self._config.normalization == "RMSNorm"
-
-    def _mask(self, size: float) -> float:
-        """Kept by a dropout, per token: on processors a mask with the scale in it, of the compute type."""
-        return size * (self._width if self._on_cpu else 1) if self._config.dropout else 0.0
 
     # Attention
 
@@ -307,19 +302,14 @@ class _Account:
             kept["shared expert"] = self._all_tokens * self._mlp(config.shared_expert_size / self._tp) + gate
         return kept
 
-    @property
-    def _router_width(self) -> int:
-        return priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
-
     def _router(self) -> float:
         """Per token."""
-        config, width = self._config, self._router_width
+        config, width = self._config, priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
         slots = config.num_experts if config.router_score == "relu" else config.topk
         kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
         by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
-        return kept + (
-            width * (config.num_router_outputs + 1) if priced(config, "router_score", by_score) else 0
-        )
+        keeps_logits = priced(config, "router_score", by_score)
+        return kept + keeps_logits * width * (config.num_router_outputs + 1)
 
     @property
     def _runs_as_one(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import TypeVar
 
 from moe_exp.config import Config, problem
@@ -75,29 +76,22 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     """Notes on how a plan counts, by part."""
     words = {}
     if config.use_moe:
-        experts = _words_on_experts(config, hardware)
-        words["experts"] = f"{experts} (its memory; the time is counted the same for all)"
+        backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+        said = f"{backend}, asked for by EXPERT_BACKEND"
+        if config.expert_backend == "auto":
+            said = f"{backend}, which EXPERT_BACKEND=auto takes on this device"
+        if backend == "auto":
+            why = _why_not_triton(config, hardware.runs_kernels)
+            said = f"grouped GEMMs apart from each other, not triton: {why}"
+        words["experts"] = f"{said} (its memory; the time is counted the same for all)"
     if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
-        older = "triton: the memory of its kernel, the time of Megatron's"
-        fused = "triton: the memory and the time of a fused kernel"
-        words["cross entropy"] = fused if hardware.is_recent else older
-    if config.fp8 != "none":
-        what = [
-            name
-            for name, counts in zip(("experts", "other layers"), fp8_parts(config), strict=True)
-            if counts
-        ]
-        words["FP8"] = (
-            f"{' and '.join(what)}, by the peak of FP8 and the casts; its memory has not been measured"
+        time = (
+            "and the time of a fused kernel"
+            if hardware.is_recent
+            else "of its kernel, the time of Megatron's"
         )
+        words["cross entropy"] = f"triton: the memory {time}"
+    if config.fp8 != "none":
+        what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
+        words["FP8"] = f"{what}, by the peak of FP8 and the casts; its memory has not been measured"
     return words
-
-
-def _words_on_experts(config: Config, hardware: Hardware) -> str:
-    backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
-    if config.expert_backend != "auto":
-        return f"{backend}, asked for by EXPERT_BACKEND"
-    if backend != "auto":
-        return f"{backend}, which EXPERT_BACKEND=auto takes on this device"
-    why = _why_not_triton(config, hardware.runs_kernels)
-    return f"grouped GEMMs apart from each other, not triton: {why}"

@@ -38,7 +38,7 @@ def disk_use(
     """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound if checkpoints are kept
     for two reasons.
 
-    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so all that are kept are
+    A checkpoint is removed when the next one is complete (`which_to_remove`), so all that are kept are
     there while one is written. The one that this start resumes from stays as well.
 
     Args:
@@ -54,7 +54,10 @@ def disk_use(
         always = _num_kept_always(config, iteration, there)
         largest = min(largest, config.keep_last + config.keep_best + bool(iteration) + always + 1)
     num_new = max(largest - len(there), min(1, num_saves))
-    return DiskUse(one_bytes, max(largest, len(there)), num_new, _records_bytes(config, iteration))
+    num_records = max(0, config.train_iters - iteration) // config.log_interval
+    per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
+    records = _START_BYTES + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
+    return DiskUse(one_bytes, max(largest, len(there)), num_new, records)
 
 
 def _num_saves(config: Config, iteration: int) -> int:
@@ -74,12 +77,6 @@ def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> in
     to_come = max(0, config.train_iters // step - iteration // step)
     at_end = config.save_at_end and config.train_iters % every == 0 and config.train_iters % step != 0
     return to_come + int(at_end) + sum(one % every == 0 for one in there)
-
-
-def _records_bytes(config: Config, iteration: int) -> int:
-    num_records = max(0, config.train_iters - iteration) // config.log_interval
-    per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
-    return _START_BYTES + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
 
 
 def keep_last_that_fits(

@@ -1,9 +1,8 @@
-"""Floating-point operations of an iteration: of the model, of the hardware, and by published formulas."""
+"""Floating-point operations of the model in an iteration."""
 
 from __future__ import annotations
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.code_paths import priced
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
@@ -33,55 +32,6 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         batch_size = tokens // config.seq_len
     output_layer = 2 * config.hidden_size * config.padded_vocab_size
     return 3 * _tokens(config, batch_size) * (_layers(config) + output_layer)
-
-
-def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """Operations of all ranks in one iteration: the model's, and those of the forward pass that RECOMPUTE
-    repeats.
-
-    `full` repeats all layers, so that they count 8 for every weight that a token meets, and the output layer
-    6 (Narayanan et al. 2021, see `narayanan_flops`). `selective` repeats the MoE layers, `moe_act` no
-    product; both repeat scores and weighted values in a dense model (Korthikanti et al. 2022,
-    arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward pass is not
-    counted. Arguments as above.
-    """
-    return flops_per_iteration(config, batch_size) + _tokens(config, batch_size) * _repeated(config)
-
-
-def _repeated(config: Config) -> int:
-    """Operations per token that the backward pass computes again."""
-    core = 0 if config.use_moe else config.num_layers * _scores_and_values(config)
-    experts = sum(config.moe_layers) * _moe(config)
-    costs = {"none": 0, "moe_act": core, "selective": core + experts, "full": _layers(config)}
-    return priced(config, "recompute", costs)
-
-
-def narayanan_flops(
-    *,
-    batch_size: int,
-    seq_len: int,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    recompute: bool = True,
-) -> int:
-    """Operations of an iteration of a GPT of 2020: one key head per query head, MLP of four times the width,
-    no gate.
-
-    Narayanan et al. 2021, arXiv:2104.04473, equation 3, with B samples of s tokens, l layers, width h and V
-    rows of vocabulary:
-
-        96*B*s*l*h^2 * (1 + s/(6*h) + V/(16*l*h))
-
-    with full activation recomputation, which is part of the count: 4 passes of 2 operations a multiply-add,
-    of which the output layer has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one over
-    10^12, seconds and GPUs is what logs of Megatron-DeepSpeed call TFLOPs: 70 layers of width 14336, 250880
-    rows, 2048 samples of 2048 tokens in 141.94 s on 288 GPUs are 147.29.
-    """
-    passes = 4 if recompute else 3
-    tokens = batch_size * seq_len
-    layers = num_layers * (24 * hidden_size**2 + 4 * seq_len * hidden_size)
-    return tokens * (passes * layers + 6 * hidden_size * vocab_size)
 
 
 def _tokens(config: Config, batch_size: int | None) -> int:

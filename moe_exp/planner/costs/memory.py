@@ -10,8 +10,12 @@ from moe_exp.planner.costs.activations import Activations, Parts, activations_of
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import constant
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, optimizer_state_bytes
-from moe_exp.planner.costs.params import RankParameters, tables_of_stages
+from moe_exp.planner.costs.params import (
+    RankParameters,
+    embedding_moment_bytes,
+    optimizer_state_bytes,
+    tables_of_stages,
+)
 from moe_exp.planner.hardware import Hardware
 
 # Of torch's allocator before the first micro-batch: cuBLAS workspaces of two threads (8.1 MiB each), that of
@@ -61,11 +65,6 @@ class StageMemory:
     activation_parts: Parts = field(default_factory=dict)
 
     @property
-    def static(self) -> float:
-        """Bytes held between iterations, as torch's allocator counts them."""
-        return self.weights + self.gradients + self.optimizer + self.workspace
-
-    @property
     def needed(self) -> float:
         """Bytes that have to fit: all but what the allocator can give back."""
         state = self.weights + self.gradients + self.optimizer
@@ -90,10 +89,13 @@ def memory_of(
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
     per_parameter = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
-    num_moe = _moe_layers_of_stages(config, parameters)
+    of_experts = max(1, sum(part.expert for part in parameters))
+    num_moe = [part.expert * sum(config.moe_layers) // of_experts for part in parameters]
     in_flight = micro_batches_in_flight(config, job.num_microbatches)
     handed_on, bucket_bytes = _communication_bytes(job, kept)
-    workspace, overhead = _overhead(job, on_cpu, constants)
+    workspace, overhead = 0.0 if on_cpu else _WORKSPACE_BYTES, _PROCESS_BYTES
+    if not on_cpu:
+        overhead = workspace + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
     usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
     stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
@@ -113,8 +115,11 @@ def memory_of(
         optimizer += per_parameter.table_state * tables[stage]
         buffers = handed_on + min(bucket_bytes, 2.0 * count)
         needed = weights + gradients + optimizer + activations + buffers + overhead
-        share = _SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share
-        cached = _cached(share * activations, usable - needed)
+        # The allocator (torch's, or malloc) holds half of what is free beside if it wants as much, nearly all
+        # that it wants if much more is free.
+        wanted = (_SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share) * activations
+        free = max(0.0, usable - needed)
+        cached = wanted * free / (wanted + free) if free else 0.0
         held = (weights, gradients, optimizer, activations, buffers, overhead)
         stages.append(StageMemory(*held, cached, workspace, parts))
     return stages
@@ -185,12 +190,6 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
     return [min(chunk + 1, num_microbatches * chunks) / chunks for chunk in ahead]
 
 
-def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> list[int]:
-    held = sum(part.expert for part in parameters)
-    num_moe = sum(config.moe_layers) if held else 0
-    return [part.expert * num_moe // held if held else 0 for part in parameters]
-
-
 def _held_parameters(job: Job, part: RankParameters, stage: int) -> float:
     """Parameters whose weights and gradients are on a rank: with FSDP its part, and two layers of them."""
     if not job.engine.shards_parameters:
@@ -251,18 +250,3 @@ def _communication_bytes(job: Job, kept: Activations) -> tuple[float, float]:
     num_buckets = job.of_deepspeed * (2 if job.sharding == "zero1" else 1)
     gathered = kept.hidden * job.config.tp if job.sequence_parallel else 0.0
     return between + gathered, 2 * num_buckets * _BUCKET_ELEMENTS
-
-
-def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
-    """Workspaces alone, and all that is not the model's."""
-    if on_cpu:
-        return 0.0, _PROCESS_BYTES
-    context = constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0
-    return _WORKSPACE_BYTES, _WORKSPACE_BYTES + context
-
-
-def _cached(wanted: float, free: float) -> float:
-    """Bytes that the allocator (torch's, or malloc) holds beside: half of what is free if it wants as much,
-    nearly all of `wanted` if much more is free.
-    """
-    return wanted * free / (wanted + free) if wanted > 0 and free > 0 else 0.0

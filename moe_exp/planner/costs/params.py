@@ -15,14 +15,9 @@ from moe_exp.config import Config
 from moe_exp.host.files import count_text
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.optimizer_bytes import (
-    average_bytes,
-    embedding_moment_bytes,
-    num_moments,
-    optimizer_state_bytes,
-)
 
 MEBIBYTE = 2**20
+QUANTIZED_BLOCK = 256  # values that share a scale
 
 
 @dataclass(frozen=True)
@@ -103,24 +98,50 @@ def tables_of_stages(config: Config, num_stages: int) -> list[int]:
     return tables
 
 
-def stage_of_layer(config: Config, layer: int) -> int:
-    """Pipeline rank of a layer (from 0). With VPP the stages go around the ranks once per model chunk."""
-    bounds = _chunk_bounds(config, config.stage_layers)
-    return next(chunk for chunk, (_, end) in enumerate(bounds) if layer < end) % config.pp
-
-
 def most_loaded_rank(config: Config) -> int:
     """Pipeline rank that holds the most parameters; the first one of equals."""
     stages = parameters_of_stages(config, config.stage_layers)
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
-def gpt_parameters(*, num_layers: int, hidden_size: int, vocab_size: int, seq_len: int) -> int:
-    """Parameters of a GPT of 2020 as in Megatron-DeepSpeed's tables: l*(12*h^2 + 13*h) + v*h + s*h + 2*h,
-    with MLPs of four times the width, biases, learned positions, a tied and unpadded vocabulary.
+def optimizer_state_bytes(config: Config) -> float:
+    """Bytes per parameter of main weight, moments and average, before they are sharded over ranks.
+
+        OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
+        adam                                 4             4 + 4                 12      / 8
+        adam, OPTIMIZER_STATE_DTYPE=bf16     4             2 + 2                 8       / 4
+        adam8bit                             4             1 + 1 + 2 * 4 / 256   6.03125 / 2.03125
+        sgd, SGD_MOMENTUM over 0             4             4                     8       / 4
+        sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
+        muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
+
+    fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale
+    for every block of 256 values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of
+    bitsandbytes). Muon keeps one moment of matrices; embedding and output layer, which it leaves to Adam,
+    have `embedding_moment_bytes` more a parameter; norms and routers, which are small, are counted as
+    matrices. With EMA_DECAY the average of the weights adds 4.
     """
-    per_layer = 12 * hidden_size**2 + 13 * hidden_size
-    return num_layers * per_layer + (vocab_size + seq_len + 2) * hidden_size
+    main_weight = 0 if config.dtype == "fp32" else 4
+    of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
+    each = {"adam": of_adam, "adam8bit": 1 + 4 / QUANTIZED_BLOCK, "muon": 4.0, "sgd": 4.0}
+    moments = num_moments(config) * priced(config, "optimizer", each)
+    return main_weight + moments + average_bytes(config)
+
+
+def average_bytes(config: Config) -> int:
+    """Bytes per parameter of the average of the weights, fp32, in memory and in a checkpoint."""
+    return 4 if config.ema_decay else 0
+
+
+def num_moments(config: Config) -> int:
+    """Running means per parameter that the optimizer keeps."""
+    by_sgd = int(config.sgd_momentum > 0)
+    return priced(config, "optimizer", {"adam": 2, "adam8bit": 2, "muon": 1, "sgd": by_sgd})
+
+
+def embedding_moment_bytes(config: Config) -> int:
+    """Bytes that embedding and output layer add, which Muon leaves to Adam."""
+    return 4 if config.optimizer == "muon" else 0
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
@@ -191,7 +212,12 @@ def _attention(config: Config, tp: int) -> int:
     hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
     qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
     biases = (qkv if config.add_bias_linear or config.qkv_bias else 0) + hidden * config.add_bias_linear
-    return hidden * (qkv + heads) + _qk_norms(config, tp) + biases
+    norms = 0
+    if config.qk_norm:  # of one head on every tensor-parallel rank, those over all heads are split
+        whole = (config.num_heads + config.num_query_groups) * config.kv_channels // tp
+        by_scope = {"head": 2 * _norm(config, config.kv_channels), "all": whole}
+        norms = priced(config, "qk_norm_scope", by_scope)
+    return hidden * (qkv + heads) + norms + biases
 
 
 def _latent_attention(config: Config, tp: int) -> int:
@@ -204,14 +230,6 @@ def _latent_attention(config: Config, tp: int) -> int:
     count += heads * config.v_head_dim * hidden + (hidden if config.add_bias_linear else 0)
     norms = _norm(config, latent) + (_norm(config, rank) if rank else 0)
     return count + (norms if config.qk_norm else 0)
-
-
-def _qk_norms(config: Config, tp: int) -> int:
-    """Norm weights of one head are on every tensor-parallel rank, those over all heads are split."""
-    if not config.qk_norm:
-        return 0
-    whole = (config.num_heads + config.num_query_groups) * config.kv_channels // tp
-    return priced(config, "qk_norm_scope", {"head": 2 * _norm(config, config.kv_channels), "all": whole})
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:

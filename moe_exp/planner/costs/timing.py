@@ -112,14 +112,8 @@ def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list
         forward = ahead / parts["compute"][stage] * computed if computed else 0.0
         share = 1 / 3 if job.config.recompute in ("full", "selective") else 1 / 2
         exchange = parts["expert_parallel"][stage]
-        found.append(
-            StagePass(
-                forward + share * sent,
-                computed - forward + (1 - share) * sent,
-                share * exchange,
-                (1 - share) * exchange,
-            )
-        )
+        passes = forward + share * sent, computed - forward + (1 - share) * sent
+        found.append(StagePass(*passes, share * exchange, (1 - share) * exchange))
     return found
 
 
@@ -293,12 +287,14 @@ def muon_seconds(
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    ranks = config.world_size // config.pp
-    return max(
-        _shared_seconds(device, _dense_matrices(config, *counts), ranks // config.tp)
-        + _shared_seconds(device, _routed(config, counts[1]), ranks // (config.etp * config.ep))
-        for counts in layers
-    )
+    ranks, slowest = config.world_size // config.pp, 0.0
+    for dense, moe in layers:
+        number = moe * config.num_experts // config.ep
+        experts = _mlp(config, config.expert_ffn_size, number, config.expert_hidden_size)
+        seconds = _shared_seconds(device, _dense_matrices(config, dense, moe), ranks // config.tp)
+        seconds += _shared_seconds(device, experts, ranks // (config.etp * config.ep))
+        slowest = max(slowest, seconds)
+    return slowest
 
 
 def _shared_seconds(device: Device, shapes: list[tuple[float, float, int]], num_ranks: int) -> float:
@@ -323,27 +319,15 @@ def _mlp(config: Config, ffn: int, count: int, hidden: int | None = None) -> lis
     return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn and count else []
 
 
-def _routed(config: Config, num_moe: int) -> list[tuple[float, float, int]]:
-    """The experts of a rank."""
-    number = num_moe * config.num_experts // config.ep
-    return _mlp(config, config.expert_ffn_size, number, config.expert_hidden_size)
-
-
 def _dense_matrices(config: Config, num_dense: int, num_moe: int) -> list[tuple[float, float, int]]:
     """All others of a stage."""
-    attention = [
-        (rows, columns, count * (num_dense + num_moe)) for rows, columns, count in _attention(config)
-    ]
-    of_moe = _mlp(config, config.shared_expert_size, num_moe)
-    if config.moe_latent_size and num_moe:
-        of_moe.append((config.moe_latent_size, config.hidden_size, 2 * num_moe))  # the same either way
-    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + of_moe
-
-
-def _attention(config: Config) -> list[tuple[float, float, int]]:
-    """Queries, keys and values are one matrix; in latent attention one each (arXiv:2405.04434)."""
+    # Queries, keys and values are one matrix; in latent attention one each (arXiv:2405.04434).
     query = value = config.num_heads * config.kv_channels
     if config.multi_latent_attention:
         value = config.num_heads * config.v_head_dim
     shapes = [*projections(config, query, config.num_heads, tp=1), (config.hidden_size, value)]
-    return [(rows, columns, 1) for rows, columns in shapes]
+    attention = [(*shape, num_dense + num_moe) for shape in shapes]
+    of_moe = _mlp(config, config.shared_expert_size, num_moe)
+    if config.moe_latent_size and num_moe:
+        of_moe.append((config.moe_latent_size, config.hidden_size, 2 * num_moe))  # the same either way
+    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + of_moe

@@ -32,10 +32,6 @@ class Group:
         return self.hardware.link_domain(self.gpus_per_node)
 
     @property
-    def _network_bytes_per_second(self) -> float:
-        return self.hardware.network_bytes_per_second * self.hardware.network_share
-
-    @property
     def _in_one_node(self) -> int:
         return min(self.size, max(1, self._domain // self.stride))
 
@@ -44,7 +40,8 @@ class Group:
         """Bytes per second of a ring, which passes the network of a node once."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
-        return min(self.hardware.node_bytes_per_second, self._network_bytes_per_second * self._in_one_node)
+        network = self.hardware.network_bytes_per_second * self.hardware.network_share
+        return min(self.hardware.node_bytes_per_second, network * self._in_one_node)
 
     @property
     def latency_seconds(self) -> float:

@@ -27,7 +27,6 @@ LogRatio = Callable[[MeasuredRun, T], float]
 _NOISE = 0.02  # relative error of a good row; sets the weight of priors
 # The same on devices newer than Ampere: runs of clusters that were left out of a fit are predicted within 7%.
 NOISE_OF_RECENT = 0.08
-_MACHINE_FACTOR = 0.1  # spread of the time of a machine or program, by that of others
 _MACHINES = 0.2  # how much constants differ between machines, by the spread of what is known before any run
 
 
@@ -65,7 +64,6 @@ def fit(
     log_ratio: LogRatio[T],
     prior: T | None = None,
     start: T | None = None,
-    machine_of: Callable[[MeasuredRun], str] | None = None,
     rest: T | None = None,
     noise: float = _NOISE,
     hold: Mapping[str, float] | None = None,
@@ -75,14 +73,12 @@ def fit(
     Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
     further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
     `prior` replaces the priors of `kind`, with narrower spreads; `start` is where the search begins, the
-    prior by default. Constants that no run depends on are those of `rest`, or stay at their prior.
-    `machine_of` names the machine (or program) of a run: each has a factor of its own on all its times, so
-    that a slow one does not shift the constants (a random effect with a spread of `_MACHINE_FACTOR`).
-    `noise` is the relative error of a good row: the smaller, the less do priors count. Constants in `hold`
-    keep these values.
+    prior by default. Constants that no run depends on are those of `rest`, or stay at their prior; those in
+    `hold` keep these values. `noise` is the relative error of a good row: the smaller, the less do priors
+    count.
     """
     space = _Space(kind, prior)
-    if prior is None and kind is TimeConstants:
+    if prior is None and issubclass(kind, TimeConstants):
         hold = dict.fromkeys(OWN, 1.0) | dict(hold or {})
     space.fix_unused(runs, log_ratio, rest, hold or {})
     if not runs:
@@ -93,27 +89,21 @@ def fit(
         return Fit(fixed, errors, errors)
     from scipy.optimize import least_squares
 
-    size = space.size
-    machines = sorted({machine_of(run) for run in runs}) if machine_of else []
-    places = [machines.index(machine_of(run)) for run in runs] if machine_of else []
-    latest: tuple[list[float], list[float]] = ([], [])  # constants, and the logarithms with them
-
     def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
-        nonlocal latest
-        if latest[0] != list(x[:size]):
-            constants = space.constants(x[:size])
-            latest = list(x[:size]), [log_ratio(run, constants) for run in runs]
-        factors = [_MACHINE_FACTOR * x[size + place] for place in places] or [0.0] * len(runs)
-        ratios = zip(latest[1], factors, strict=True)
-        return [_robust(ratio + factor, noise) for ratio, factor in ratios] + list(x)
+        constants = space.constants(x)
+        errors = [log_ratio(run, constants) / noise for run in runs]
+        # the square of a residual is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)
+        return [
+            math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error) for error in errors
+        ] + list(x)
 
-    at = space.point(start) if start else [0.0] * size
-    solution = least_squares(residuals, [*at, *(0.0 for _ in machines)], ftol=1e-6)
-    values = space.constants(solution.x[:size])
+    at = space.point(start) if start else [0.0] * space.size
+    solution = least_squares(residuals, at, ftol=1e-6)
+    values = space.constants(solution.x)
     without = _steps_without_each(solution.jac, solution.fun, len(runs))
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
     left_out = {
-        run.row_id: math.expm1(log_ratio(run, space.constants((solution.x + step)[:size])))
+        run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
         for run, step in zip(runs, without, strict=True)
     }
     return Fit(values, errors, left_out)
@@ -124,13 +114,11 @@ class _Space(Generic[T]):
 
     def __init__(self, kind: type[T], prior: T | None):
         self._kind = kind
-        self._scales = {
-            of.name: (
-                math.log(getattr(prior, of.name) if prior else of.metadata["prior"]),
-                of.metadata["spread"] * (_MACHINES if prior else 1.0),
-            )
-            for of in fields(kind)  # type: ignore[arg-type]
-        }
+        self._scales = {}
+        for of in fields(kind):  # type: ignore[arg-type]
+            center = getattr(prior, of.name) if prior else of.metadata["prior"]
+            spread = of.metadata["spread"] * (_MACHINES if prior else 1.0)
+            self._scales[of.name] = math.log(center), spread
         self._fixed: dict[str, float] = {}
 
     @property
@@ -162,12 +150,6 @@ class _Space(Generic[T]):
         return self._kind(**self._fixed, **values)
 
 
-def _robust(log_ratio: float, noise: float) -> float:
-    """Residual whose square is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)."""
-    error = log_ratio / noise
-    return math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error)
-
-
 def _steps_without_each(jacobian: Any, residuals: Any, num_runs: int) -> list[Any]:
     """Per run the Gauss-Newton step from the fit to all runs to the one without it."""
     from numpy import outer
@@ -189,38 +171,26 @@ class Calibration:
     @property
     def constants(self) -> Constants:
         """The constants that predictions use."""
-        return Constants(
-            self.memory.constants, self.time.constants, self.memory.bound, self.time.bound, self.hardware
-        )
+        memory, time = self.memory, self.time
+        return Constants(memory.constants, time.constants, memory.bound, time.bound, self.hardware)
 
 
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`.
-
-    Constants that no row depends on are those of `rest`, or of the prior.
+    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`. Constants
+    that no row depends on are those of `rest`, or of the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
         rule = "no row has a measured mem_gb or sec_per_it that can be trusted"
         raise ValueError(f"RUNS: {rule}. Fix: fill one of these columns in.")
+    memory, memory_rest = (of.memory if of else None for of in (prior, rest))
+    time, time_rest = (of.time if of else None for of in (prior, rest))
+    noise = NOISE_OF_RECENT if all(run.hardware.is_recent for run in with_time) else _NOISE
     return Calibration(
-        memory=fit(
-            MemoryConstants,
-            with_memory,
-            log_memory_ratio,
-            prior.memory if prior else None,
-            rest=rest.memory if rest else None,
-        ),
-        time=fit(
-            TimeConstants,
-            with_time,
-            log_time_ratio,
-            prior.time if prior else None,
-            rest=rest.time if rest else None,
-            noise=NOISE_OF_RECENT if all(run.hardware.is_recent for run in with_time) else _NOISE,
-        ),
+        memory=fit(MemoryConstants, with_memory, log_memory_ratio, memory, rest=memory_rest),
+        time=fit(TimeConstants, with_time, log_time_ratio, time, rest=time_rest, noise=noise),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )
 

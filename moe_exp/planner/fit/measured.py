@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,19 +137,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         for number, row in enumerate(rows, start=2)
         for line in _problems(row, f"{path}, row {row['row_id'] or number}")
     ]
-    problems += _repeated(rows, path)
+    counts = Counter(row["row_id"] for row in rows)
+    for name in [name for name, count in counts.items() if count > 1]:
+        where = f"{path}, row {name}, column row_id"
+        problems.append(f"{where}: stands there twice. Fix: give every row its own name.")
     if problems:
         raise ValueError("\n".join(problems))
     return rows
-
-
-def _repeated(rows: list[dict[str, str]], path: Path) -> Iterator[str]:
-    seen: set[str] = set()
-    for row in rows:
-        if row["row_id"] in seen:
-            where = f"{path}, row {row['row_id']}, column row_id"
-            yield f"{where}: stands there twice. Fix: give every row its own name."
-        seen.add(row["row_id"])
 
 
 def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -228,12 +223,15 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     if not (of_deepspeed or balanced) and sum(config.stage_layers) == config.num_layers:
         stages = config.stage_layers
     precision: Any = row.get("precision") or "bf16_fp32grad"
+    sharding: Sharding = "zero1" if of_deepspeed else "distributed"
+    if row.get("zero_stage") in ("0", _OF_MEGATRON[False]):
+        sharding = "none"
     usual = "nvidia-smi" if of_deepspeed else "allocated"
     return Job(
         config=config,
         stage_layers=_layers_of_stages(said, config.pp, config.num_layers) or tuple(stages),
         precision=precision,
-        sharding=_sharding(row.get("zero_stage"), of_deepspeed),
+        sharding=sharding,
         sequence_parallel=not of_deepspeed and config.tp > 1,
         fused_attention=not of_deepspeed,
         learned_positions=of_deepspeed,
@@ -241,12 +239,6 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", usual),
         engine=engine,
     )
-
-
-def _sharding(zero_stage: str | None, of_deepspeed: bool) -> Sharding:
-    if zero_stage in ("0", _OF_MEGATRON[False]):
-        return "none"
-    return "zero1" if of_deepspeed else "distributed"
 
 
 def row_of_job(job: Job, gpu: str) -> dict[str, str]:

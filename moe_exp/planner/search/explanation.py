@@ -44,17 +44,13 @@ def explain(
         candidate = inner.ranked[0]
         best = found.ranked[0] if found.ranked else candidate
         place = found.place_of(candidate.seconds)
-        return Explanation(wanted, candidate, True, place, time_losses(candidate, best), [])
+        mine, other = candidate.prediction.time.parts(), best.prediction.time.parts()
+        losses = sorted(((name, mine[name] - other[name]) for name in mine), key=lambda item: -item[1])
+        return Explanation(wanted, candidate, True, place, dict(losses), [])
     if inner.smallest is not None:
         return Explanation(wanted, inner.smallest, False, 0, {}, [memory_line(inner.smallest)])
     given = {name: values[0] for name, values in (fixed or {}).items() if len(values) == 1} | dict(wanted)
     return Explanation(wanted, None, False, 0, {}, _problems_of(config, given, inner))
-
-
-def time_losses(candidate: Candidate, best: Candidate) -> dict[str, float]:
-    """Seconds lost against another layout by part of the iteration, largest first."""
-    mine, other = candidate.prediction.time.parts(), best.prediction.time.parts()
-    return dict(sorted(((name, mine[name] - other[name]) for name in mine), key=lambda item: -item[1]))
 
 
 def bound_by(time: IterationTime) -> str:

@@ -217,7 +217,10 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     """
     if num_stages == 1:
         return ({},)
-    weight, is_even = vocabulary_weight(config), config.num_layers % num_stages == 0
+    is_even, count = config.num_layers % num_stages == 0, count_parameters(config)
+    # the output layer's cost in layers, by the weights active per token
+    layer = (count.active_per_token - count.embedding) / config.num_layers
+    weight = count.embedding / (1 if config.tie_embeddings else 2) / layer
     splits = [split_layers(config.num_layers, num_stages)]
     if weight >= _LARGE_VOCABULARY:
         splits.append(split_layers(config.num_layers, num_stages, count_ends=True))
@@ -225,14 +228,6 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
         splits.append(_light_last_stage(config.num_layers, num_stages, round(weight)))
     texts = dict.fromkeys(stages_text(split) for split in splits if min(split) >= 0 and all(split[1:-1]))
     return tuple({} if is_even and "," not in text else {"pipeline_layers": text} for text in texts) or ({},)
-
-
-def vocabulary_weight(config: Config) -> float:
-    """The output layer's cost in layers, by the weights active per token."""
-    count = count_parameters(config)
-    tables = 1 if config.tie_embeddings else 2
-    layer = (count.active_per_token - count.embedding) / config.num_layers
-    return count.embedding / tables / layer
 
 
 def _light_last_stage(num_layers: int, num_stages: int, output_layers: int) -> list[int]:

@@ -97,8 +97,8 @@ def _value(name: str, text: str) -> Any:
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
     """`num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`, or None; ConfigError for other text."""
     parsers: dict[str, Callable[[], Any]] = {
-        "num_tokens": lambda: parse_count("tokens", tokens) if tokens is not None else None,
-        "price_per_gpu_hour": lambda: _price(price) if price is not None else None,
+        "num_tokens": lambda: None if tokens is None else parse_count("tokens", tokens),
+        "price_per_gpu_hour": lambda: None if price is None else _price(price),
     }
     return _all(parsers)
 
@@ -106,25 +106,27 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
 def parse_count(name: str, text: str) -> int:
     """A number of tokens from 300000000000, 3e11, 300B or 0.3T; ValueError for other text."""
     number, suffix = (text[:-1], text[-1].upper()) if text[-1:].upper() in _SUFFIXES else (text, "")
-    try:
-        count = int(float(number) * _SUFFIXES.get(suffix, 1))
-    except (ValueError, OverflowError):
-        count = 0
-    if not 0 < count <= _MOST_TOKENS:
+    count = number_in(number) * _SUFFIXES.get(suffix, 1)
+    if not 1 <= count <= _MOST_TOKENS:
         rule = f"must be a number of tokens, more than 0 and at most {_MOST_TOKENS:.0e}"
         raise ValueError(problem(name, text, rule, "give for instance 300B or 3e11"))
-    return count
+    return int(count)
 
 
 def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
+    price = number_in(text)
     if not 0 <= price < float("inf"):
         rule = "must be a number of at least 0"
         raise ValueError(problem("price", text, rule, "give the price of a GPU-hour"))
     return price
+
+
+def number_in(text: str) -> float:
+    """NaN for other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:

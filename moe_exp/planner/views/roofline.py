@@ -54,11 +54,8 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
             flops = 3.5 * 4 * queries * attended_tokens(config) / 2 * channels
             # queries, result, keys and values, read or written forward and backward
             num_bytes = 3 * device.num_bytes * channels * (2 * queries + 2 * keys)
-        bound = (
-            "compute"
-            if num_bytes and flops / num_bytes > peak / hardware.memory_bytes_per_second
-            else "memory"
-        )
+        is_dense = num_bytes and flops / num_bytes > peak / hardware.memory_bytes_per_second
+        bound = "compute" if is_dense else "memory"
         if name not in without and one.forward:
             found.append(Part(name, flops, num_bytes, one.forward + one.backward, bound, peak))
     if config.use_moe and config.ep * config.etp > 1:

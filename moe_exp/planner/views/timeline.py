@@ -45,11 +45,6 @@ class Timeline:
         """Seconds until the last stage is done."""
         return max(event.end for event in self.events)
 
-    def idle_share(self, stage: int) -> float:
-        """Share of the passes' time in which a stage waits."""
-        busy = sum(event.end - event.start for event in self.events if event.stage == stage)
-        return 1 - busy / self.passes_end
-
 
 def timeline(job: Job, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
     """The schedule of an iteration, of at most `most` micro-batches."""
@@ -96,14 +91,13 @@ def _ready(
     chunks: int,
 ) -> float | None:
     """When the input of a pass is there, None if that is not known yet."""
-    place, last = chunk * stages + stage, chunks * stages - 1
-    if kind == "forward":
-        if place == 0:
-            return 0.0
-        needed = (place - 1, "forward")
+    place, of = chunk * stages + stage, kind
+    if place == 0 and kind == "forward":
+        return 0.0
+    if place == chunks * stages - 1 and kind == "backward":
+        at, of = place, "forward"
     else:
-        needed = (place, "forward") if place == last else (place + 1, "backward")
-    at, of = needed
+        at = place - 1 if kind == "forward" else place + 1
     return done.get((at % stages, of, at // stages, microbatch))
 
 
@@ -130,14 +124,15 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
     """A line per stage: digits are micro-batches in their forward pass, letters in their backward pass."""
     end = of.passes_end + of.after
     for stage in range(of.num_stages):
-        line = ["."] * width
-        for event in (event for event in of.events if event.stage == stage):
+        line, events = ["."] * width, [event for event in of.events if event.stage == stage]
+        idle = 1 - sum(event.end - event.start for event in events) / of.passes_end
+        for event in events:
             first, last = (round(at / end * width) for at in (event.start, event.end))
             text = str(event.microbatch % 10) if event.kind == "forward" else chr(97 + event.microbatch % 10)
             line[first:last] = text * (last - first)
         after = round(of.passes_end / end * width)
         line[after:] = "=" * (width - after)
-        yield f"stage {stage:>2} |{''.join(line)}| {of.idle_share(stage):.0%} idle"
+        yield f"stage {stage:>2} |{''.join(line)}| {idle:.0%} idle"
     yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: gradients, weights and optimizer"
 
 
@@ -145,12 +140,10 @@ def as_svg(of: Timeline) -> str:
     """A picture: a row per stage, exchange of tokens as a part of every pass."""
     import io
 
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 1.2 + 0.35 * of.num_stages))
-    FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     for stage in range(of.num_stages):
         bars: dict[str, list[tuple[float, float]]] = {name: [] for name in _COLORS}
@@ -164,11 +157,8 @@ def as_svg(of: Timeline) -> str:
     axes.set_yticks(range(of.num_stages), [f"stage {stage}" for stage in range(of.num_stages)])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.legend(
-        handles=[Patch(color=color, label=name) for name, color in _COLORS.items()],
-        ncols=4,
-        loc="upper right",
-    )
+    patches = [Patch(color=color, label=name) for name, color in _COLORS.items()]
+    axes.legend(handles=patches, ncols=4, loc="upper right")
     figure.tight_layout()
     text = io.StringIO()
     figure.savefig(text, format="svg")

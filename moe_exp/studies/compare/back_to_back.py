@@ -58,11 +58,7 @@ def dry_run(comparison: Comparison) -> str:
 
 
 def check_planned_files(comparison: Comparison) -> None:
-    """Checks files and folders of what is left of a comparison, except for space, for its dry run.
-
-    Raises:
-        ConfigError: data, a tokenizer or a checkpoint is missing, or a folder cannot be used.
-    """
+    """Checks files and folders of what is left, except for space, for a dry run; ConfigError if one fails."""
     left = [run for run in comparison.runs() if not is_finished(run)]
     check_runs(left, lambda config: check_files(config, with_space=False))
 
@@ -88,8 +84,7 @@ def run_comparison(comparison: Comparison) -> int:
 
 
 def _run_all(comparison: Comparison) -> int:
-    by_time = comparison.options.match == "time"
-    pace = known_pace(comparison)
+    by_time, pace = comparison.options.match == "time", known_pace(comparison)
     if by_time:
         pace = measured_pace(comparison, pace)
     keep(comparison, pace)
@@ -102,18 +97,15 @@ def _run_all(comparison: Comparison) -> int:
         wait_until_free(run.folder)
     check_runs([run for run in runs if not is_finished(run)])
     ended: dict[str, Ended] = {}
-    text, warnings = "", list[str]()
+    text, warnings, page = "", list[str](), comparison.folder / PAGE
     for number, run in enumerate(runs, start=1):
         ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
         print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
         text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-        with_records = [other.folder.path for other in runs if other.folder.metrics.exists()]
-        if with_records:
-            page = comparison.folder / PAGE
+        if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
             warnings = write_report(with_records, page, title=comparison.folder.name)
-    print("\n".join(["", text, f"{comparison.folder}/report.md", *warnings]), flush=True)
-    if (comparison.folder / PAGE).exists():
-        print(comparison.folder / PAGE, flush=True)
+    pages = [str(page)] if page.exists() else []
+    print("", text, f"{comparison.folder}/report.md", *warnings, *pages, sep="\n", flush=True)
     return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
@@ -163,9 +155,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
     """Median seconds per iteration by variant; those in `known`, from earlier calls, are not measured again.
-
-    Raises:
-        ValueError: a variant does not run, with the reason.
+    ValueError if a variant does not run, with the reason.
     """
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
@@ -196,10 +186,6 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
     return text
 
 
-def _settings_and_environment(config: Config) -> list[str]:
-    return check_config(config) + check_environment(config)
-
-
 def need_packages(field: str, *packages: str) -> None:
     """Raises ConfigError if one is missing, which the tables would notice only after the first run."""
     for package in packages:
@@ -209,7 +195,8 @@ def need_packages(field: str, *packages: str) -> None:
 
 
 def check_runs(
-    runs: Sequence[Case], problems_of: Callable[[Config], list[str]] = _settings_and_environment
+    runs: Sequence[Case],
+    problems_of: Callable[[Config], list[str]] = lambda one: check_config(one) + check_environment(one),
 ) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
     named: dict[str, list[str]] = {}
@@ -219,13 +206,11 @@ def check_runs(
         # every run gets a free port when it starts
         for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):
             named.setdefault(line, []).append(name)
-    if named:
-        raise ConfigError(
-            [
-                line if len(names) == len(runs) else f"{', '.join(names)}: {line}"
-                for line, names in named.items()
-            ]
-        )
+    lines = [
+        line if len(names) == len(runs) else f"{', '.join(names)}: {line}" for line, names in named.items()
+    ]
+    if lines:
+        raise ConfigError(lines)
 
 
 def _check_place(comparison: Comparison) -> None:

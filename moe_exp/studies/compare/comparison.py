@@ -18,7 +18,7 @@ from typing import Any
 from moe_exp.config import TRAITS, ConfigError, load_config, problem
 from moe_exp.host.files import read_json, write_json
 from moe_exp.studies.child_runs import Case, given_settings
-from moe_exp.studies.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
+from moe_exp.studies.compare.matching import MATCHES, Match, match_sizes, with_iterations
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 
@@ -120,9 +120,8 @@ class Comparison:
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
         """The comparison with equal training time for all, given seconds per iteration by variant name."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
-        chosen = [
-            with_iterations(one, iterations_of_time(budget, seconds[one.name])) for one in self.variants
-        ]
+        counts = [max(1, round(budget / seconds[one.name])) for one in self.variants]
+        chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
         return replace(self, variants=tuple(chosen))
 
 
@@ -146,11 +145,7 @@ def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
 
 
 def compare_with_before(comparison: Comparison) -> None:
-    """Checks that the folder's runs were started with these settings; call before `paced`.
-
-    Raises:
-        ConfigError: with a line for every setting that differs.
-    """
+    """ConfigError, a line per setting, if the folder's runs were started with others; call before `paced`."""
     path = comparison.folder / "compare.json"
     if not path.exists():
         return
@@ -182,12 +177,8 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        kept = read_json(path)
-        if isinstance(kept["variants"], dict):
-            return dict(kept)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(
-        f"{path}: cannot be read. Fix: remove it, and the comparison is made anew with what its folder holds."
-    )
+    fix = "delete it; the comparison is then rebuilt from the results in its folder"
+    kept = read_json(path, fix=fix)
+    if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
+        raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
+    return kept

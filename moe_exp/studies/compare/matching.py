@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.config.schedule import scaled_points
+from moe_exp.config.parsers import scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.compare.variants import Variant, reference_of
@@ -49,12 +49,8 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%.
-
-    FLOPs and parameters are linear in the width, so two widths determine it.
-
-    Raises:
-        ValueError: even without any MLP the model is larger.
+    """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%; 0 if the model
+    is larger even without any MLP. FLOPs and parameters are linear in the width, so two widths determine it.
     """
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
@@ -64,7 +60,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
     slope = (measured(2 * unit) - measured(unit)) / unit
     exact = (target - measured(unit)) / slope + unit
     if exact < unit / 2:
-        raise ValueError("is larger than that by its other settings alone")
+        return 0
     for step in (*(width * unit for width in _ROUND_WIDTHS), unit):
         width = max(1, round(exact / step)) * step
         if abs(measured(width) / target - 1) <= _CLOSE:
@@ -74,9 +70,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
     """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
-
-    Raises:
-        ConfigError: a variant cannot be made that small.
+    ConfigError if a variant cannot be made that small.
     """
     reference, measure = reference_of(variants), measure_of(match)
     target, matched, problems = measure(reference.config), [], []
@@ -85,14 +79,13 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
         if name in variant.own or abs(apart(variant.config, reference.config, match)) <= _CLOSE:
             matched.append(variant)
             continue
-        try:
-            matched.append(variant.having(**{name: matched_width(variant.config, target, measure)}))
-        except ValueError as error:
+        if width := matched_width(variant.config, target, measure):
+            matched.append(variant.having(**{name: width}))
+        else:
             unit = "active parameters" if match == "active-params" else "FLOPs per token"
-            rule = f"cannot have the {target:.4g} {unit} of {reference.name}: it {error}"
-            problems.append(
-                problem("variant", variant.name, rule, f"set its {name.upper()} yourself, or make it smaller")
-            )
+            rule = f"has more than the {target:.4g} {unit} of {reference.name} by its other settings alone"
+            fix = f"set its {name.upper()} yourself, or make it smaller"
+            problems.append(problem("variant", variant.name, rule, fix))
     if problems:
         raise ConfigError(problems)
     return matched
@@ -116,8 +109,3 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     return variant.having(
         train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd, **texts
     )
-
-
-def iterations_of_time(seconds: float, seconds_per_iteration: float) -> int:
-    """Number of iterations closest to `seconds` in total."""
-    return max(1, round(seconds / seconds_per_iteration))

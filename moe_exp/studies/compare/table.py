@@ -40,13 +40,17 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
     how = "measured pace" if measured else "predicted roughly"
     rows[f"training time, {how}"] = [*map(_duration, times)]
-    lines = [head, "", *_table(comparison.names, rows), "", *_difference_lines(variants)]
+    lines = [head, "", *_table(comparison.names, rows), ""]
+    lines.append("the same for all: data and their order, seed, batch, and every setting but")
+    for name, values in differences(variants).items():
+        pairs = zip(comparison.names, map(_shown, values), strict=True)
+        lines.append(f"  {name.upper()}: " + ", ".join(map(" ".join, pairs)))
     known = [time for time in times if time]
     if len(known) == len(times):
         total = _duration(options.repeats * sum(known))
         number = options.repeats * len(variants)
         lines.append(f"all {number} runs: {total}, and their starts and evaluations")
-        lines += [f"times are {_percent(max(known) / min(known) - 1)} apart"] if measured else []
+        lines += [f"times are {max(known) / min(known) - 1:.1%} apart"] if measured else []
     return "\n".join(lines)
 
 
@@ -73,14 +77,6 @@ def _width_words(variant: Variant) -> str:
     return f"{config.expert_ffn_size}{latent}, {config.topk} of {config.num_experts}{shared}"
 
 
-def _difference_lines(variants: Sequence[Variant]) -> Iterator[str]:
-    yield "the same for all: data and their order, seed, batch, and every setting but"
-    for name, values in differences(variants).items():
-        yield f"  {name.upper()}: " + ", ".join(
-            f"{one.name} {_shown(value)}" for one, value in zip(variants, values, strict=True)
-        )
-
-
 def _shown(value: object) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -101,7 +97,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     lines = [head, "", *_table(list(by_name), rows), ""]
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
-        lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
+        lines.append(f"- training times came out {max(times) / min(times) - 1:.1%} apart")
     lines += [f"- {line}" for line in _parity_lines(by_name, comparison.reference.name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = (
@@ -121,19 +117,15 @@ def _differences(comparison: Comparison, by_name: Mapping[str, Sequence[Ended]])
     base = by_name[comparison.reference.name]
     if comparison.options.repeats < 2:
         return []
-    return [
-        ""
-        if name == comparison.reference.name
-        else _with_interval(
-            [
-                one.numbers.valid_loss - other.numbers.valid_loss
-                for one, other in zip(runs, base, strict=True)
-                if one.status == other.status == "finished"
-            ],
-            lambda x: f"{x:+.4f}",
-        )
-        for name, runs in by_name.items()
-    ]
+    cells = []
+    for runs in by_name.values():
+        losses = [
+            one.numbers.valid_loss - other.numbers.valid_loss
+            for one, other in zip(runs, base, strict=True)
+            if one.status == other.status == "finished"
+        ]
+        cells.append("" if runs is base else _with_interval(losses, "{:+.4f}".format))
+    return cells
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
@@ -164,7 +156,7 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
     """Summarizes comparisons of the same two variants over seeds."""
     words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
     shares = {what: [getattr(one, axis) for one in found] for axis, what in words.items()}
-    texts = {what: _with_interval(values, _whole_percent) for what, values in shares.items()}
+    texts = {what: _with_interval(values, "{:.0%}".format) for what, values in shares.items()}
     cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
     loss = _spread([one.loss for one in found], _loss)
     what = VALIDATION if found[0].what == VALIDATION else "loss"
@@ -244,12 +236,7 @@ def _duration(seconds: float | None) -> str:
     return "unknown" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
-_seconds, _loss, _percent, _whole_percent = (
-    "{:.1f} s".format,
-    "{:.4f}".format,
-    "{:.1%}".format,
-    "{:.0%}".format,
-)
+_seconds, _loss = "{:.1f} s".format, "{:.4f}".format
 
 _AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
     "tokens": lambda end: f"{count_text(end)} tokens",

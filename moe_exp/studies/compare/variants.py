@@ -147,8 +147,8 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
 
 
 def _said(config: Config) -> dict[str, Any]:
-    values = config.model_dump()
+    """Settings by name, None for those of experts in a dense model."""
     return {
         name: value if config.use_moe or TRAITS[name].part != "experts" else None
-        for name, value in values.items()
+        for name, value in config.model_dump().items()
     }

@@ -61,11 +61,7 @@ class Executor:
 
 
 def check(ladder: Ladder) -> None:
-    """Checks settings, and that the folder's runs were started with them.
-
-    Raises:
-        ConfigError: lists all problems.
-    """
+    """ConfigError with all problems of the settings, or if the folder's runs were started with others."""
     need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)

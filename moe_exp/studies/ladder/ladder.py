@@ -10,11 +10,13 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.loading import given_values
@@ -40,21 +42,15 @@ RULE = (
 )
 
 
-def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value)
-
-
 # What the values of a definition's fields must be.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{
-        name: (lambda value: isinstance(value, str), "text") for name in ("name", "about", "runs", "baseline")
-    },
-    "settings": (lambda value: isinstance(value, dict), "settings by name"),
-    "variants": (_is_list_of(str), "a list of NAME:SETTING=VALUE,..."),
-    "rungs": (_is_list_of(dict), "a list of settings by name"),
-    "sizes": (_is_list_of(int), "a list of whole numbers"),
-    "repeats": (lambda value: isinstance(value, int), "a whole number"),
-    "asymptote": (lambda value: isinstance(value, (int, float)), "a number"),
+_KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("name", "about", "runs", "baseline"), (str, "text")),
+    "settings": (dict[str, Any], "settings by name"),
+    "variants": (list[str], "a list of NAME:SETTING=VALUE,..."),
+    "rungs": (list[dict[str, Any]], "a list of settings by name"),
+    "sizes": (list[int], "a list of whole numbers"),
+    "repeats": (int, "a whole number"),
+    "asymptote": (float, "a number"),
 }
 
 
@@ -88,10 +84,8 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """The definition in the file `name`, or in the package's own file of this name.
-
-        Raises:
-            ConfigError: there is no such file, or it does not hold a definition.
+        """The definition in the file `name`, or in the package's own file of this name; ConfigError if there
+        is no such file, or it does not hold a definition.
         """
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
@@ -105,10 +99,15 @@ class Definition:
             rule = f"has {odd}, which is no field of a ladder" if odd else "has no fields"
             raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
         values = {name: value for name, value in values.items() if value is not None}
-        wrong = [name for name, value in values.items() if not _KINDS[name][0](value)]
+        wrong = list[str]()
+        for name, value in values.items():
+            kind, words = _KINDS[name]
+            try:
+                TypeAdapter(kind).validate_python(value, strict=True)
+            except ValidationError:
+                wrong.append(problem(name, value, f"must be {words} in {path}", "correct it"))
         if wrong:
-            rules = {name: f"must be {_KINDS[name][1]} in {path}" for name in wrong}
-            raise ConfigError([problem(name, values[name], rules[name], "correct it") for name in wrong])
+            raise ConfigError(wrong)
         lists = {name: tuple(values[name]) for name in ("variants", "rungs", "sizes") if name in values}
         return cls(**{"name": path.stem, **values, **lists})
 

@@ -63,11 +63,7 @@ class Results:
 
 
 def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results:
-    """Reads all runs.
-
-    Args:
-        reasons: why runs failed, by `RUNG/RUN`; without it their status says it.
-    """
+    """Reads all runs. `reasons`: why runs failed, by `RUNG/RUN`; without it their status says it."""
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
     is_validated = all(_validated(one) is not None for one in everything if one.status == "finished")
@@ -155,9 +151,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 def predict(ladder: Ladder) -> str:
     """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
-
-    Returns:
-        Why there is none, as a sentence; empty if there is one.
+    Returns why there is none, as a sentence; empty if there is one.
     """
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
@@ -169,14 +163,16 @@ def predict(ladder: Ladder) -> str:
         return f"The last rung is not predicted: {problem}."
     fit = _fit(ladder, below)
     noise, flops = Noise.of(below), _last_flops(ladder)
-    losses = {
-        name: asdict(fit.prediction(name, flops[name], noise, ladder.definition.repeats))
-        for name in ladder.names
+    repeats = ladder.definition.repeats
+    losses = {name: fit.prediction(name, flops[name], noise, repeats) for name in ladder.names}
+    kept = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "flops": flops,
+        "is_validated": results.is_validated,
+        "losses": {name: asdict(one) for name, one in losses.items()},
+        "laws": {name: asdict(law) for name, law in fit.laws.items()},
     }
-    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    fitted = {name: asdict(law) for name, law in fit.laws.items()}
-    kept = {"time": when, "flops": flops, "is_validated": results.is_validated, "losses": losses}
-    write_json(prediction_file(ladder), json_value({**kept, "laws": fitted}))
+    write_json(prediction_file(ladder), json_value(kept))
     return ""
 
 
@@ -201,23 +197,20 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
 
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
     """Definition and results, in plain types, NaN as None."""
-    fit, predicted = results.fit, results.predicted
-    return json_value(
-        {
-            "definition": asdict(ladder.definition),
-            "baseline": ladder.baseline,
-            "losses_are": "validation" if results.is_validated else "training",
-            "rungs": {
-                name: {"flops": points.compute, "losses": points.losses}
-                for name, points in results.points.items()
-            },
-            "laws": {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
-            if fit
-            else None,
-            "speedups": {name: asdict(one) for name, one in results.speedups.items()},
-            "prediction": predicted and asdict(predicted) | {"errors": predicted.errors(results.points)},
-            "left_out": results.left_out,
-            "training_seconds": results.training_seconds,
-            "missing": results.missing,
-        }
-    )
+    fit, predicted, laws = results.fit, results.predicted, None
+    if fit:
+        laws = {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
+    rungs = {name: {"flops": of.compute, "losses": of.losses} for name, of in results.points.items()}
+    content = {
+        "definition": asdict(ladder.definition),
+        "baseline": ladder.baseline,
+        "losses_are": "validation" if results.is_validated else "training",
+        "rungs": rungs,
+        "laws": laws,
+        "speedups": {name: asdict(one) for name, one in results.speedups.items()},
+        "prediction": predicted and asdict(predicted) | {"errors": predicted.errors(results.points)},
+        "left_out": results.left_out,
+        "training_seconds": results.training_seconds,
+        "missing": results.missing,
+    }
+    return json_value(content)

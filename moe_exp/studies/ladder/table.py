@@ -152,11 +152,9 @@ def page(ladder: Ladder, results: Results) -> str:
 
 def draw(ladder: Ladder, results: Results) -> str:
     """Loss above the asymptote over compute, and effective speedup over compute, log-log, as SVG."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasSVG(figure)
     losses, ratios = figure.subplots(1, 2)
     colors = dict(zip(ladder.names, _COLORS * len(ladder.names), strict=False))
     floor = min(law.asymptote for law in results.fit.laws.values()) if results.fit else 0.0
@@ -182,9 +180,8 @@ def _draw_losses(axes: Any, name: str, points: Points, fit: Fit | None, floor: f
     if not known.any():
         return
     compute = np.broadcast_to(points.compute[:, None], known.shape)[known]
-    axes.plot(
-        compute, points.losses[known] - floor, "o", color=color, markersize=4, label=None if fit else name
-    )
+    label = None if fit else name
+    axes.plot(compute, points.losses[known] - floor, "o", color=color, markersize=4, label=label)
     if fit:
         grid = np.geomspace(points.compute[0], points.compute[-1], 50)
         found = [fit.loss(name, float(flops)) for flops in grid]
@@ -195,11 +192,8 @@ def _draw_losses(axes: Any, name: str, points: Points, fit: Fit | None, floor: f
 
 
 def _draw_speedup(axes: Any, name: str, points: Points, speedup: Speedup, color: str) -> None:
-    known = [
-        (flops, one)
-        for flops, one in zip(points.compute, speedup.rungs, strict=True)
-        if 0 < one.value < math.inf
-    ]
+    pairs = zip(points.compute, speedup.rungs, strict=True)
+    known = [(flops, one) for flops, one in pairs if 0 < one.value < math.inf]
     if not known:
         return
     bars: Mapping[str, Any] = {}

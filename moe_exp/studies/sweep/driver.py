@@ -11,6 +11,7 @@ $SWEEP_DIR/$SWEEP_NAME/
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,26 +20,99 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import ConfigError, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import main_settings, with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import Nodes, device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
+from moe_exp.host.processes import free_port
 from moe_exp.host.progress import progress
-from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.studies.child_runs import Case, at_work, clear, given_settings, run_environment, run_to_end
-from moe_exp.studies.sweep.cases import case_of, default_lists, make_cases
+from moe_exp.studies.child_runs import (
+    MEASURED_ONLY,
+    Case,
+    at_work,
+    clear,
+    given_settings,
+    run_environment,
+    run_to_end,
+)  # fmt: skip
 from moe_exp.studies.sweep.outcome import Result, result_of
-from moe_exp.studies.sweep.picture import draw_sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
-from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
+from moe_exp.studies.sweep.table import (
+    CPU,
+    Row,
+    by_rule,
+    draw_sweep,
+    is_oom,
+    prediction_of,
+    to_csv,
+    to_markdown,
+)  # fmt: skip
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {
     *AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers",
 }  # fmt: skip
+
+
+def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
+    """The case with these settings, named by its layout; `local` also checks whether it can run here."""
+    config = load_config(flags, {})
+    name = case_name(config)
+    problems = check_config(config)
+    if local:
+        # Every case gets a free port when it starts.
+        problems += check_machine(config.model_copy(update={"master_port": free_port()}))
+        if config.nnodes > 1:
+            rule = "EXECUTOR=local has this node alone"
+            problems.append(problem("nodes", config.nnodes, rule, "set NODES=1, or EXECUTOR=slurm"))
+    texts = {key: str(value) for key, value in flags.items()}
+    return Case(name, texts, config, folder / "logs" / f"{name}.log", problems=tuple(problems))
+
+
+def make_cases(given: Mapping[str, Any], settings: SweepSettings, folder: Path) -> list[Case]:
+    """All cases, in the order of the lists; `given` is from `given_settings`, `folder` that of the sweep.
+    ConfigError for problems that all cases share, which are not due to the layout.
+    """
+    base = load_config(given, {})
+    lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
+    shared = {**given, **MEASURED_ONLY, "train_iters": settings.sweep_iters}
+    cases: dict[str, Case] = {}
+    for values in itertools.product(*lists):
+        layout = dict(zip(AXES.values(), ("none" if one is None else one for one in values), strict=True))
+        if not base.use_moe:
+            layout |= {"ep": 1, "etp": 1}  # MoE only
+        flags = shared | layout | {"run_dir": str(folder / "runs")}
+        flags["run_name"] = case_name(load_config(flags, {}))
+        case = case_of(flags, folder, local=settings.executor == "local")
+        cases.setdefault(case.name, case)
+    first, *others = cases.values()
+    if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
+        raise ConfigError(everywhere)
+    return [first, *others]
+
+
+def default_lists(base: Config) -> dict[str, str]:
+    """Default lists: powers of two that divide the ranks of a node, and half the micro-batch."""
+    ranks = base.gpus_per_node
+    sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+    few = " ".join(sizes[:2])
+    return {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
+
+
+def case_name(config: Config) -> str:
+    """Name of the layout; ETP, CP and the number of nodes are included only if they are not 1."""
+    vpp = "" if config.vpp is None else f"_VPP_{config.vpp}"
+    extra = "".join(
+        f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
+    )
+    nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
+    ranks = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}{vpp}_EP_{config.ep}"
+    return f"{ranks}{extra}_MBS_{config.mbsz}"
 
 
 @dataclass(frozen=True)
@@ -98,10 +172,6 @@ class Sweep:
             device = CPU
         return cls(settings, given, folder, device)
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
     def result(self, case: str) -> Path:
         return self.folder / "results" / f"{case}.json"
 
@@ -115,14 +185,11 @@ class Sweep:
         """
         cases = self.cases()
         names = {case.name for case in cases}
-        earlier = [
-            path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names
-        ]
-        others = [case_of(Result.read(path).flags, self.folder, local=False) for path in earlier]
-        return [
-            *(self.row(case, retry_failed=retry_failed) for case in cases),
-            *(self.row(case) for case in others),
-        ]
+        found = [self.row(case, retry_failed=retry_failed) for case in cases]
+        for path in sorted((self.folder / "results").glob("*.json")):
+            if path.stem not in names:
+                found.append(self.row(case_of(Result.read(path).flags, self.folder, local=False)))
+        return found
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
         """Current state of a case."""
@@ -145,12 +212,7 @@ class Sweep:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """Describes what `run_sweep` would do, a line per case. Touches nothing.
-
-    Raises:
-        ConfigError: data or folders with which no case can run.
-        ValueError: the folder belongs to a sweep with other settings.
-    """
+    """Describes what `run_sweep` would do, a line per case. Touches nothing; raises as `run_sweep` does."""
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)
@@ -169,8 +231,7 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
 
 def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     settings, counts = sweep.settings, Counter(row.status for row in rows)
-    words = {"left": "to run"}
-    said = ", ".join(f"{number} {words.get(status, status)}" for status, number in counts.items())
+    said = ", ".join(f"{number} {status}" for status, number in counts.items()).replace(" left", " to run")
     return (
         f"{sweep.folder}: {_cases_text(len(rows))} of {settings.sweep_iters} iterations,"
         f" {settings.sweep_warmup} of them warm-up: {said}; {main_settings(rows[0].case.config)}"
@@ -215,7 +276,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     cases = [row.case for row in rows]
     left = _check_files(rows)
     executor = sweep.settings.executor
-    with at_work(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep", executor=executor):
+    with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=executor):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", _shared_settings(sweep))
         for case in left:
@@ -273,7 +334,7 @@ def _local_cases(
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
     """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
-    write_atomically(sweep.folder / "sweep.csv", to_csv(rows, sweep.name))
+    write_atomically(sweep.folder / "sweep.csv", to_csv(rows, sweep.folder.name))
     write_atomically(sweep.folder / "sweep.md", to_markdown(rows, _title(sweep)))
     partial_picture = sweep.folder / ".sweep.png.partial"
     if draw_sweep(rows, partial_picture, _title(sweep)):
@@ -282,16 +343,12 @@ def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
 
 def _title(sweep: Sweep) -> str:
     settings = sweep.settings
-    return f"{sweep.name}: median of iterations {settings.sweep_warmup + 1} to {settings.sweep_iters}"
+    return f"{sweep.folder.name}: median of iterations {settings.sweep_warmup + 1} to {settings.sweep_iters}"
 
 
 def _shared_settings(sweep: Sweep) -> dict[str, Any]:
     """Settings that all results of the folder share."""
-    settings = {
-        name: value
-        for name, value in load_config(sweep.given, {}).model_dump().items()
-        if name not in _OWN_OF_CASE
-    }
+    settings = load_config(sweep.given, {}).model_dump(exclude=_OWN_OF_CASE)
     return settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
 
 
@@ -303,10 +360,9 @@ def _compare(sweep: Sweep) -> None:
     before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), _shared_settings(sweep)
     changed = [name for name in now if name in before and before[name] != now[name]]
     changed = ["preset"] if "preset" in changed else changed  # the others follow it
-    if changed:
-        fix = "set {} as it was, or give another SWEEP_NAME"
-        lines = [
-            problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper()))
-            for name in changed
-        ]
-        raise ConfigError(lines)
+    problems = []
+    for name in changed:
+        fix = f"set {name.upper()} as it was, or give another SWEEP_NAME"
+        problems.append(problem(name, now[name], f"{sweep.folder} has {before[name]}", fix))
+    if problems:
+        raise ConfigError(problems)

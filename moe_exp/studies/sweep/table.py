@@ -1,4 +1,4 @@
-"""The table of a sweep: a CSV that `moe-exp plan calibrate` reads, and Markdown for people. No torch."""
+"""The table of a sweep: CSV that `moe-exp plan calibrate` reads, Markdown, and a plot. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
@@ -28,6 +29,7 @@ _FIRST = (
     "recompute", "mem_gb", "predicted_mem_gb", "mem_kind", "oom", "sec_per_it", "predicted_sec_per_it",
     "tflops", "use_mem", "use_time", "quirk",
 )  # fmt: skip
+_MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 
@@ -145,13 +147,10 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
     rejected = [
         f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()
     ]
-    text = f"# {title}\n"
-    if layouts:
-        text += "\n" + "\n".join(_table(layouts)) + "\n"
+    lines = [f"# {title}", *(["", *_table(layouts)] if layouts else [])]
     if rejected:
-        head = "Rejected, by the first rule that each breaks (sweep.csv has all):"
-        text += "\n".join(["", head, "", *rejected, ""])
-    return text
+        lines += ["", "Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected]
+    return "\n".join([*lines, ""])
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -163,7 +162,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS"]
     heads += ["memory GiB", "predicted GiB", "s per iteration", "predicted s", "TFLOP/s per GPU"]
     heads += ["status", "reason"]
-    lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in rows]
+    lines = [_shown(row, optional) for row in rows]
     ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
     return ["| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]]
 
@@ -186,18 +185,81 @@ def _order(row: Row) -> tuple[int, int, float]:
     return (_FASTEST_FIRST.index(row.status), row.case.config.world_size, row.seconds or 0.0)
 
 
-def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
+def _shown(row: Row, optional: Sequence[str]) -> list[str]:
+    """Cells of the layout, and of the result."""
     c = row.case.config
     more = ("none" if (value := getattr(c, name)) is None else value for name in optional)
-    sizes = [c.data_parallel_size, c.tp, c.pp, c.ep, *more, c.mbsz, c.gbsz]
-    return [str(c.nnodes), str(c.world_size), count_text(count_parameters(c).total), *map(str, sizes)]
-
-
-def _result_cells(row: Row) -> list[str]:
+    size = count_text(count_parameters(c).total)
+    layout = [c.nnodes, c.world_size, size, c.data_parallel_size, c.tp, c.pp, c.ep, *more, c.mbsz, c.gbsz]
     numbers = {
         "memory_gib": ".2f", "predicted_gib": ".2f", "seconds": ".4g", "predicted_seconds": ".4g",
         "tflops": ".3g",
     }  # fmt: skip
     values = {name: getattr(row, name) for name in numbers}
     texts = ["" if value is None else format(value, numbers[name]) for name, value in values.items()]
-    return [*texts, row.status, row.short_reason.replace("|", "\\|")]
+    return [*map(str, layout), *texts, row.status, row.short_reason.replace("|", "\\|")]
+
+
+def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
+    """Draws measured seconds per iteration by layout, and predicted against measured time and memory, as PNG.
+
+    Rows without a time are left out. Returns whether there was anything to draw.
+    """
+    from matplotlib.figure import Figure
+
+    measured = sorted(
+        (row for row in rows if row.seconds is not None),
+        key=lambda row: (row.case.config.world_size, row.seconds),
+    )
+    if not measured:
+        return False
+    is_predicted = any(row.prediction for row in measured)
+    size = 13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    if is_predicted:
+        grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1])
+        _draw_times(figure.add_subplot(grid[:, 0]), measured)
+        pairs = [(row.predicted_seconds, row.seconds) for row in measured]
+        _draw_pairs(figure.add_subplot(grid[0, 1]), pairs, "seconds per iteration")
+        pairs = [(row.predicted_gib, row.memory_gib) for row in measured]
+        _draw_pairs(figure.add_subplot(grid[1, 1]), pairs, "memory (GiB)")
+    else:
+        _draw_times(figure.add_subplot(), measured)
+    figure.suptitle(title, fontsize=10, color=_TEXT, x=0.01, ha="left", parse_math=False)
+    figure.savefig(path, format="png")
+    return True
+
+
+def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
+    places = range(len(rows))
+    axes.barh(places, [row.seconds for row in rows], color=_MEASURED, height=0.65, label="measured")
+    predicted = ((row.predicted_seconds, place) for place, row in enumerate(rows))
+    if known := [pair for pair in predicted if pair[0] is not None]:
+        style = {"linestyle": "none", "marker": "D", "markersize": 5, "label": "predicted"}
+        axes.plot(*zip(*known, strict=True), color=_PREDICTED, **style)
+    for place, row in enumerate(rows):
+        axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
+    axes.set_yticks(places, [row.case.name.replace("_", " ") for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    _finish(axes, "seconds per iteration")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+
+
+def _draw_pairs(axes: Any, pairs: Sequence[tuple[Any, Any]], what: str) -> None:
+    if known := [pair for pair in pairs if None not in pair]:
+        largest = 1.08 * max(map(max, known))
+        axes.plot([0, largest], [0, largest], color="#c4c4c4", linewidth=1)
+        axes.plot(*zip(*known, strict=True), color=_MEASURED, linestyle="none", marker="o", markersize=4)
+        axes.set_xlim(0, largest)
+        axes.set_ylim(0, largest)
+    _finish(axes, f"predicted {what}")
+    axes.set_ylabel("measured", fontsize=9, color=_TEXT)
+
+
+def _finish(axes: Any, label: str) -> None:
+    axes.set_xlabel(label, fontsize=9, color=_TEXT)
+    axes.tick_params(colors=_TEXT, labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -75,17 +75,23 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
     pids = ranks_of_node(local)
     pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
+
+    def dump(rank: int) -> None:
+        latest = latest_calls(calls_file(calls, rank), _NUM_CALLS)
+        _dump_rank(local, folder, rank, pids[rank], beats.get(rank), latest, is_hang)
+
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
-        jobs = [
-            pool.submit(_dump_rank, local, folder, rank, pid, beats.get(rank), calls, is_hang)
-            for rank, pid in pids.items()
-        ]
-        for done in jobs:
-            done.result()
+        list(pool.map(dump, pids))
 
 
 def _dump_rank(
-    local: Path, folder: Path, rank: int, pid: int, beat: Heartbeat | None, calls: Path, is_hang: bool
+    local: Path,
+    folder: Path,
+    rank: int,
+    pid: int,
+    beat: Heartbeat | None,
+    calls: Sequence[str],
+    is_hang: bool,
 ) -> None:
     facts = rank_facts(pid, beat)
     # Before a tool stops the process.
@@ -100,8 +106,7 @@ def _dump_rank(
     if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED):
         native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
         native = native or f"none: {reason}"
-    calls_made = latest_calls(calls_file(calls, rank), _NUM_CALLS)
-    write_dump(folder, rank, facts, stacks, native=native, calls=calls_made)
+    write_dump(folder, rank, facts, stacks, native=native, calls=calls)
     if collectives:
         text = json.dumps(last_collectives(json.loads(collectives)))
         (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
@@ -143,7 +148,7 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
         return stacks, "py-spy", []
     reasons = [f"py-spy: {reason}"]
     if has_handler and state not in (STOPPED, TRACED, GONE):
-        if stacks := _by_faulthandler(heartbeat.stacks_file(local, rank), pid):
+        if stacks := _by_faulthandler(heartbeat.rank_file(local, rank, "stacks"), pid):
             return stacks, "faulthandler", reasons
         name = heartbeat.STACKS_SIGNAL.name
         reasons.append(f"faulthandler: no answer to {name} in {_SIGNAL_SECONDS:.0f} s")
@@ -192,9 +197,9 @@ def _by_faulthandler(path: Path, pid: int) -> str:
 
 def _collectives(local: Path, rank: int) -> bytes:
     """torch's record of the rank's collectives, JSON; its thread cannot answer while the GIL is held."""
-    path = heartbeat.collectives_file(local, rank)
+    path = heartbeat.rank_file(local, rank, "collectives.json")
     path.unlink(missing_ok=True)
-    if not _write_byte(heartbeat.collectives_pipe(local, rank)):
+    if not _write_byte(heartbeat.rank_file(local, rank, "pipe")):
         return b""
     _wait_until(path.exists, _COLLECTIVES_SECONDS)
     return path.read_bytes() if path.exists() else b""
@@ -227,14 +232,14 @@ def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
     last: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, description = entry["process_group"]
-        ranks = groups.get(name, groups.get("", {})).get("ranks", "")
-        group = {
+        last[name] = {
             "group": name,
             "description": description,
-            "ranks": ranks,
+            "ranks": groups.get(name, groups.get("", {})).get("ranks", ""),
             "number": entry["collective_seq_id"],
+            "name": entry["profiling_name"],
+            "state": entry["state"],
         }
-        last[name] = group | {"name": entry["profiling_name"], "state": entry["state"]}
     return {"last": list(last.values()), "entries": list(entries)[-_MOST_COLLECTIVES:]}
 
 

@@ -68,23 +68,11 @@ class Heartbeat:
     durations: tuple[float, ...]
 
 
-def beat_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.beat"
-
-
-def stacks_file(folder: Path, rank: int) -> Path:
-    """The file to which faulthandler appends the stacks of a rank."""
-    return folder / f"rank_{rank:05d}.stacks"
-
-
-def collectives_pipe(folder: Path, rank: int) -> Path:
-    """A byte written here makes the rank write `collectives_file`."""
-    return folder / f"rank_{rank:05d}.pipe"
-
-
-def collectives_file(folder: Path, rank: int) -> Path:
-    """torch's flight recorder of a rank, JSON."""
-    return folder / f"rank_{rank:05d}.collectives.json"
+def rank_file(folder: Path, rank: int, ending: str) -> Path:
+    """A file of one rank: its `beat`; `stacks`, written by faulthandler; `pipe`, in which a byte asks for
+    `collectives.json`, torch's flight recorder.
+    """
+    return folder / f"rank_{rank:05d}.{ending}"
 
 
 def hung_file(folder: Path) -> Path:
@@ -124,8 +112,8 @@ class HeartbeatWriter:
     def __init__(self, folder: Path, rank: int):
         self._pid, self._count = os.getpid(), 0
         self._iteration = self._num_microbatches = self._num_ended = 0
-        self._phase, self._since, self._spent = "start_up", time.monotonic(), 0.0
-        path = beat_file(folder, rank)
+        self.phase, self._since, self._spent = "start_up", time.monotonic(), 0.0
+        path = rank_file(folder, rank, "beat")
         # readers never see a partial file, or the counts of a previous process
         temporary = path.with_suffix(".new")
         temporary.write_bytes(bytes(_NOTE.size + _DURATIONS.size))
@@ -134,15 +122,11 @@ class HeartbeatWriter:
         self._note()
         temporary.replace(path)
 
-    @property
-    def phase(self) -> str:
-        return self._phase
-
     def enter(self, phase: str) -> None:
         now = time.monotonic()
-        if self._phase in ITERATION_PHASES:
+        if self.phase in ITERATION_PHASES:
             self._spent += now - self._since
-        self._phase, self._since = phase, now
+        self.phase, self._since = phase, now
         self._note()
 
     def begin(self, iteration: int, num_microbatches: int) -> None:
@@ -157,7 +141,7 @@ class HeartbeatWriter:
 
     def _note(self) -> None:
         self._count += 1
-        where = self._phase.encode(), self._iteration, self._num_microbatches, self._since, self._spent
+        where = self.phase.encode(), self._iteration, self._num_microbatches, self._since, self._spent
         _NOTE.pack_into(self._map, 0, self._count, *where, self._pid, self._num_ended, self._count)
 
 
@@ -174,9 +158,9 @@ def start() -> None:
         return
     folder, rank = Path(folder_name), int(os.environ["RANK"])
     allow_tracers()
-    _files.append(stacks_file(folder, rank).open("w"))
+    _files.append(rank_file(folder, rank, "stacks").open("w"))
     faulthandler.register(STACKS_SIGNAL, file=_files[-1], all_threads=True)
-    pipe = collectives_pipe(folder, rank)
+    pipe = rank_file(folder, rank, "pipe")
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
     threading.Thread(target=_write_collectives, args=(folder, rank), name="collectives", daemon=True).start()
@@ -213,17 +197,15 @@ def during(phase: str) -> Iterator[None]:
 
 
 def paused() -> AbstractContextManager[None]:
-    """Context for pauses of any length, such as a debugger prompt: while a rank is in it, no hang is
-    reported.
-    """
+    """Context for pauses of any length, such as a debugger prompt: no hang is reported meanwhile."""
     return during(PAUSED)
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
     """Sleeps in C until the pipe has a byte, then writes torch's flight recorder if there is one."""
     # Open for writing, too: otherwise read returns at once whenever the other side closes.
-    pipe = os.open(collectives_pipe(folder, rank), os.O_RDWR)
-    path = collectives_file(folder, rank)
+    pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
+    path = rank_file(folder, rank, "collectives.json")
     while os.read(pipe, 128):
         torch = sys.modules.get("torch")
         c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)

@@ -25,15 +25,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import HEARTBEATS, complain
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
@@ -49,7 +49,6 @@ from moe_exp.watch.hangs.requests import (
     Answer,
     Request,
     ask,
-    give_verdict,
     latest_request,
     wait_for_answers,
     wait_for_verdict,
@@ -111,9 +110,7 @@ class HangWatch:
     def __enter__(self) -> HangWatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.wait()
         if self._hung:  # repeated below torchrun's report on the ranks that were ended
             complain(self._hung)
@@ -125,7 +122,7 @@ class HangWatch:
         return {HEARTBEATS: str(self._local), **nccl_environment(self._local)}
 
     def wait(self, seconds: float = 5.0) -> None:
-        """Waits until the work that `poll` started is done."""
+        """Waits for the work that `poll` started."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -154,7 +151,16 @@ class HangWatch:
             self._end_ranks()
 
     def _begin(self, work: Callable[[], object]) -> None:
-        self._thread = threading.Thread(target=_reported, args=(work,), name="hang", daemon=True)
+        """Runs `work` in a thread; the job continues even if the disk fails."""
+
+        def reported() -> None:
+            try:
+                work()
+            except Exception:
+                print("moe-exp: warning: the stacks of this node could not be written:", file=sys.stderr)
+                traceback.print_exc()
+
+        self._thread = threading.Thread(target=reported, name="hang", daemon=True)
         self._thread.start()
 
     def _new_request(self) -> Request | None:
@@ -248,13 +254,12 @@ class HangWatch:
         return verdict
 
     def _dump(self, folder: Path, *, is_hang: bool) -> None:
-        config, host = self._config, os.uname().nodename
-        ranks, busy = sorted(ranks_of_node(self._local)), self._busy()
-        for done in (False, True):
-            if done:
-                dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
-            answer = Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done)
-            write_answer(folder, answer)
+        config, ranks = self._config, sorted(ranks_of_node(self._local))
+        place = config.node_rank, config.nnodes, config.world_size, os.uname().nodename
+        answer = Answer(*place, ranks, self._busy(), done=False)
+        write_answer(folder, answer)
+        dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
+        write_answer(folder, replace(answer, done=True))
 
     def _end_hang(self, reason: str) -> None:
         """Has all nodes write their stacks, and ends the ranks if the hang is confirmed."""
@@ -281,7 +286,7 @@ class HangWatch:
         summary = summarize(folder)
         write_atomically(folder / "summary.txt", summary.whole + "\n")
         doubt = self._doubt(before, answers)
-        give_verdict(folder, is_hang=not doubt, reason=doubt)
+        write_json(folder / "verdict.json", {"is_hang": not doubt, "reason": doubt})
         if doubt:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
             return False
@@ -347,12 +352,3 @@ def _age_seconds(pid: int) -> float:
         return time.time() - float(psutil.Process(pid).create_time())
     except psutil.Error:
         return 0.0
-
-
-def _reported(work: Callable[[], object]) -> None:
-    """Runs `work`; the job continues even if the disk fails."""
-    try:
-        work()
-    except Exception:
-        print("moe-exp: warning: the stacks of this node could not be written:", file=sys.stderr)
-        traceback.print_exc()

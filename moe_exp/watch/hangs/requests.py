@@ -32,7 +32,6 @@ class Request:
     Args:
         folder: name of the answer's folder in RUN/hang.
         kind: hang: a launcher reports a hang; stacks: somebody wants to see them, and the run continues.
-        host: of the requester.
     """
 
     folder: str
@@ -46,8 +45,6 @@ class Answer:
     """The answer of one launcher.
 
     Args:
-        node: its NODE_RANK.
-        ranks: of this node.
         busy: evidence against a hang: ranks that are paused, under a debugger, or far from their limit.
         done: the ranks' files are written.
     """
@@ -102,25 +99,16 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits until all nodes have answered; returns the answers so far on timeout.
-
-    Args:
-        first_seconds: timeout for the first answer of any launcher.
-        all_seconds: timeout for the files of all nodes.
+    """Waits `all_seconds` for the answers of all nodes, and `first_seconds` for that of any; returns those so
+    far.
     """
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start
-        if answers and len(answers) == answers[0].nnodes and all(answer.done for answer in answers):
-            return answers
-        if waited > (all_seconds if answers else first_seconds):
+        is_whole = answers and len(answers) == answers[0].nnodes and all(answer.done for answer in answers)
+        if is_whole or waited > (all_seconds if answers else first_seconds):
             return answers
         time.sleep(_POLL_SECONDS)
-
-
-def give_verdict(folder: Path, *, is_hang: bool, reason: str) -> None:
-    """Reports to the other launchers whether the ranks are ended."""
-    write_json(folder / "verdict.json", {"is_hang": is_hang, "reason": reason})
 
 
 def wait_for_verdict(folder: Path, seconds: float) -> bool | None:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,10 @@ class Frame:
     def is_in_packages(self) -> bool:
         return self.file.startswith(tuple(f"{name}/" for name in PACKAGES))
 
-    @property
-    def shown_name(self) -> str:
-        """Name without Python's markers for nested functions."""
-        return self.name.replace(".<locals>", "").removesuffix(".<listcomp>").removesuffix(".<lambda>")
-
     def __str__(self) -> str:
-        return f"{self.shown_name} ({self.place})"
+        # without Python's markers for nested functions
+        name = self.name.replace(".<locals>", "").removesuffix(".<listcomp>").removesuffix(".<lambda>")
+        return f"{name} ({self.place})"
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class RankDump:
     threads: Sequence[Thread] = ()
     native: Sequence[str] = ()
     calls: Sequence[str] = ()
-    collectives: Sequence[Mapping[str, Any]] = field(default=())
+    collectives: Sequence[Mapping[str, Any]] = ()
 
     @property
     def host(self) -> str:
@@ -124,9 +121,8 @@ def write_dump(
     native: str = "",
     calls: Sequence[str] = (),
 ) -> None:
-    facts = {**facts, _FOLDERS: os.pathsep.join(package_folders())}
-    listed = (f"{name}: {value}" for name, value in facts.items())
-    lines = [f"rank: {rank}", *listed, "", _STACKS, stacks.rstrip()]
+    facts = {"rank": rank, **facts, _FOLDERS: os.pathsep.join(package_folders())}
+    lines = [*(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
     if native:
         lines += ["", _NATIVE, native.rstrip()]
     if calls:
@@ -180,15 +176,13 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
         elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
             threads[-1][1].append(Frame(match[3], _from_package(match[1], folders), int(match[2])))
     # faulthandler prints no names. The main thread began with a module; it prints at most 100 frames.
-    named = [(MAIN if _is_main(frames) else name, frames) for name, frames in threads if frames]
-    if all(name != MAIN for name, _ in named):
-        named = [(MAIN if name == _CURRENT else name, frames) for name, frames in named]
-    found = [Thread(name, tuple(frames)) for name, frames in named]
+    found = []
+    for name, frames in ((name, frames) for name, frames in threads if frames):
+        is_main = frames[-1].name == "<module>" or "_run_module_as_main" in frames[-1].name
+        found.append(Thread(MAIN if is_main else name, tuple(frames)))
+    if all(thread.name != MAIN for thread in found):
+        found = [replace(one, name=MAIN) if one.name == _CURRENT else one for one in found]
     return sorted(found, key=lambda thread: thread.name != MAIN)
-
-
-def _is_main(frames: Sequence[Frame]) -> bool:
-    return frames[-1].name == "<module>" or "_run_module_as_main" in frames[-1].name
 
 
 def _from_package(file: str, folders: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +94,13 @@ def where(dump: RankDump) -> str:
 
 def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
     """Groups ranks with the same stack, largest group first."""
+    return _grouped(dumps, lambda dump: tuple(frame.key for frame in main_stack(dump)))
+
+
+def _grouped(dumps: Iterable[RankDump], key: Callable[[RankDump], object]) -> list[list[RankDump]]:
     groups = defaultdict(list)
     for dump in dumps:
-        groups[tuple(frame.key for frame in main_stack(dump))].append(dump)
+        groups[key(dump)].append(dump)
     return sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
 
 
@@ -118,11 +122,6 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
         if state := _STATES.get(dump.facts.get("state", "")):
             found[dump.rank] = f"{state}; it {where(dump)}" if main_stack(dump) else state
     return found
-
-
-def _is_still(dumps: Sequence[RankDump]) -> bool:
-    """Whether no rank has moved for a while; in a running job, ranks are in different places."""
-    return all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
 
 
 def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -162,9 +161,7 @@ class Summary:
 
     Args:
         named: the ranks that are not where the others are, each with the finding.
-        line: these in a few words, or that none stands out.
-        short: for screen and log.
-        whole: with the stacks.
+        line: these in a few words; `short`: for screen and log; `whole`: with the stacks.
     """
 
     named: Mapping[int, str]
@@ -181,7 +178,9 @@ def summarize(folder: Path) -> Summary:
         raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
     dumps += _absent(dumps, answers)
     is_asked = request is not None and request.kind == "stacks"
-    named = _by_state(dumps) if is_asked and not _is_still(dumps) else apart(dumps)
+    # in a running job, ranks are in different places
+    is_still = all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
+    named = apart(dumps) if is_still or not is_asked else _by_state(dumps)
     by_rank = {dump.rank: dump for dump in dumps}
     head = [request.reason] if request else []
     nodes = set(range(answers[0].nnodes)) if answers else set()
@@ -209,12 +208,10 @@ def _few_words(dump: RankDump) -> str:
 
 
 def _places(dumps: Sequence[RankDump]) -> list[str]:
-    places = defaultdict(list)
-    for dump in dumps:
-        places[where(dump)].append(dump)
     lines = []
-    for place, group in sorted(places.items(), key=lambda item: -len(item[1])):
-        lines.append(f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}")
+    for group in _grouped(dumps, where):
+        hosts = ", ".join(sorted({dump.host for dump in group}))
+        lines.append(f"  {_ranks(group)} on {hosts}: {where(group[0])}")
     return lines
 
 
@@ -232,8 +229,9 @@ def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDu
     per_node = answers[0].world_size // answers[0].nnodes
     hosts = {answer.node: answer.host for answer in answers}
     ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
-    facts = {rank: hosts.get(rank // per_node, f"node {rank // per_node}") for rank in sorted(ranks)}
-    return [RankDump(rank, {"state": _ABSENT, "host": host}) for rank, host in facts.items()]
+    nodes = {rank: rank // per_node for rank in sorted(ranks)}
+    places = {rank: hosts.get(node, f"node {node}") for rank, node in nodes.items()}
+    return [RankDump(rank, {"state": _ABSENT, "host": host}) for rank, host in places.items()]
 
 
 def _group_lines(group: Sequence[RankDump]) -> list[str]:
@@ -257,11 +255,11 @@ def _calls(dumps: Sequence[RankDump], named: Mapping[int, str]) -> list[str]:
 
 
 def _tools(dumps: Sequence[RankDump]) -> list[str]:
-    reasons = defaultdict(list)
-    for dump in dumps:
-        if "without" in dump.facts:
-            reasons[f"by {dump.facts.get('tool')} ({dump.facts['without']})"].append(dump)
-    return [f"stacks of {_ranks(group)} {reason}" for reason, group in reasons.items()]
+    def reason(dump: RankDump) -> str:
+        return f"by {dump.facts.get('tool')} ({dump.facts['without']})"
+
+    groups = _grouped((dump for dump in dumps if "without" in dump.facts), reason)
+    return [f"stacks of {_ranks(group)} {reason(group[0])}" for group in groups]
 
 
 def _ranks(group: Sequence[RankDump]) -> str:

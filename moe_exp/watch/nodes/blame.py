@@ -6,6 +6,7 @@ Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,12 +48,9 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_file():
-            found.append(path)
-            continue
-        if not path.is_dir():
+        if not path.exists():
             raise ValueError(f"{path}: is not there. {_FIX}")
-        inside = sorted(_logs_inside(path))
+        inside = sorted(_logs_inside(path)) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). {_FIX}")
         found += inside
@@ -77,21 +75,17 @@ def reported_by_runs(paths: Iterable[Path]) -> list[str]:
         events = last_records(run.metrics) if run.metrics.exists() else []
         ended = [event for event in events if event.get("event") in ("hang", "rank_failed")]
         for event in ended[-_MOST_EVENTS:]:
-            place = (
-                f"{run.path}: {event['event']} at iteration {event.get('iteration')}, {event.get('time')}: "
-            )
             if event["event"] == "hang":
-                ranks, hosts = (_listed(event.get(name)) for name in ("ranks", "hosts"))
-                where = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
-                lines.append(f"{place}{where}; see {run.path / str(event.get('folder', 'hang'))}/summary.txt")
+                lists = (event.get("ranks") or [], event.get("hosts") or [])
+                ranks, hosts = (", ".join(map(str, values)) for values in lists)
+                what = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
+                what += f"; see {run.path / str(event.get('folder', 'hang'))}/summary.txt"
             else:
                 who = f"rank {event.get('rank')} on {event.get('host')} ({event.get('device')})"
-                lines.append(f"{place}{who}: {event.get('cause')}")
+                what = f"{who}: {event.get('cause')}"
+            when = f"at iteration {event.get('iteration')}, {event.get('time')}"
+            lines.append(f"{run.path}: {event['event']} {when}: {what}")
     return lines
-
-
-def _listed(values: Any) -> str:
-    return ", ".join(map(str, values)) if isinstance(values, list) else ""
 
 
 @dataclass(frozen=True)
@@ -124,11 +118,10 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
     """Groups equal faults by place; `logs`: origin by file name and recognized lines of each file."""
-    hosts: dict[str, set[str]] = {}
-    for _, seen in logs:
-        for one in seen:
-            if one.where.host and one.where.rank:
-                hosts.setdefault(one.where.rank, set()).add(one.where.host)
+    hosts = defaultdict[str, set[str]](set)
+    for where in (one.where for _, seen in logs for one in seen):
+        if where.host and where.rank:
+            hosts[where.rank].add(where.host)
     # where all files agree: a rank changes hosts from job to job
     only = {rank: Origin(host=min(names)) for rank, names in hosts.items() if len(names) == 1}
     found: dict[tuple[Fault, str, str, str], Blame] = {}

@@ -57,7 +57,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
 
 def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     """Removes hosts from the list; returns those that were in it."""
-    gone = {slurm_name(host) for host in hosts}
+    gone = set(map(slurm_name, hosts))
     if not path.exists():
         return []
     with _held(path):

@@ -17,8 +17,7 @@ DRAIN = "take the node out, and have it inspected"
 RESET = "reset the GPU or restart the node; take it out if it comes again"
 NETWORK = "check the link, cable and switch of that node; take it out if it comes again"
 PROGRAM = (
-    "check the program; CUDA_LAUNCH_BLOCKING=1 names the line. If one GPU alone has it again and again, it"
-    " is the GPU"
+    "check the program (CUDA_LAUNCH_BLOCKING=1 names the line); if one GPU alone repeats it, it is the GPU"
 )
 
 
@@ -82,13 +81,9 @@ def xid(number: int) -> Fault:
 _MORE_MEMORY = "give the job more memory, or lower NUM_WORKERS or GPUS_PER_NODE"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
 _NO_GPU = (
-    "see whether the job has asked for GPUs and nobody else holds them; of one host alone: the preflight, and"
-    f" {RESET}"
+    f"check that the job asked for GPUs and nobody else holds them; on one host alone: preflight, or {RESET}"
 )
-_SIGNALLED = (
-    "look for what came before: a hang, whose ranks all get SIGKILL, the kernel's oom_kill, NCCL's watchdog"
-    " (SIGABRT)"
-)
+_SIGNALLED = "look for what came before: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
 
 # Name, cause, advice and `excludes` of a fault, and its pattern. The first match counts.
 _MESSAGES = (

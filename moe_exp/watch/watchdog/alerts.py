@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
+from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,13 +41,8 @@ class PartlySent(Exception):
 
 @dataclass(frozen=True)
 class Mail:
-    """A way to send e-mail.
-
-    Attributes:
-        host, port: of the SMTP server.
-        security: tls from the first byte, starttls before the login, or none.
-        user: for the login; empty: no login.
-        sender, to: addresses.
+    """E-mail through an SMTP server: TLS from the first byte, STARTTLS before the login, or neither; no login
+    without `user`.
     """
 
     host: str
@@ -75,11 +72,9 @@ class Mail:
         message["Auto-Submitted"] = "auto-generated"  # prevents out-of-office replies
         message.set_content(text)
         context = ssl.create_default_context()
-        if self.security == "tls":
-            server: smtplib.SMTP = smtplib.SMTP_SSL(self.host, self.port, timeout=_SECONDS, context=context)
-        else:
-            server = smtplib.SMTP(self.host, self.port, timeout=_SECONDS)
-        with server:
+        is_tls = self.security == "tls"
+        connect = partial(smtplib.SMTP_SSL, context=context) if is_tls else smtplib.SMTP
+        with connect(self.host, self.port, timeout=_SECONDS) as server:
             if self.security == "starttls":
                 server.starttls(context=context)
             if self.user:
@@ -105,10 +100,8 @@ class Webhook:
 
     def send(self, subject: str, text: str) -> None:
         """Sends a message; raises OSError on failure."""
-        said = f"*{_line(subject)}*\n{text}"[:_LONGEST_TEXT]
-        # they mark links and mentions in Slack
-        for character, written in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
-            said = said.replace(character, written)
+        # & < > mark links and mentions in Slack
+        said = escape(f"*{_line(subject)}*\n{text}"[:_LONGEST_TEXT], quote=False)
         data = json.dumps({"text": said}).encode()
         request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as answer:
@@ -149,7 +142,7 @@ Channel = Mail | Webhook | AlertFile
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
     """Sends a message to all channels, even if some fail.
 
-    Returns reasons of failures by channel name, without secrets; `NAME in part` if it reached some
+    Returns reasons of failures by channel name, with *** for secrets; `NAME in part` if it reached some
     recipients.
     """
     failed = {}
@@ -160,16 +153,11 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
             failed[f"{channel.name} in part"] = str(error)
         # sockets, TLS, SMTP, HTTP, encodings: no error may keep the other channels from their message
         except Exception as error:
-            failed[channel.name] = without_secrets(f"{type(error).__name__}: {error}", channel.secrets)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            for secret in sorted((one for one in channel.secrets if len(one) > 1), key=len, reverse=True):
+                reason = reason.replace(secret, "***")
+            failed[channel.name] = reason
     return failed
-
-
-def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """`text` on one line, with *** for each of `secrets`."""
-    text = " ".join(text.split())
-    for secret in sorted((one for one in secrets if len(one) > 1), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
@@ -184,8 +172,8 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
         ConfigError: with all problems.
     """
     problems: list[str] = []
-    found = _mail(options, environ, problems), _webhook(options, environ, problems)
-    channels: list[Channel] = [channel for channel in found if channel is not None]
+    channels: list[Channel] = []
+    channels += filter(None, (_mail(options, environ, problems), _webhook(options, environ, problems)))
     if options.get("alert_file"):
         path = expanded(options["alert_file"]).absolute()
         channels.append(AlertFile(path))
@@ -219,7 +207,7 @@ def _mail_problems(mail: Mail, port: str) -> Iterator[str]:
         for address in addresses:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
                 yield _problem(name, address, "is no address", "write name@host")
-    if not port.isdecimal() or not 0 < int(port) < 65536 or not mail.host:
+    if not 0 < mail.port < 65536 or not mail.host:
         rule, fix = "is no host and port", "write HOST:PORT, as mail.example.org:587"
         yield _problem("--smtp", f"{mail.host}:{port}", rule, fix)
     if mail.user and not mail.password:
@@ -240,12 +228,12 @@ def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: l
         good = is_web and url.isascii() and url.isprintable() and " " not in url
     except ValueError:
         good = False
-    if not good:  # without the secret value
-        name = "--webhook-file" if options.get("webhook_file") else WEBHOOK_VARIABLE
-        fix = "write https://HOST/..., on one line"
-        problems.append(_problem(name, "***", "is no address of a webhook", fix))
-        return None
-    return Webhook(url)
+    if good:
+        return Webhook(url)
+    name = "--webhook-file" if options.get("webhook_file") else WEBHOOK_VARIABLE
+    rule, fix = "is no address of a webhook", "write https://HOST/..., on one line"
+    problems.append(_problem(name, "***", rule, fix))  # without the secret value
+    return None
 
 
 def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> str:

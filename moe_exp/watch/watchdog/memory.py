@@ -15,49 +15,33 @@ from moe_exp.host.files import read_json, write_json
 logger = logging.getLogger(__name__)
 
 _BACK_SECONDS = 1800.0
+_RENAMED = {"told": "reported"}
 EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
 
 
 @dataclass
 class Reported:
-    """One problem.
+    """One problem. Times are seconds since 1970."""
 
-    Attributes:
-        since: when the current streak was first seen, seconds since 1970; 0 if it is absent now.
-        reported: time of the last report; 0 for never.
-        is_open: it was reported, and its end was not.
-    """
-
-    since: float = 0.0
-    reported: float = 0.0
-    is_open: bool = False
+    since: float = 0.0  # when the current streak was first seen; 0 if it is absent now
+    reported: float = 0.0  # the last report; 0 for never
+    is_open: bool = False  # it was reported, and its end was not
     text: str = ""
 
 
 @dataclass
 class Memory:
-    """Memory of one run.
+    """Memory of one run."""
 
-    Attributes:
-        problems: by key.
-        num_events: number of events in metrics.jsonl that were checked.
-        untold_events: number of unreported events by name.
-        disk: free bytes at earlier checks, pairs of time and bytes.
-        iteration, moved: the last iteration, and when it was first seen.
-        busy: when a job was last seen running, or the run was first checked.
-        slurm_silent: since when squeue has not answered; 0 if it has.
-        failed_channels: why the last message failed, by channel.
-    """
-
-    problems: dict[str, Reported] = field(default_factory=dict)
-    num_events: int | None = None
-    untold_events: dict[str, int] = field(default_factory=dict)
-    disk: list[tuple[float, int]] = field(default_factory=list)
+    problems: dict[str, Reported] = field(default_factory=dict)  # by key
+    num_events: int | None = None  # of metrics.jsonl that were checked
+    untold_events: dict[str, int] = field(default_factory=dict)  # number of unreported events by name
+    disk: list[tuple[float, int]] = field(default_factory=list)  # time and free bytes at earlier checks
     iteration: int = -1
-    moved: float = 0.0
-    busy: float = 0.0
-    slurm_silent: float = 0.0
-    failed_channels: dict[str, str] = field(default_factory=dict)
+    moved: float = 0.0  # when that iteration was first seen
+    busy: float = 0.0  # when a job was last seen running, or the run was first checked
+    slurm_silent: float = 0.0  # since when squeue has not answered; 0 if it has
+    failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
 
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float
@@ -75,11 +59,10 @@ class Memory:
             limit = again_seconds if known.is_open else min(again_seconds, _BACK_SECONDS)
             if not known.reported or now - known.reported >= limit:
                 news[key] = text
-        over = {key: known.text for key, known in self.problems.items() if key not in found and known.is_open}
-        for key, known in self.problems.items():
-            if key not in found:
-                known.since = 0.0
-        return news, over
+        absent = {key: known for key, known in self.problems.items() if key not in found}
+        for known in absent.values():
+            known.since = 0.0
+        return news, {key: known.text for key, known in absent.items() if known.is_open}
 
     def confirm(self, news: Mapping[str, str], over: Mapping[str, str], now: float) -> None:
         """Records that a message was sent."""
@@ -92,11 +75,9 @@ class Memory:
 
     def forget_old(self, now: float, again_seconds: float) -> None:
         """Drops problems that are over and may be reported again."""
-        self.problems = {
-            key: known
-            for key, known in self.problems.items()
-            if known.since or known.is_open or now - known.reported < again_seconds
-        }
+        for key, known in list(self.problems.items()):
+            if not (known.since or known.is_open or now - known.reported < again_seconds):
+                del self.problems[key]
 
 
 def memory_file(folder: Path, run: Path) -> Path:
@@ -115,7 +96,9 @@ def read_memory(path: Path) -> Memory:
     try:
         values: dict[str, Any] = read_json(path)
         memory = Memory(**values)
-        memory.problems = {key: _reported(known) for key, known in values["problems"].items()}
+        for key, known in values["problems"].items():
+            # state files of 0.1.0 have the time under another name
+            memory.problems[key] = Reported(**{_RENAMED.get(name, name): one for name, one in known.items()})
         memory.disk = [(float(at), int(amount)) for at, amount in values["disk"]]
         return memory
     except FileNotFoundError:
@@ -129,8 +112,3 @@ def write_memory(path: Path, memory: Memory) -> None:
     """Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(memory))
-
-
-def _reported(known: dict[str, Any]) -> Reported:
-    # State files of 0.1.0 have the time under another name.
-    return Reported(**{"reported" if name == "told" else name: value for name, value in known.items()})

@@ -16,20 +16,12 @@ from moe_exp.watch.watchdog.run import START_SECONDS, Disk, RunView, event_time,
 
 # Events of a healthy run, unless status or grade is `failed`. All others are reported, also those that users
 # add to records.EVENTS.
-QUIET_EVENTS = frozenset(
-    (
-        "start",
-        "resume",
-        "checkpoint",
-        "end",
-        "stop",
-        "restart",
-        "other_data",
-        "changed_settings",
-        "spike_end",
-        "preflight",
-    )
-)
+QUIET_EVENTS = (
+    "start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "changed_settings", "spike_end",
+    "preflight",
+)  # fmt: skip
+_NAME_IT = "name the folder $RUN_DIR/$RUN_NAME of a run"
+_NO_OTHER = "no other has begun since"
 _MANY_STARTS = 3  # at the same iteration
 _ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up
 _VICTIM_SECONDS = 120.0  # after a hang, while its ranks are ended
@@ -39,32 +31,21 @@ _NO_END_SECONDS = 3 * 86400.0  # if the end of the run is unknown: how far ahead
 
 @dataclass(frozen=True)
 class Limits:
-    """When something counts as a problem.
+    """When something counts as a problem."""
 
-    Attributes:
-        stuck_seconds: silence of metrics.jsonl while a job runs; None: from the run's own pace.
-        ahead_seconds: how long before its end a chain that is too short is reported.
-        wait_seconds: how long no job may run, although some are queued.
-    """
-
-    stuck_seconds: float | None = None
-    ahead_seconds: float = 86400.0
-    wait_seconds: float = 86400.0
+    stuck_seconds: float | None = None  # silence of metrics.jsonl while a job runs; None: by the run's pace
+    ahead_seconds: float = 86400.0  # how long before its end a chain that is too short is reported
+    wait_seconds: float = 86400.0  # how long no job may run, although some are queued
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Everything known at one check.
-
-    Attributes:
-        queue: the run's jobs; None if SLURM was not asked.
-        silent: why SLURM does not answer; empty if it does.
-    """
+    """Everything known at one check."""
 
     view: RunView
     disk: Disk
-    queue: Queue | None = None
-    silent: str = ""
+    queue: Queue | None = None  # the run's jobs; None if SLURM was not asked
+    silent: str = ""  # why SLURM does not answer
 
 
 def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
@@ -99,16 +80,22 @@ def _queue_problems(
     jobs, at = f"named {slurm_name}", f"at {_progress(view)}"
     found = dict(_scheduling(queue, memory, limits, view.now, jobs, at))
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
-    since = "no other has begun since"
-    if "not_scheduled" in found:
-        since = f"no job {jobs} runs or waits"
+    since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
     failed = dict(_failed(view, begun, since))
     if failed:  # why no job is left
         found.pop("not_scheduled", None)
     yield from (found | failed).items()
     if queue.running and not failed:
         yield from _stuck(view, memory, limits, since=begun)
-    yield from _short_chain(view, queue, limits)
+    # a chain of jobs that ends before the run
+    scheduled, left = queue.scheduled_seconds, view.left_seconds
+    if scheduled is None or left is None or not (queue.running or queue.coming):
+        return
+    if scheduled >= min(left, limits.ahead_seconds):
+        return
+    more = num_switches(left, scheduled, queue.limit_seconds)
+    text = f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
+    yield "chain_short", text
 
 
 def _scheduling(
@@ -129,10 +116,8 @@ def problems_before_start(
 ) -> dict[str, str]:
     """Problems of a run without a folder, which its first job creates; texts by key.
 
-    Args:
-        queue, silent: as in `Sight`.
-        jobs: the run's jobs, as in "no job <jobs> is queued"; empty if they are not known.
-        missing: what is missing and where, one line.
+    `jobs`: the run's jobs, as in "no job <jobs> is queued"; empty if they are not known; `missing`: what is
+    missing and where, one line.
     """
     memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
     if silent:
@@ -153,22 +138,14 @@ def problems_before_start(
     return found
 
 
-_NAME_IT = "name the folder $RUN_DIR/$RUN_NAME of a run"
-
-
 def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]]:
     if now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
         yield "slurm_silent", f"SLURM has not answered for {span(now - memory.slurm_silent)}: {silent}"
 
 
-def _failed(
-    view: RunView, begun: float = 0.0, since: str = "no other has begun since"
-) -> Iterator[tuple[str, str]]:
-    """A failed start, until another begins, with the events that ended it.
-
-    Args:
-        begun: start of the running job, 0 without one.
-        since: what has become of the run.
+def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterator[tuple[str, str]]:
+    """A failed start, until another begins, with the events that ended it; `begun`: start of the running job,
+    0 without one; `since`: what has become of the run.
     """
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return
@@ -181,17 +158,6 @@ def _failed(
     hint = "; MAX_RESTARTS=3 restarts the ranks without a new job" if by_launcher else ""
     hint = "" if int(view.settings["max_restarts"]) else hint
     yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"
-
-
-def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
-    scheduled, left = queue.scheduled_seconds, view.left_seconds
-    if scheduled is None or left is None or not (queue.running or queue.coming):
-        return
-    if scheduled >= min(left, limits.ahead_seconds):
-        return
-    more = num_switches(left, scheduled, queue.limit_seconds)
-    text = f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
-    yield "chain_short", text
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
@@ -243,10 +209,8 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Texts of unreported events by key, the latest of each name; the first check reports only the last
-    day's. Leaves out those that the problem `failed` in `found` gives.
-
-    Records in `memory` which were seen.
+    """Texts of unreported events by key, the latest of each name, without those of the problem `failed`; the
+    first check reports only the last day's. Records in `memory` which were seen.
     """
     seen = memory.num_events
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
@@ -278,8 +242,7 @@ def _without_victims(events: Sequence[Record]) -> list[Record]:
 
 def _event_text(event: Record, count: int) -> str:
     known = ("kind", "event", "iteration", "time")
-    details = {name: value for name, value in event.items() if name not in known}
-    said = ", ".join(f"{name}: {_short(value)}" for name, value in details.items())
+    said = ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in known)
     times = f" ({count} times)" if count > 1 else ""
     where = f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}"
     return where + (f": {said}" if said else "")

@@ -8,14 +8,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_exp.config import Config
-from moe_exp.host.files import read_json, read_yaml, regular
+from moe_exp.config.loading import recorded_settings
+from moe_exp.host.files import read_json, regular
 from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
@@ -33,28 +36,15 @@ START_SECONDS = 1800.0  # additionally from a job's start to its first record: i
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment. Times are seconds since 1970.
+    """A run at one moment. Times are seconds since 1970."""
 
-    Attributes:
-        settings: config.yaml, with defaults for missing ones.
-        events, train: all events of metrics.jsonl, and its last train records.
-        moved: when metrics.jsonl was last written; None without one.
-        launched: when ranks last opened the folder; 0 if unknown.
-        summed_up: when the launcher wrote summary.json, and its status; None without one.
-    """
-
-    folder: RunFolder
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of config.yaml, with defaults for missing ones
     events: list[Record]
-    train: list[Record]
-    moved: float | None
+    train: list[Record]  # the last ones
+    moved: float | None  # when metrics.jsonl was last written; None without one
     now: float
-    launched: float = 0.0
-    summed_up: tuple[float, str] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.folder.path.name
+    launched: float = 0.0  # when ranks last opened the folder; 0 if unknown
+    summed_up: tuple[float, str] | None = None  # when the launcher wrote summary.json, and its status
 
     @property
     def iteration(self) -> int:
@@ -139,13 +129,12 @@ class RunView:
     @property
     def gap_seconds(self) -> float | None:
         """Median time from the end of a job to the start of the next; None before a second job."""
-        ended, gaps = None, []
-        for event in self.events:
-            if event["event"] == "end":
-                ended = event_time(event)
-            elif event["event"] in _STARTS and ended is not None:
-                gaps.append(max(0.0, event_time(event) - ended))
-                ended = None
+        changes = [event for event in self.events if event["event"] in ("end", *_STARTS)]
+        gaps = [
+            max(0.0, event_time(after) - event_time(before))
+            for before, after in pairwise(changes)
+            if before["event"] == "end" and after["event"] != "end"
+        ]
         return statistics.median(gaps) if gaps else None
 
     @property
@@ -165,10 +154,7 @@ class RunView:
                 begun.clear()
             elif event["event"] in _STARTS:
                 begun.append(int(event["iteration"]))
-        count = 0
-        while count < len(begun) and begun[-1 - count] == begun[-1]:
-            count += 1
-        return count
+        return len(list(takewhile(lambda iteration: iteration == begun[-1], reversed(begun))))
 
     @property
     def checkpoint_bytes(self) -> int | None:
@@ -196,28 +182,25 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
         launched = datetime.fromisoformat(read_json(folder.provenance)["starts"][-1]["time"]).timestamp()
     with suppress(*unwritten):
         summed_up = folder.summary.stat().st_mtime, str(read_json(folder.summary)["status"])
-    return RunView(folder, _settings(folder.config), events, train, moved, now, launched, summed_up)
+    return RunView(_settings(folder.config), events, train, moved, now, launched, summed_up)
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
     """Returns the result of `action`; raises TimeoutError, leaving its thread behind, if a disk hangs."""
-    results: list[_Result] = []
-    errors: list[Exception] = []
+    result: Future[_Result] = Future()
 
     def work() -> None:
         try:
-            results.append(action())
+            result.set_result(action())
         except Exception as error:
-            errors.append(error)
+            result.set_exception(error)
 
     thread = threading.Thread(target=work, name="watchdog reader", daemon=True)
     thread.start()
     thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    if not result.done():
         raise TimeoutError(f"its file system has not answered in {seconds:.0f} s")
-    return results[0]
+    return result.result()
 
 
 _SETTINGS = (
@@ -229,10 +212,9 @@ _SETTINGS = (
 def _settings(path: Path) -> dict[str, Any]:
     defaults = {name: Config.model_fields[name].default for name in _SETTINGS}
     try:
-        read = read_yaml(path)
-    except (OSError, ValueError):  # rewritten at every start
-        read = {}
-    given = read if isinstance(read, dict) else {}
+        given = recorded_settings(path)
+    except ValueError:  # rewritten at every start
+        given = {}
     return defaults | {name: value for name, value in given.items() if name in defaults}
 
 
@@ -243,15 +225,12 @@ def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
     """
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
-    try:
-        with regular(path).open("rb") as file:
-            for line in file:
-                if line.startswith(_EVENT):
-                    events += _parsed([line])
-                elif line.startswith(b'{"kind": "train"') and line.endswith(b"\n"):
-                    last.append(line)
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), regular(path).open("rb") as file:
+        for line in file:
+            if line.startswith(_EVENT):
+                events += _parsed([line])
+            elif line.startswith(b'{"kind": "train"') and line.endswith(b"\n"):
+                last.append(line)
     return [event for event in events if "event" in event and time_of(event) is not None], _parsed(last)
 
 
@@ -266,11 +245,8 @@ def event_time(event: Record) -> float:
 
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
-    """Number of further jobs that a run needs.
-
-    Args:
-        in_this_job: seconds until the limit of the running job; 0 without one.
-        limit_seconds: of each further job; None for no limit.
+    """Number of further jobs that a run needs; `in_this_job`: seconds until the limit of the running one, 0
+    without one; `limit_seconds`: of each further one.
     """
     beyond = left_seconds - in_this_job
     if beyond <= 0:
@@ -291,23 +267,17 @@ Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 @dataclass(frozen=True)
 class Disk:
-    """The state of a run's disk.
+    """The state of a run's disk."""
 
-    Attributes:
-        free_bytes: available to a user; ignores quotas.
-        bytes_per_second: fill rate, None if unknown.
-        measured: whether the rate was measured over the last hours, or planned from future checkpoints.
-    """
-
-    free_bytes: int
-    bytes_per_second: float | None
-    measured: bool
+    free_bytes: int  # available to a user; ignores quotas
+    bytes_per_second: float | None  # fill rate; None if unknown
+    measured: bool  # over the last hours, rather than planned from future checkpoints
 
     @property
     def full_in_seconds(self) -> float | None:
         """Time until it is full at this rate; None if it is not filling."""
-        rate = self.bytes_per_second or 0.0
-        return self.free_bytes / rate if rate > 0 else None
+        rate = self.bytes_per_second
+        return self.free_bytes / rate if rate and rate > 0 else None
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:

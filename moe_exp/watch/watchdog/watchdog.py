@@ -58,20 +58,14 @@ class Watched:
 
 @dataclass
 class Watchdog:
-    """Checks runs and sends alerts.
-
-    Attributes:
-        again_seconds: before an ongoing problem is reported again.
-        user: owner of the jobs; empty: the current user.
-        folder: for memory files.
-    """
+    """Checks runs and sends alerts."""
 
     runs: Sequence[Watched]
     channels: Sequence[Channel]
     limits: Limits = field(default_factory=Limits)
-    again_seconds: float = 6 * 3600.0
-    user: str = ""
-    folder: Path = field(default_factory=default_folder)
+    again_seconds: float = 6 * 3600.0  # before an ongoing problem is reported again
+    user: str = ""  # owner of the jobs; empty: the current user
+    folder: Path = field(default_factory=default_folder)  # for memory files
     _kept: dict[Path, Memory] = field(default_factory=dict)  # for a daemon with a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
@@ -85,19 +79,22 @@ class Watchdog:
             raise ValueError(f"{self.folder}: {rule}. Fix: call it less often.") from None
 
     def _check_all(self, now: float) -> list[RunCheck]:
-        checks = []
-        for index, run in enumerate(self.runs):
-            check = self._check_run(run, now)
-            if index == 0:  # channel problems are reported with the first run
-                for channel, reason in check.memory.failed_channels.items():
-                    text = f"the last message did not get through by {channel}: {reason}"
-                    check.found[f"channel {channel}"] = text
+        checks = [self._check_run(run, now) for run in self.runs]
+        # channel problems are reported with the first run
+        for channel, reason in checks[0].memory.failed_channels.items():
+            text = f"the last message did not get through by {channel}: {reason}"
+            checks[0].found[f"channel {channel}"] = text
+        for check in checks:
             check.news, check.over = check.memory.to_report(check.found, now, self.again_seconds)
-            checks.append(check)
         self._send(checks, now)
         for check in checks:
             check.memory.forget_old(now, self.again_seconds)
-            self._remember(check)
+            self._kept[check.memory_path] = check.memory
+            try:
+                write_memory(check.memory_path, check.memory)
+            except OSError as error:
+                reason = f"cannot be written ({error.strerror})"
+                _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
         return checks
 
     def _check_run(self, run: Watched, now: float) -> RunCheck:
@@ -164,21 +161,18 @@ class Watchdog:
         to_send = [check for check in checks if check.news or check.over]
         if not to_send or not self.channels:
             return
-        failed = send_to_all(self.channels, _subject(to_send), "\n\n".join(check.text() for check in to_send))
+        num_new = sum(len(check.news) for check in to_send)
+        num_over = sum(len(check.over) for check in to_send)
+        parts = [f"{num_new} problem{'s' if num_new > 1 else ''}"] if num_new else []
+        parts += [f"{num_over} over"] if num_over else []
+        subject = f"moe-exp: {', '.join(parts)} in {', '.join(check.run.path.name for check in to_send)}"
+        failed = send_to_all(self.channels, subject, "\n\n".join(check.text() for check in to_send))
         for channel, reason in failed.items():
             _warn(f"the message did not get through by {channel}: {reason}")
         checks[0].memory.failed_channels = failed
         if any(channel.name not in failed for channel in self.channels):
             for check in to_send:
                 check.memory.confirm(check.news, check.over, now)
-
-    def _remember(self, check: RunCheck) -> None:
-        self._kept[check.memory_path] = check.memory
-        try:
-            write_memory(check.memory_path, check.memory)
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror})"
-            _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
 
     def unknown_runs(self) -> list[str]:
         """A line for each path that is neither a run folder nor that of a queued job; sends nothing."""
@@ -228,13 +222,6 @@ class RunCheck:
         return "\n".join([head, *(f"  {text}" for text in all_texts(self.found))])
 
 
-def _subject(checks: Sequence[RunCheck]) -> str:
-    num_new, num_over = sum(len(check.news) for check in checks), sum(len(check.over) for check in checks)
-    parts = [f"{num_new} problem{'s' if num_new > 1 else ''}"] if num_new else []
-    parts += [f"{num_over} over"] if num_over else []
-    return f"moe-exp: {', '.join(parts)} in {', '.join(check.run.path.name for check in checks)}"
-
-
 def _warn(text: str) -> None:
     print(f"moe-exp watch: {text}", file=sys.stderr, flush=True)
 
@@ -262,12 +249,7 @@ def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
 
 
 def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watchdog:
-    """Makes the watchdog of `moe-exp watch run`; raises ConfigError with all problems.
-
-    Args:
-        options: run_dirs, slurm_name, again and so on, as on the command line.
-        environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
-    """
+    """Makes the watchdog of `moe-exp watch run` from its options; raises ConfigError with all problems."""
     problems: list[str] = []
     kinds = ("again", "stuck", "ahead", "wait")
     times = {name: _seconds_of(options[name], f"--{name}", problems) for name in kinds}
@@ -279,9 +261,8 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
         names = []
     for name in names:
         if re.search(r"[,\s]", name):
-            problems.append(
-                f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs."
-            )
+            fix = "give the --job-name of the jobs"
+            problems.append(f"--slurm-name={name}: has a comma or a space. Fix: {fix}.")
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
     folder = expanded(options.get("state") or default_folder())
@@ -302,10 +283,8 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
 
 def _seconds_of(text: str, name: str, problems: list[str]) -> float:
     """Parses 90s, 10m, 6h or 2d; 0 for an empty text."""
-    if not text:
-        return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if not found:
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        return float(found[1]) * _UNITS[found[2]]
+    if text:
         problems.append(f"{name}={text}: is no time. Fix: write a number and a unit, as 90s, 10m, 6h or 2d.")
-        return 0.0
-    return float(found[1]) * _UNITS[found[2]]
+    return 0.0

@@ -32,15 +32,9 @@ def test_by_hand():
     assert boxes_of_range((4, 3), 4, 5) == [Box((1, 1), (1, 1))]
     assert boxes_of_range((4, 3), 5, 5) == boxes_of_range((0, 3), 0, 0) == []
     assert boxes_of_range((), 0, 1) == [Box((), ())]
-    # 2n - 1 with three axes: the end of a row, the end of a slab, whole slabs, the start of a slab, the start
-    # of a row.
-    assert [box.offsets for box in boxes_of_range((4, 3, 2), 1, 23)] == [
-        (0, 0, 1),
-        (0, 1, 0),
-        (1, 0, 0),
-        (3, 0, 0),
-        (3, 2, 0),
-    ]
+    # 2n - 1 with three axes: the end of a row and of a slab, whole slabs, the start of a slab and of a row
+    offsets = [box.offsets for box in boxes_of_range((4, 3, 2), 1, 23)]
+    assert offsets == [(0, 0, 1), (0, 1, 0), (1, 0, 0), (3, 0, 0), (3, 2, 0)]
 
 
 @settings(max_examples=300)

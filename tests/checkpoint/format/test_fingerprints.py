@@ -1,11 +1,7 @@
-"""Fingerprints: sums by hand, any split, what changes them; and a load that is not what was saved stops,
-whatever the layout.
-"""
+"""Fingerprints: sums by hand, any split, what changes them; and a load that is not what was saved stops."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.checkpoint.legs import Leg, build_job, run_legs, write_data
+from helpers.checkpoint.legs import Leg, run_legs, start_job, write_data
 from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
 from helpers.ranks import free_port, run_on_ranks
+from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.fingerprints import (
     Fingerprint,
@@ -30,7 +27,9 @@ from moe_exp.checkpoint.format.fingerprints import (
 )
 from moe_exp.checkpoint.format.folders import Manifest, entry_of
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.restored import RestoreError
+from moe_exp.checkpoint.load import RestoreError
+from moe_exp.checkpoint.optimizer_state import owned_state
+from moe_exp.checkpoint.state import unwrapped
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.cli import main
 from moe_exp.config import load_config
@@ -48,12 +47,8 @@ def test_the_sum_by_hand():
     assert all(weight % 2 for axis in weights for weight in axis)
     assert len({weight for axis in weights for weight in axis}) == 12
     bits = x.view(torch.int32)
-    expected = sum(
-        int(bits[i, j, k]) * weights[0][i] * weights[1][j] * weights[2][k]
-        for i in range(3)
-        for j in range(4)
-        for k in range(5)
-    )
+    factors = (torch.tensor(of_axis) for of_axis in weights)
+    expected = torch.einsum("ijk,i,j,k->", bits.long(), *factors).item()
     assert total(x) == expected % 2**64
     # Files have to be read by every later version.
     assert total(torch.arange(6.0).view(2, 3)) == 4392228805584879616
@@ -63,11 +58,8 @@ def test_the_sum_by_hand():
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_any_split_gives_the_same(data):
-    dtype = data.draw(
-        st.sampled_from(
-            [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
-        )
-    )
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+    dtype = data.draw(st.sampled_from(kinds))
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
     x = (torch.arange(torch.Size(shape).numel()) * 37 % 251).view(shape).to(dtype)
     cuts = [data.draw(st.integers(0, size)) for size in shape]
@@ -92,12 +84,11 @@ def test_every_bit_of_every_value_and_every_swap_counts(dtype):
     x = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 4.0]).repeat(8).view(6, 8).to(dtype)
     seen, integers = {total(x)}, torch.int32 if dtype == torch.float32 else torch.int16
     num_bits, cases = x.element_size() * 8, 1
+    flips = [2**bit for bit in range(num_bits - 1)] + [-(2 ** (num_bits - 1))]
     for place in range(x.numel()):
-        for bit in range(num_bits):
+        for flip in flips:
             y = x.clone()
-            y.view(integers).view(-1)[place] ^= torch.tensor(
-                -(2 ** (num_bits - 1)) if bit == num_bits - 1 else 2**bit, dtype=integers
-            )
+            y.view(integers).view(-1)[place] ^= torch.tensor(flip, dtype=integers)
             seen.add(total(y))
             cases += 1
     for a in range(x.numel()):
@@ -107,29 +98,22 @@ def test_every_bit_of_every_value_and_every_swap_counts(dtype):
                 y.view(-1)[[a, b]] = x.view(-1)[[b, a]]
                 seen.add(total(y))
                 cases += 1
-    rows = x[[1, 0, 2, 3, 4, 5]]
-    assert total(rows) not in seen
+    assert total(x[[1, 0, 2, 3, 4, 5]]) not in seen
     assert len(seen) == cases
 
 
 def test_names_have_layers_and_shares_add_up():
-    key = "optimizer.state.exp_avg.decoder.layers.mlp.router.weight"
-    assert name_and_place(key, (3, 0, 2)) == (
-        "optimizer.state.exp_avg.decoder.layers.3.mlp.router.weight",
-        (0, 2),
-    )
-    assert name_and_place("decoder.layers.3.mlp.router.weight", (1, 2)) == (
-        "decoder.layers.3.mlp.router.weight",
-        (1, 2),
-    )
+    router = "decoder.layers.3.mlp.router.weight"
+    stacked = "optimizer.state.exp_avg.decoder.layers.mlp.router.weight"
+    assert name_and_place(stacked, (3, 0, 2)) == (f"optimizer.state.exp_avg.{router}", (0, 2))
+    assert name_and_place(router, (1, 2)) == (router, (1, 2))
     assert shown("optimizer.state.param.output_layer.weight") == "main weights of output_layer.weight"
     assert shown("output_layer.weight") == "output_layer.weight"
     x = torch.randn(2, 4, 3)
     whole = fingerprints_of([("decoder.layers.w", x[i : i + 1], (i, 0, 0)) for i in range(2)])
     single = fingerprints_of([(f"decoder.layers.{i}.w", x[i], (0, 0)) for i in range(2)])
-    assert (
-        whole == single == added([fingerprints_of([("decoder.layers.w", x[i], (i, 0, 0))]) for i in range(2)])
-    )
+    shares = [fingerprints_of([("decoder.layers.w", x[i], (i, 0, 0))]) for i in range(2)]
+    assert whole == single == added(shares)
     halves = [fingerprints_of([("decoder.layers.0.w", x[0, a : a + 2], (a, 0))]) for a in (0, 2)]
     assert added(halves) == {"decoder.layers.0.w": Fingerprint("float32", 12, total(x[0]))}
 
@@ -142,9 +126,7 @@ def test_a_damaged_file_is_a_line_and_another_version_is_none(tmp_path):
     path = tmp_path / fingerprints.FILE
     text = path.read_text()
     path.write_text(text.replace('"bfloat16", 7', '"bfloat16"'))
-    with pytest.raises(
-        ValueError, match=r"fingerprints\.json: cannot be read \(.*\)\. Fix: use another checkpoint\."
-    ):
+    with pytest.raises(ValueError, match=r"fingerprints\.json: cannot be read"):
         fingerprints.read(tmp_path)
     path.write_text(text.replace('"format_version": 1', '"format_version": 2'))
     assert fingerprints.read(tmp_path) is None
@@ -155,17 +137,12 @@ def test_a_damaged_file_is_a_line_and_another_version_is_none(tmp_path):
 
 
 def _parameter(trained: Any, name: str) -> torch.Tensor:
-    from moe_exp.checkpoint.state import unwrapped
-
     return dict(unwrapped(trained.model[0]).named_parameters())[name].detach()
 
 
 def _moment(trained: Any, name: str) -> torch.Tensor:
-    from moe_exp.checkpoint.optimizer_state import owned_state
-
-    return next(
-        owned.values[name] for owned in owned_state(trained.optimizer) if owned.values[name].numel() > 300
-    )
+    values = (owned.values[name] for owned in owned_state(trained.optimizer))
+    return next(one for one in values if one.numel() > 300)
 
 
 def flip_a_weight(trained: Any) -> None:
@@ -183,9 +160,8 @@ def swap_two_main_weights(trained: Any) -> None:
 
 def take_the_other_ranks_shard(trained: Any) -> None:
     # The part of a projection's columns that rank 0 has.
-    torch.distributed.broadcast(
-        _parameter(trained, "decoder.layers.1.self_attention.linear_proj.weight"), src=0
-    )
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    torch.distributed.broadcast(_parameter(trained, name), src=0)
 
 
 def nothing(trained: Any) -> None:
@@ -199,30 +175,21 @@ def load_and(
     done: tuple[Callable[[Any], None], ...], settings: dict[str, Any], folder: Path, port: int
 ) -> list[str]:
     """What each load says, on this rank."""
-    from moe_exp.checkpoint import load as loading
-    from moe_exp.checkpoint.restored import RestoreError, compare_restored
-    from moe_exp.config import ConfigError
-    from moe_exp.engine import runtime
+    job, said, compare = start_job(settings, port), [], loading.compare_restored
+    acts = iter(done)
 
-    os.environ["MASTER_PORT"] = str(port)
-    config = Leg(settings).config
-    job, said = build_job(config, runtime.start(config)), []
-    for act in done:
+    def act_first(runtime: Any, folder: Any, trained: Any, *args: Any, **options: Any) -> None:
+        act = next(acts)
+        if runtime.rank == 1 or act is take_the_other_ranks_shard:
+            act(trained)
+        said.append(str(compare(runtime, folder, trained, *args, **options)))
 
-        def compare(
-            runtime: Any, folder: Any, trained: Any, *args: Any, act: Any = act, **options: Any
-        ) -> None:
-            if runtime.rank == 1 or act is take_the_other_ranks_shard:
-                act(trained)
-            said.append(str(compare_restored(runtime, folder, trained, *args, **options)))
-
-        with patch.object(loading, "compare_restored", compare):
+    with patch.object(loading, "compare_restored", act_first):
+        for _ in done:
             try:
-                loading.load(config, job.runtime, folder, job.trained)
-            except ConfigError as error:
-                assert isinstance(error, RestoreError)
-                (line,) = error.problems
-                said.append(line)
+                loading.load(job.config, job.runtime, folder, job.trained)
+            except RestoreError as error:
+                said += error.problems
     return said
 
 
@@ -232,12 +199,10 @@ def test_whatever_is_changed_after_a_load_is_named_on_every_rank(tmp_path):
     folder = tmp_path / "saved" / "iter_0000002"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     saved = fingerprints.read(folder)
-    reader = CheckpointReader(folder)
-    num_values = sum(torch.Size(stored.shape).numel() for stored in reader.tensors.values())
-    assert sum(one.num_values for one in saved.values()) == num_values
-    first, second = run_on_ranks(
-        2, load_and, DONE, {**settings, "tp": 2, "etp": 2}, tmp_path / "saved", free_port(), join=False
-    )
+    sizes = [torch.Size(stored.shape).numel() for stored in CheckpointReader(folder).tensors.values()]
+    assert sum(one.num_values for one in saved.values()) == sum(sizes)
+    there = {**settings, "tp": 2, "etp": 2}
+    first, second = run_on_ranks(2, load_and, DONE, there, tmp_path / "saved", free_port(), join=False)
     assert first == second
     assert first[0] == str(len(saved))
     named = [line.partition("by their fingerprints: ")[2].partition(". Nothing")[0] for line in first[1:]]
@@ -256,10 +221,7 @@ def test_a_tool_that_rewrites_a_checkpoint_keeps_what_still_holds(tmp_path):
     run_legs([Leg(settings, steps=1, saves={1: tmp_path / "saved"})])
     source = tmp_path / "saved" / "iter_0000001"
     saved = fingerprints.read(source)
-    kinds = {
-        "layout": Reshaping(experts="single"),
-        "weights": Reshaping(weights_only=True, dtype="fp32"),
-    }
+    kinds = {"layout": Reshaping(experts="single"), "weights": Reshaping(weights_only=True, dtype="fp32")}
     found = {}
     for name, changes in kinds.items():
         folder = reshape(source, tmp_path / name, changes).folder
@@ -277,30 +239,25 @@ def test_a_tool_that_rewrites_a_checkpoint_keeps_what_still_holds(tmp_path):
     assert counts == [[str(len(saved))], [str(len(weights))]]
 
 
+def of_another_type(name: str) -> bool:
+    return not name.startswith("optimizer.") and "expert_bias" not in name
+
+
+NONE, ALL = (lambda name: False), (lambda name: True)
+BF16_MOMENTS = {"optimizer_state_dtype": "bf16", "gpus_per_node": 2, "tp": 2}
+MUON = {"optimizer": "muon", "distributed_optimizer": False}
+SGD = {"optimizer": "sgd", "allow_other_optimizer": True}
+
+
 @pytest.mark.parametrize(
     ("before", "after", "left_out"),
     [
-        (
-            {"dtype": "bf16"},
-            {"dtype": "fp32"},
-            lambda name: not name.startswith("optimizer.") and "expert_bias" not in name,
-        ),
-        ({}, {"optimizer": "sgd", "allow_other_optimizer": True}, lambda name: ".exp_avg" in name),
-        pytest.param(
-            {},
-            {"optimizer_state_dtype": "bf16", "gpus_per_node": 2, "tp": 2},
-            lambda name: False,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"optimizer": "muon", "distributed_optimizer": False},
-            {"gpus_per_node": 2, "ep": 2},
-            lambda name: False,
-            marks=pytest.mark.slow,
-        ),
-        ({"fingerprints": False}, {}, lambda name: True),
+        pytest.param({"dtype": "bf16"}, {"dtype": "fp32"}, of_another_type, id="other dtype"),
+        pytest.param({}, SGD, lambda name: ".exp_avg" in name, id="other optimizer"),
+        pytest.param({}, BF16_MOMENTS, NONE, marks=pytest.mark.slow, id="other moments"),
+        pytest.param(MUON, {"gpus_per_node": 2, "ep": 2}, NONE, marks=pytest.mark.slow, id="muon"),
+        pytest.param({"fingerprints": False}, {}, ALL, id="none"),
     ],
-    ids=["other dtype", "other optimizer", "other moments", "muon", "none"],
 )
 def test_what_is_compared(before, after, left_out, tmp_path):
     settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1} | before
@@ -308,23 +265,9 @@ def test_what_is_compared(before, after, left_out, tmp_path):
     saved = fingerprints.read(tmp_path / "saved" / "iter_0000001") or {}
     assert bool(saved) == settings.get("fingerprints", True)
     new = settings | {"fingerprints": True} | after
-    found = run_on_ranks(
-        new["gpus_per_node"], load_and, (nothing,), new, tmp_path / "saved", free_port(), join=False
-    )
+    args = (load_and, (nothing,), new, tmp_path / "saved", free_port())
+    found = run_on_ranks(new["gpus_per_node"], *args, join=False)
     assert found[0] == [str(len([name for name in saved if not left_out(name)]))]
-
-
-def test_an_older_moe_exp_sees_a_file_more(tmp_path):
-    """The format is that of before, with one file that the manifest lists as any other."""
-    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
-    run_legs(
-        [Leg(settings | {"fingerprints": on}, steps=1, saves={1: tmp_path / str(on)}) for on in (True, False)]
-    )
-    names = [{path.name for path in (tmp_path / str(on) / "iter_0000001").iterdir()} for on in (True, False)]
-    assert names[0] - names[1] == {fingerprints.FILE}
-    content = json.loads((tmp_path / "True" / "iter_0000001" / "manifest.json").read_text())
-    assert content["format_version"] == 1
-    assert content["files"][fingerprints.FILE].keys() == {"bytes", "xxh3_128"}
 
 
 def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys):
@@ -343,9 +286,8 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     Manifest(manifest.iteration, files, manifest.facts).write(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     printed.write_text("")
-    assert end_run(start_run(settings | {"train_iters": 4}, printed), printed) == [
-        1
-    ]  # a failure of this start, for a chain of jobs to try again
+    # exit code 1: a failure of this start, for a chain of jobs to try again
+    assert end_run(start_run(settings | {"train_iters": 4}, printed), printed) == [1]
     line = next(line for line in printed.read_text().splitlines() if line.startswith("moe-exp: checkpoint="))
     assert f"1 of {len(saved)} tensors are not what was saved, by their fingerprints: {name}." in line
     (event,) = [event for event in records(tmp_path / "run", "event") if event["event"] == "restore_failed"]
@@ -354,15 +296,10 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     assert "to go back to an older checkpoint" not in line  # there is none
     (folder.parent / "iter_0000001").mkdir()
     fix = str(RestoreError(folder, [name], 1)).partition("Fix: ")[2]
-    assert (
-        f"to go back to an older checkpoint write 1 into {folder.parent}/latest_checkpointed_iteration.txt;"
-        " FINGER" in fix
-    )
+    assert f"write 1 into {folder.parent}/latest_checkpointed_iteration.txt" in fix
     (folder.parent / "iter_0000001").rmdir()
     assert load_config(settings, {}).fingerprints
     assert main(["ckpt", "verify", str(folder)]) == 1
-    assert (
-        capsys.readouterr().out
-        == f"{folder}: {name} is not what was in memory when it was saved, by its fingerprint\n"
-    )
+    out = capsys.readouterr().out
+    assert out == f"{folder}: {name} is not what was in memory when it was saved, by its fingerprint\n"
     assert end_run(start_run(settings | {"train_iters": 4, "fingerprints": "false"}, printed), printed) == [0]

@@ -17,58 +17,24 @@ from helpers.checkpoint.ckpt_files import (
 )
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+
+FC1, SHARED = "linear_fc1.weight", "decoder.layers.3.mlp.shared_experts.linear_fc1.weight"
+LAYER_3, EXPERT_5 = "decoder.layers.3.", "decoder.layers.3.mlp.experts.5."
+PLAIN = ("output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.3.mlp.router.weight")
 
 
 @pytest.mark.parametrize(
     ("key", "place", "name", "half"),
     [
-        ("output_layer.weight", (), "output_layer.weight", ""),
-        ("decoder.final_layernorm.weight", (), "decoder.final_layernorm.weight", ""),
-        ("decoder.layers.mlp.router.weight", (3,), "decoder.layers.3.mlp.router.weight", ""),
-        ("decoder.layers.3.mlp.router.weight", (), "decoder.layers.3.mlp.router.weight", ""),
-        (
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-            (3, 5),
-            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
-            "",
-        ),
-        (
-            "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
-            (5,),
-            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
-            "",
-        ),
-        (
-            "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w",
-            (),
-            "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
-            "w",
-        ),
-        (
-            "decoder.layers.mlp.experts.experts.5.linear_fc1.bias_v",
-            (3,),
-            "decoder.layers.3.mlp.experts.5.linear_fc1.bias",
-            "v",
-        ),
-        (
-            "decoder.layers.3.mlp.shared_experts.linear_fc1.weight_v",
-            (),
-            "decoder.layers.3.mlp.shared_experts.linear_fc1.weight",
-            "v",
-        ),
-        (
-            "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
-            (),
-            "decoder.layers.3.pre_mlp_layernorm.weight",
-            "",
-        ),
-        (
-            "decoder.layers.mlp.linear_fc1.layer_norm_bias",
-            (3,),
-            "decoder.layers.3.pre_mlp_layernorm.bias",
-            "",
-        ),
+        *((name, (), name, "") for name in PLAIN),
+        ("decoder.layers.mlp.router.weight", (3,), f"{LAYER_3}mlp.router.weight", ""),
+        (f"decoder.layers.mlp.experts.experts.{FC1}", (3, 5), f"{EXPERT_5}{FC1}", ""),
+        (f"{LAYER_3}mlp.experts.experts.{FC1}", (5,), f"{EXPERT_5}{FC1}", ""),
+        (f"{LAYER_3}mlp.experts.experts.5.{FC1}_w", (), f"{EXPERT_5}{FC1}", "w"),
+        ("decoder.layers.mlp.experts.experts.5.linear_fc1.bias_v", (3,), f"{EXPERT_5}linear_fc1.bias", "v"),
+        (f"{SHARED}_v", (), SHARED, "v"),
+        (f"{LAYER_3}mlp.linear_fc1.layer_norm_weight", (), f"{LAYER_3}pre_mlp_layernorm.weight", ""),
+        ("decoder.layers.mlp.linear_fc1.layer_norm_bias", (3,), f"{LAYER_3}pre_mlp_layernorm.bias", ""),
     ],
 )
 def test_one_name_for_every_style(key, place, name, half):
@@ -102,19 +68,15 @@ def test_values_are_those_of_the_stored_tensors(tmp_path):
     weights, moments = logical_tensors(reader), logical_tensors(reader, "exp_avg")
     assert states(reader) == ["exp_avg", "exp_avg_sq", "param"]
     assert len(weights) == 3 + LAYERS * (6 + 2 * EXPERTS)
-    assert set(weights) - set(moments) == {
-        f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(LAYERS)
-    }
+    biases = {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(LAYERS)}
+    assert set(weights) - set(moments) == biases
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
-    for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            name = f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc1.weight"
-            assert weights[name].shape == (2 * EXPERT_HIDDEN, HIDDEN)
-            assert torch.equal(weights[name].read(), tensors[key][layer, expert])
-            assert torch.equal(
-                moments[name].read((3, 1), (7, 2)),
-                tensors[f"optimizer.state.exp_avg.{key}"][layer, expert, 3:10, 1:3],
-            )
+    of_moment = tensors[f"optimizer.state.exp_avg.{key}"]
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
+        name = f"decoder.layers.{layer}.mlp.experts.{expert}.linear_fc1.weight"
+        assert weights[name].shape == (2 * EXPERT_HIDDEN, HIDDEN)
+        assert torch.equal(weights[name].read(), tensors[key][layer, expert])
+        assert torch.equal(moments[name].read((3, 1), (7, 2)), of_moment[layer, expert, 3:10, 1:3])
 
 
 def test_halves_are_joined_gate_first(tmp_path):
@@ -138,20 +100,3 @@ def test_a_reader_keeps_chunks_up_to_its_limit(tmp_path):
     reader.read_chunk(stored, stored.chunks[1])
     assert sum(value.nbytes for value in reader._kept.values()) == chunk_bytes
     assert reader.read_chunk(stored, stored.chunks[0]) is not first
-
-
-def test_a_box_is_read_from_chunks_of_every_kind(tmp_path):
-    """Ranges of values in memory order, as data parallel ranks own them, for every box of a tensor."""
-    whole = torch.arange(24.0).reshape(4, 6)
-    boxes = [((0, 0), (1, 4)), ((3, 5), (1, 1)), ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 5))]
-    with TorchDistWriter(tmp_path / "a") as writer:
-        for (row, column), (rows, columns) in boxes:
-            writer.add_chunk(
-                "x", whole[row : row + rows, column : column + columns], shape=(4, 6), offsets=(row, column)
-            )
-        writer.finish({})
-    reader = CheckpointReader(tmp_path / "a")
-    for row, column, rows, columns in itertools.product(range(4), range(6), range(1, 5), range(1, 7)):
-        if row + rows <= 4 and column + columns <= 6:
-            expected = whole[row : row + rows, column : column + columns]
-            assert torch.equal(reader.read("x", (row, column), (rows, columns)), expected)

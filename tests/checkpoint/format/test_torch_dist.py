@@ -1,10 +1,7 @@
-"""The files of a checkpoint, read and written piece by piece; what is damaged or hostile is named and not
-run.
-"""
+"""The files of a checkpoint, read and written piece by piece; what is damaged or hostile is not run."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -17,10 +14,12 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
 SHAPE = (4, 6, 5)
+# ranges in memory order, as data parallel ranks own them
+BOXES = ((0, 0, 1, 4), (3, 5, 1, 1), (0, 4, 1, 2), (1, 0, 2, 6), (3, 0, 1, 5))
 
 
 def values(seed: int = 0) -> torch.Tensor:
@@ -28,13 +27,12 @@ def values(seed: int = 0) -> torch.Tensor:
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint of a tensor in four boxes, one of bf16, one of no dimension, and an object."""
+    """A checkpoint of a tensor in boxes, one of bf16, one of no dimension, and an object."""
     tensors = {"boxes": values(), "half": values(1).bfloat16(), "number": torch.tensor(3.5)}
     writer = TorchDistWriter(folder, file_bytes=300)
-    for row in (0, 3):
-        for column in (0, 2):
-            box = tensors["boxes"][row : row + 3 if row == 0 else None, column : 2 if column == 0 else None]
-            writer.add_chunk("boxes", box, shape=SHAPE, offsets=(row, column, 0))
+    for row, column, rows, columns in BOXES:
+        box = tensors["boxes"][row : row + rows, column : column + columns]
+        writer.add_chunk("boxes", box, shape=SHAPE, offsets=(row, column, 0))
     writer.add_tensor("half", tensors["half"])
     writer.add_tensor("number", tensors["number"])
     writer.add_object("state/shard_0_1", {"step": 7})
@@ -51,12 +49,12 @@ def folder(tmp_path: Path) -> Path:
 def test_what_was_written_is_read(tmp_path):
     tensors = write(tmp_path / "a")
     reader = CheckpointReader(tmp_path / "a")
-    assert {key: (stored.shape, stored.dtype) for key, stored in reader.tensors.items()} == {
-        key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()
-    }
+    assert reader.tensors.keys() == tensors.keys()
     for key, tensor in tensors.items():
+        stored = reader.tensors[key]
+        assert (stored.shape, stored.dtype) == (tuple(tensor.shape), tensor.dtype)
         assert torch.equal(reader.read(key), tensor)
-        assert reader.tensors[key].num_bytes == tensor.numel() * tensor.element_size()
+        assert stored.num_bytes == tensor.numel() * tensor.element_size()
     assert reader.read_object("state/shard_0_1") == [{"step": 7}]
     assert reader.common() == {"progress": {"iteration": 7}}
     assert len(list((tmp_path / "a").glob("*.distcp"))) > 1
@@ -74,17 +72,6 @@ def test_any_box_is_read(data, tmp_path_factory):
     assert torch.equal(CheckpointReader(folder).read("boxes", offsets, sizes), values()[box])
 
 
-def test_chunks_come_one_by_one_and_fill_the_tensor(folder):
-    whole = torch.full(SHAPE, torch.nan)
-    chunks = list(CheckpointReader(folder).chunks("boxes"))
-    for offsets, chunk in chunks:
-        whole[
-            tuple(slice(offset, offset + size) for offset, size in zip(offsets, chunk.shape, strict=True))
-        ] = chunk
-    assert len(chunks) == 4
-    assert torch.equal(whole, values())
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_path):
     state = {"boxes": torch.zeros(SHAPE), "half": torch.zeros(SHAPE, dtype=torch.bfloat16)}
@@ -95,9 +82,8 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_pa
     assert torch.equal(CheckpointReader(tmp_path / "torch").read("x"), values(2))
     # Python 3.13 writes paths by another name than the others.
     path = tmp_path / "torch/.metadata"
-    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2).replace(
-        b"cpathlib._local\n", b"cpathlib\n"
-    )
+    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    data = data.replace(b"cpathlib._local\n", b"cpathlib\n")
     assert b"cpathlib\nPosixPath\n" in data
     for module in (b"pathlib", b"pathlib._local"):
         path.write_bytes(data.replace(b"cpathlib\n", b"c%s\n" % module))
@@ -125,46 +111,12 @@ def test_a_tensor_that_lacks_values_is_not_read(folder):
     """A box that no file has: what is in memory would be taken for weights."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     stored = metadata.state_dict_metadata["boxes"]
-    stored.chunks = [chunk for chunk in stored.chunks if tuple(chunk.offsets) != (3, 2, 0)]
+    stored.chunks = [chunk for chunk in stored.chunks if tuple(chunk.offsets) != (3, 5, 0)]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     reader = CheckpointReader(folder)
-    with pytest.raises(ValueError, match=r"lacks values of boxes \(100 of 120\)\. Fix: "):
+    with pytest.raises(ValueError, match=r"lacks values of boxes \(115 of 120\)\. Fix: "):
         reader.read("boxes")
     assert torch.equal(reader.read("boxes", (0, 0, 0), (3, 6, 5)), values()[:3])
-
-
-class Payload:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_no_code_of_a_file_is_run(name, folder, tmp_path):
-    harmed = tmp_path / "harmed"
-    payload = {"progress": Payload(harmed)}
-    if name == ".metadata":
-        (folder / name).write_bytes(pickle.dumps(payload))
-    else:
-        torch.save(payload, folder / name)
-    with pytest.raises(ValueError, match=rf"{name}: cannot be used .*mkdir.* Fix: use another checkpoint\."):
-        read_metadata(folder) if name == ".metadata" else read_common(folder)
-    assert not harmed.exists()
-    pickle.loads(pickle.dumps(payload))  # the payload would have worked
-    assert harmed.exists()
-
-
-def test_no_code_of_an_object_is_run(tmp_path):
-    writer = TorchDistWriter(tmp_path / "a")
-    writer.add_object("state/shard_0_1", Payload(tmp_path / "harmed"))
-    writer.finish({})
-    with pytest.raises(ValueError, match="cannot be used"):
-        CheckpointReader(tmp_path / "a").read_object("state/shard_0_1")
-    assert not (tmp_path / "harmed").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing"])

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
 from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.format import folders
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -39,9 +41,11 @@ def refused(source: Path, text: str, **options: Any) -> None:
     assert "Fix: " in str(caught.value)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """`change` may take tensors away, and returns those that are new, if any."""
     weights = weights_of(folder)
-    change(weights)
+    new = change(weights)
+    weights |= new if isinstance(new, dict) else {}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -54,41 +58,18 @@ def with_config(folder: Path, **fields: Any) -> Path:
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing": (lambda w: w.pop(EXPERT), rf"tensors missing: {EXPERT}\. "),
-    "extra": (
-        lambda w: w.update({"model.layers.1.bias": torch.ones(2)}),
-        r"tensors without a use: model\.layers\.1\.bias\. ",
-    ),
-    "extra layer": (
-        lambda w: w.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}),
-        r"without a use: model\.layers\.3",
-    ),
-    "extra expert": (
-        lambda w: w.update({EXPERT.replace("3", "4"): w[EXPERT].clone()}),
-        r"without a use: .*experts\.4\.w1",
-    ),
+    "missing": (lambda w: [w.pop(EXPERT)], rf"tensors missing: {EXPERT}\. "),
+    "extra": (lambda w: {"model.layers.1.bias": torch.ones(2)}, r"without a use: model\.layers\.1\.bias\. "),
+    "extra layer": (lambda w: {"model.layers.3.mlp.bias": torch.ones(2)}, "without a use: model.layers.3"),
     "misnamed": (
-        lambda w: w.update({EXPERT.replace("w1", "w_1"): w.pop(EXPERT)}),
+        lambda w: {EXPERT.replace("w1", "w_1"): w.pop(EXPERT)},
         r"tensors missing: .*experts\.3\.w1\.weight; without a use: .*experts\.3\.w_1\.weight",
     ),
-    "another shape": (
-        lambda w: w.update({EXPERT: torch.ones(24, 31)}),
-        r"of another shape: .*w1\.weight \[24, 31\] instead of \[24, 32\]",
-    ),
-    "transposed": (
-        lambda w: w.update({EXPERT: w[EXPERT].T.contiguous()}),
-        r"of another shape: .*\[32, 24\] instead of \[24, 32\]",
-    ),
-    "another type": (
-        lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}),
-        r"a type that is not supported: .*w1.weight F8_E4M3",
-    ),
-    "two types": (
-        lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}),
-        r"tensors of several types \(BF16, F32\)\. Fix: give --dtype",
-    ),
+    "another shape": (lambda w: {EXPERT: torch.ones(24, 31)}, r"w1\.weight \[24, 31\] instead of \[24, 32\]"),
+    "another type": (lambda w: {EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}, "not supported: .*w1.weight F8"),
+    "two types": (lambda w: {EXPERT: w[EXPERT].bfloat16()}, r"several types \(BF16, F32\)\. Fix: give"),
     "many": (lambda w: [w.pop(name) for name in list(w) if "experts.3" in name], r"and 4 more\. "),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "text"), TENSORS.values(), ids=TENSORS)
@@ -96,127 +77,76 @@ def test_tensors(change, text, folder):
     refused(rewrite(folder("mixtral"), change), text)
 
 
+NEW_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another class": (
-        "mixtral",
-        {"architectures": ["GptOssForCausalLM"]},
-        r"architectures=GptOssForCausalLM: is not supported",
-    ),
-    "no class": (
-        "mixtral",
-        {"architectures": None, "model_type": "x"},
-        r"architectures=\(missing\): is not supported",
-    ),
-    "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0: queries, keys and values are not clipped here"),
+    "another class": ("mixtral", {"architectures": ["GptOssForCausalLM"]}, r"architectures=GptOss"),
+    "no class": ("mixtral", {"architectures": None, "model_type": "x"}, r"architectures=\(missing\): "),
+    "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0: "),
     "window": ("mixtral", {"sliding_window": 32}, r"sliding_window=32: attention over a window"),
     "used window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, r"sliding_window=16: "),
-    "layer types": (
-        "qwen3",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        r"layer_types=sliding_attention: only full",
-    ),
+    "layer types": ("qwen3", {"layer_types": ["full_attention", "x"]}, r"layer_types=x: "),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
     "mlp bias": ("llama", {"mlp_bias": True}, r"mlp_bias=True: biases in the MLP"),
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: other activations than SwiGLU"),
-    "rope type": (
-        "llama",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        r"rope_type=longrope: Megatron has",
-    ),
+    "rope type": ("llama", {"rope_parameters": NEW_ROPE | {"rope_type": "long"}}, r"rope_type=long: "),
     "old rope type": (
-        "llama",
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None},
-        r"rope_type=dynamic: ",
+        "llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, r"rope_type=dynamic: "
     ),
-    "rope by layer": (
-        "llama",
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        r"one rotary embedding for all layers",
-    ),
-    "rope field": (
-        "llama",
-        {"rope_parameters": {"rope_type": "default", "beta": 2}},
-        r"config\.json: beta=2: is unknown",
-    ),
+    "rope by layer": ("llama", {"rope_parameters": {"full_attention": NEW_ROPE}}, r"one rotary embedding"),
+    "rope field": ("llama", {"rope_parameters": NEW_ROPE | {"beta": 2}}, r"config\.json: beta=2: is unknown"),
     "llama 3": (
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 2.0,
-                "high_freq_factor": 4.0,
-            }
-        },
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
         r"low_freq_factor=2\.0: Megatron's Llama 3 scaling has 1\.0",
     ),
     "yarn": (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+        "qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
         r"attention_factor=1\.5: Megatron's YaRN has no such setting",
     ),
     "partial": ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: "),
-    "quantized": (
-        "deepseek_v3",
-        {"quantization_config": {"quant_method": "fp8"}},
-        r"quantization_config=fp8: quantized weights",
-    ),
-    "own code": (
-        "deepseek_v3",
-        {"auto_map": {"AutoModel": "modeling.Model"}},
-        r"auto_map=\{\.\.\.\}: the model comes with code",
-    ),
-    "unknown field": (
-        "llama",
-        {"logit_scale": 0.5},
-        r"logit_scale=0\.5: is unknown for LlamaForCausalLM.*--ignore-field logit_scale",
-    ),
-    "epsilon of MLA": (
-        "deepseek_v3",
-        {"rms_norm_eps": 1e-5},
-        r"rms_norm_eps=1e-05: transformers has 1e-06 inside latent attention",
-    ),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=fp8: "),
+    "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
+    "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
+    "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: transformers has 1e-06"),
     "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups of experts are compared by"),
     "part of heads": (
-        "qwen3",
-        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
-        r"partial_rotary_factor=0\.5: ",
+        "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
     ),
-    "scoring": (
-        "deepseek_v3",
-        {"scoring_func": "softmax"},
-        r"scoring_func=softmax: DeepSeek-V3 scores by sigmoid",
-    ),
+    "scoring": ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func=softmax: DeepSeek-V3"),
     "not interleaved": ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False: "),
-    "no experts": (
-        "qwen3_moe",
-        {"mlp_only_layers": [0, 1, 2]},
-        r"mlp_only_layers=all layers: leaves no MoE layer",
-    ),
+    "no experts": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=all layers: leaves no MoE"),
     "no such layer": ("qwen3_moe", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]: must name layers of 3"),
-    "no size": (
-        "qwen3_moe",
-        {"moe_intermediate_size": None},
-        r"moe_intermediate_size=\(missing\): the model cannot be built",
-    ),
-    "a word for a number": (
-        "llama",
-        {"hidden_size": "large"},
-        r"config\.json: head_dim: cannot be read \(.*str.*\)\. Fix: correct",
-    ),
+    "no size": ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size=\(missing\): "),
+    "a word for a number": ("llama", {"hidden_size": "large"}, r"head_dim: cannot be read \(.*str.*\)"),
     "negative": ("mixtral", {"num_local_experts": -4}, r"NUM_EXPERTS=-4: .* Fix: correct the config\.json"),
     "more experts than tensors": (
-        "mixtral",
-        {"num_local_experts": 6},
-        r"missing: .*experts\.4\.w1.*shape: .*gate\.weight \[4, 32\]",
+        "mixtral", {"num_local_experts": 6}, r"missing: .*experts\.4\.w1.*shape: .*gate\.weight \[4, 32\]"
     ),
     "fewer experts than tensors": ("mixtral", {"num_local_experts": 2}, r"without a use: .*experts\.2\.w1"),
-    "tied, but different": (
-        "llama",
-        {"tie_word_embeddings": True},
-        r"tie_word_embeddings=true, but lm_head\.weight is not",
+    "layers that no tensor holds": ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=10{12}: "),
+    "experts that no tensor holds": ("mixtral", {"num_local_experts": 10**12}, "num_local_experts=10{12}: "),
+    "tied, but different": ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head"),
+    # what no run could train
+    "YaRN turns whole heads": (
+        "glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        r"config\.json says ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\.",
     ),
-}
+    "top-1, normalized": (
+        "qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "ROUTER_PRE_SOFTMAX=false: .*TOPK=1"
+    ),
+    "a factor of 1": (
+        "llama", {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e4}},
+        r"config\.json says ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\.",
+    ),
+    "YaRN's factors of latent attention": (
+        "deepseek_v3",
+        {"rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_theta": 1e4,
+        }},
+        r"config\.json says ROPE_SCALING=llama3: ",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "fields", "text"), FIELDS.values(), ids=FIELDS)
@@ -235,7 +165,7 @@ def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_fol
         "model.layers.3.eh_proj.weight": torch.ones(32, 64),
         "model.layers.3.embed_tokens.weight": torch.ones(256, 32),
     }
-    source = rewrite(folder("deepseek_v3"), lambda w: w.update(names))
+    source = rewrite(folder("deepseek_v3"), lambda w: names)
     refused(source, r"layers\.3\.eh_proj\.weight is a layer for multi-token prediction.*--drop-mtp")
     from_hf(source, tmp_path / "ours", drop_mtp=True)
     to_hf(tmp_path / "ours", tmp_path / "back")
@@ -243,20 +173,15 @@ def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_fol
     # No more of them than config.json says that there are.
     (tmp_path / "again").mkdir()
     (tmp_path / "hf").rename(tmp_path / "again" / "hf")
-    refused(
-        with_config(tmp_path / "again" / "hf", num_nextn_predict_layers=0),
-        r"without a use: model\.layers\.3",
-        drop_mtp=True,
-    )
+    other = with_config(tmp_path / "again" / "hf", num_nextn_predict_layers=0)
+    refused(other, r"without a use: model\.layers\.3", drop_mtp=True)
 
 
-def test_tensors_without_effect_are_left_out(folder, tmp_path):
+def test_tensors_without_effect_are_left_out(folder, tmp_path, hf_folders):
     """Buffers of old versions, and an output layer that is the embedding."""
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    source = rewrite(
-        folder("qwen3"),
-        lambda w: w.update(extra, **{"lm_head.weight": w["model.embed_tokens.weight"].clone()}),
-    )
+    tied = {"lm_head.weight": weights_of(hf_folders["qwen3"])["model.embed_tokens.weight"].clone()}
+    source = rewrite(folder("qwen3"), lambda w: extra | tied)
     from_hf(source, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(source)) - set(extra) - {"lm_head.weight"}
@@ -268,21 +193,19 @@ def sharded(tmp_path: Path) -> Path:
     return tiny_folder(tmp_path / "hf", "mixtral", max_shard_size="40KB")
 
 
-def test_missing_file(sharded):
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (Path.unlink, r"is missing\. Fix: fetch the folder again"),
+        (lambda path: os.truncate(path, path.stat().st_size - 100), r"is damaged \(.*\)\. Fix: fetch"),
+        (lambda path: path.write_bytes(b"<html>not found</html>" * 10), "is damaged"),
+    ],
+    ids=["missing", "truncated", "of another kind"],
+)
+def test_a_file_of_several(damage, text, sharded):
     path = sorted(sharded.glob("*.safetensors"))[1]
-    path.unlink()
-    refused(sharded, rf"{path.name}: is missing\. Fix: fetch the folder again")
-
-
-def test_truncated_file(sharded):
-    path = sorted(sharded.glob("*.safetensors"))[1]
-    os.truncate(path, path.stat().st_size - 100)
-    refused(sharded, rf"{path.name}: is damaged \(.*\)\. Fix: fetch the folder again")
-
-
-def test_file_of_another_kind(sharded):
-    sorted(sharded.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>" * 10)
-    refused(sharded, r"model-00001-.*: is damaged")
+    damage(path)
+    refused(sharded, rf"{path.name}: {text}")
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -291,10 +214,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            lambda m: m.update({NORM: m["lm_head.weight"]}),
-            rf"says {NORM} is in .*00006\.safetensors, it is in model-",
-        ),
+        (lambda m: m.update({NORM: m["lm_head.weight"]}), rf"{NORM} is in .*00006\..*, it is in model-"),
         (lambda m: m.pop(NORM), rf"says {NORM} is in no file, it is in model-"),
         (lambda m: m.update({"lost.weight": m[NORM]}), r"says lost\.weight is in .*, it is in no file"),
         (lambda m: m.update({"lost.weight": "../other.safetensors"}), r"names a file outside the folder"),
@@ -342,7 +262,17 @@ def as_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
 
 
-OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+def as_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": torch.ones(32)}, folder / "pytorch_model.bin")
+
+
+OTHER_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a pickle": (as_pickle, r"has pickled weights alone, .* Fix: load it with transformers"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has neither model\.safetensors nor model"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: is no JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: is missing"),
+    "no folder": (shutil.rmtree, r"SRC=.*hf: is no folder"),
     "a variant": (as_variant, r"has neither .* but model\.fp16\.safetensors\. Fix: "),
     "Mistral's format": (
         lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
@@ -363,52 +293,25 @@ OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "text"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
-def test_weights_that_are_not_under_the_usual_names(change, text, folder):
+@pytest.mark.parametrize(("change", "text"), OTHER_FILES.values(), ids=OTHER_FILES)
+def test_other_files_than_those_of_a_model(change, text, folder):
     source = folder("mixtral")
     change(source)
     refused(source, text)
 
 
-def test_pickles_are_not_read(folder):
-    source = folder("llama")
-    (source / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": torch.ones(32)}, source / "pytorch_model.bin")
-    refused(
-        source,
-        r"has pickled weights alone, which can run code when they are read\. Fix: load it with transformers"
-        r" and save it again",
-    )
-
-
-def test_no_weights_no_config_no_folder(folder):
-    source = folder("llama")
-    (source / "model.safetensors").unlink()
-    refused(source, r"has neither model\.safetensors nor model\.safetensors\.index\.json")
-    (source / "config.json").write_text("{")
-    refused(source, r"config\.json: is no JSON")
-    (source / "config.json").unlink()
-    refused(source, r"config\.json: is missing")
-    with pytest.raises(ValueError, match=r"SRC=.*nothing: is no folder"):
-        from_hf(source / "nothing", source.parent / "ours")
-
-
-def test_target_is_there(folder, checkpoints, tmp_path):
+def test_target_is_there_or_cannot_be_made(folder, checkpoints, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").write_text("mine")
-    refused(folder("llama"), r"DST=.*ours: exists already\. Fix: give a new folder, or remove it")
-    with pytest.raises(ValueError, match=r"DST=.*ours: exists already"):
-        to_hf(checkpoints["llama"], tmp_path / "ours")
-    assert (tmp_path / "ours" / "mine").read_text() == "mine"
-
-
-def test_target_cannot_be_made(folder, checkpoints, tmp_path):
-    (tmp_path / "file").write_text("")
     for convert, source in ((from_hf, folder("llama")), (to_hf, checkpoints["llama"])):
-        with pytest.raises(ValueError, match=r"DST=.*: cannot be made \(Not a directory\)\. Fix: "):
-            convert(source, tmp_path / "file" / "ours")
-        with pytest.raises(ValueError, match=r"DST=/proc/ours: cannot be made \(.*\)\. Fix: "):
-            convert(source, Path("/proc/ours"))
+        for target, text in (
+            (tmp_path / "ours", r"exists already\. Fix: give a new folder, or remove it"),
+            (tmp_path / "ours" / "mine" / "new", r"cannot be made \(Not a directory\)\. Fix: "),
+            (Path("/proc/ours"), r"cannot be made \(.*\)\. Fix: "),
+        ):
+            with pytest.raises(ValueError, match=f"DST={target}: {text}"):
+                convert(source, target)
+    assert (tmp_path / "ours" / "mine").read_text() == "mine"
 
 
 def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
@@ -420,11 +323,10 @@ def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("back*"))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()],
-    ids=["full", "interrupted"],
-)
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full", "interrupted"])
 def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     """Whatever ends the work, what was begun goes away."""
 
@@ -438,88 +340,34 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
-def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
-    """A damaged or foreign checkpoint is no model; nothing is written."""
-    from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-    from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+NORM_KEY = "decoder.final_layernorm.weight"
 
+
+@pytest.mark.parametrize(
+    ("changed", "common", "text"),
+    [
+        ({}, True, rf"tensors missing: {NORM_KEY}\. "),
+        ({NORM_KEY: torch.ones(31)}, True, rf"of another shape: {NORM_KEY} \[31\]"),
+        ({NORM_KEY: torch.ones(32), "decoder.new": torch.ones(2)}, True, r"without a use: decoder\.new"),
+        ({NORM_KEY: torch.ones(32)}, False, "was not written by moe_exp"),
+    ],
+    ids=["missing", "shape", "extra", "foreign"],
+)
+def test_checkpoint_that_does_not_fit_its_settings(changed, common, text, checkpoints, tmp_path):
+    """A damaged or foreign checkpoint is no model; nothing is written."""
     reader = CheckpointReader(checkpoints["mixtral"] / "iter_0000000")
-    common = reader.common()
-    cases: dict[str, tuple[Callable[[TorchDistWriter, str], None], dict[str, Any], str]] = {
-        "missing": (lambda w, key: None, common, r"tensors missing: decoder\.final_layernorm\.weight\. "),
-        "shape": (
-            lambda w, key: w.add_tensor(key, torch.ones(31)),
-            common,
-            r"of another shape: decoder\.final_layernorm\.weight \[31\]",
-        ),
-        "extra": (
-            lambda w, key: (w.add_tensor(key, torch.ones(32)), w.add_tensor("decoder.new", torch.ones(2))),
-            common,
-            r"without a use: decoder\.new",
-        ),
-        "foreign": (
-            lambda w, key: w.add_tensor(key, torch.ones(32)),
-            {},
-            r"does not say what model it is, moe_exp did not write it",
-        ),
-    }
-    for name, (change, saved, text) in cases.items():
-        writer = TorchDistWriter(tmp_path / name)
-        for key in reader.tensors:
-            if key == "decoder.final_layernorm.weight":
-                change(writer, key)
-            else:
-                writer.add_tensor(key, reader.read(key))
-        writer.finish(saved)
-        with pytest.raises(ValueError, match=text):
-            to_hf(tmp_path / name, tmp_path / "back")
-        assert not list(tmp_path.glob("back*"))
-    with pytest.raises(
-        ValueError, match=r"has no fp32 weights of an optimizer\. Fix: leave --weights main out"
-    ):
+    writer = TorchDistWriter(tmp_path / "source")
+    kept = {key: reader.read(key) for key in reader.tensors if key != NORM_KEY}
+    for key, values in (kept | changed).items():
+        writer.add_tensor(key, values)
+    writer.finish(reader.common() if common else {})
+    with pytest.raises(ValueError, match=text):
+        to_hf(tmp_path / "source", tmp_path / "back")
+    assert not list(tmp_path.glob("back*"))
+
+
+def test_options_that_cannot_be(checkpoints, tmp_path):
+    with pytest.raises(ValueError, match=r"has no fp32 weights of an optimizer\. Fix: omit --weights main"):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
     with pytest.raises(ValueError, match=r"MAX_SHARD_SIZE=0: must be at least 1 byte\. Fix: "):
         to_hf(checkpoints["mixtral"], tmp_path / "back", max_shard_bytes=0)
-
-
-@pytest.mark.parametrize("field", ["num_hidden_layers", "num_local_experts"])
-def test_counts_that_no_tensor_can_hold_are_refused_before_names_are_made_for_them(folder, field):
-    refused(
-        with_config(folder("mixtral"), **{field: 10**12}),
-        f"{field}=1000000000000: is more than its tensors can hold",
-    )
-
-
-UNTRAINABLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "YaRN turns whole heads": (
-        "glm4_moe",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
-        r"config\.json says ROTARY_FRACTION=0\.5: Megatron's YaRN turns all channels of a head\.",
-    ),
-    "top-1, normalized": (
-        "qwen3_moe",
-        {"num_experts_per_tok": 1, "norm_topk_prob": True},
-        r"config\.json says ROUTER_PRE_SOFTMAX=false: .*TOPK=1",
-    ),
-    "a factor of 1": (
-        "llama",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e4}},
-        r"config\.json says ROPE_SCALING=yarn: scales nothing with ROPE_SCALING_FACTOR=1\.",
-    ),
-    "YaRN's factors of latent attention": (
-        "deepseek_v3",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_theta": 1e4,
-            }
-        },
-        r"config\.json says ROPE_SCALING=llama3: ",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNTRAINABLE)
-def test_a_model_that_no_run_could_train(name, folder):
-    family, fields, text = UNTRAINABLE[name]
-    refused(with_config(folder(family), **fields), text)

@@ -25,21 +25,8 @@ def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert f"{tmp_path / 'ours'}: MixtralForCausalLM, fp32" in out
     assert f"moe-exp train --config {tmp_path / 'ours' / 'settings.env'}\n" in out
-    assert (
-        main(
-            [
-                "convert",
-                "to-hf",
-                str(tmp_path / "ours"),
-                str(tmp_path / "back"),
-                "--max-shard-size",
-                "50KB",
-                "--dtype",
-                "bf16",
-            ]
-        )
-        == 0
-    )
+    names = [str(tmp_path / "ours"), str(tmp_path / "back")]
+    assert main(["convert", "to-hf", *names, "--max-shard-size", "50KB", "--dtype", "bf16"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"MixtralForCausalLM, [\d.]+ [kM]B of weights", out)
     assert "  not " not in out
@@ -48,9 +35,7 @@ def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):
     assert all(value.dtype == torch.bfloat16 for value in weights_of(tmp_path / "back").values())
 
 
-def test_layers_and_experts_of_their_own_are_stacked_by_the_command_that_the_error_has(
-    tmp_path, checkpoints, capsys
-):
+def test_single_layers_and_experts_are_stacked_by_the_command_in_the_error(tmp_path, checkpoints, capsys):
     single = ["--weights-only", "--layers", "single", "--experts", "single"]
     assert main(["ckpt", "reshape", str(checkpoints["mixtral"]), str(tmp_path / "single"), *single]) == 0
     assert main(["convert", "to-hf", str(tmp_path / "single"), str(tmp_path / "none")]) == 1
@@ -68,12 +53,9 @@ def test_layers_and_experts_of_their_own_are_stacked_by_the_command_that_the_err
 def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
     assert main(["convert", "from-hf", str(tmp_path / "none"), str(tmp_path / "ours")]) == 1
     assert main(["convert", "to-hf", str(hf_folders["llama"]), str(tmp_path / "back")]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is no folder. Fix: ")
-    assert (
-        lines[1].startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in lines[1]
-    )
-    assert len(lines) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is no folder. Fix: ")
+    assert second.startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in second
     assert not list(tmp_path.iterdir())
 
 
@@ -120,18 +102,15 @@ def test_settings_of_the_printed_command_are_read(num_added, tmp_path):
 @pytest.mark.parametrize(("name", "balancing"), [
     ("mixtral", ("aux_loss", {"aux_loss": 0.02}, 0.0)), ("deepseek_v3", ("none", {}, 0.0)),
 ])  # fmt: skip
-def test_how_a_run_from_settings_env_trains_does_not_depend_on_the_machine(
+def test_training_from_settings_env_does_not_depend_on_the_machine(
     name, balancing, tmp_path, capsys, monkeypatch
 ):
     """The balancing of the folder, AdamW and a small learning rate, with GPUs and without."""
     changes = {"router_aux_loss_coef": 0.02} if name == "mixtral" else {}
-    assert main(["convert", "from-hf", str(tiny_folder(tmp_path / "hf", name, changes=changes)),
-                 str(tmp_path / "ours")]) == 0  # fmt: skip
+    source = tiny_folder(tmp_path / "hf", name, changes=changes)
+    assert main(["convert", "from-hf", str(source), str(tmp_path / "ours")]) == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if "AUX_LOSS_TYPE" in line]
-    assert (
-        note.startswith("Note: settings.env continues the training with AdamW, LR=3e-05 ")
-        and f"AUX_LOSS_TYPE={balancing[0]}" in note
-    )
+    assert "AdamW, LR=3e-05 " in note and f"AUX_LOSS_TYPE={balancing[0]}" in note
     flags = {"config": str(tmp_path / "ours/settings.env"), "train_iters": 200}
     found = []
     for num_gpus in (0, 8):

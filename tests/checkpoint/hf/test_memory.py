@@ -14,8 +14,8 @@ from helpers import ROOT
 from moe_exp.checkpoint.hf.config_json import fields_of, settings_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.importing import _config
-from moe_exp.checkpoint.hf.plan import pieces
-from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
+from moe_exp.checkpoint.hf.model_folder import Entry, ShardWriter
+from moe_exp.checkpoint.hf.tensor_rules import pieces
 
 LAYERS, SHARD_BYTES = 6, 60 * 10**6
 FIELDS = {
@@ -50,7 +50,7 @@ def write_model(folder: Path) -> tuple[int, int]:
     (folder / "config.json").write_text(json.dumps(fields_of(config, architecture)))
     entries = [
         Entry(part.name, part.shape, torch.float32)
-        for piece in pieces(architecture, config)
+        for piece in pieces(architecture.tensors, config, scales=True)
         for part in piece.theirs
     ]
     writer = ShardWriter(folder, entries, max_bytes=SHARD_BYTES)
@@ -78,18 +78,10 @@ def test_peak(tmp_path, record_property):
     limit = 1.3 * largest + layer_bytes
     read = peak(tmp_path / "hf", tmp_path / "ours", "from")
     written = peak(tmp_path / "ours", tmp_path / "back", "to", SHARD_BYTES)
-    record_property(
-        "bytes",
-        {"model": total_bytes, "layer": layer_bytes, "file": largest, "from_hf": read, "to_hf": written},
-    )
-    print(
-        "MB of model, layer, file; peaks:",
-        *(round(size / 1e6) for size in (total_bytes, layer_bytes, largest, read, written)),
-    )
+    sizes = {"model": total_bytes, "layer": layer_bytes, "file": largest, "from_hf": read, "to_hf": written}
+    record_property("bytes", sizes)
+    print("MB:", {name: round(size / 1e6) for name, size in sizes.items()})
     assert read < limit
     assert written < limit
-    same = [
-        (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()
-        for path in (tmp_path / "hf").glob("*.safetensors")
-    ]
-    assert all(same)
+    for path in (tmp_path / "hf").glob("*.safetensors"):
+        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes()

@@ -5,6 +5,7 @@ that says the same.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,18 @@ from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 
 # What a checkpoint has no place for, and what the model computes does not depend on.
-# which its DeepSeek-V3 asks for, and transformers does not write
-_VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}
+# The second line is what vLLM's DeepSeek-V3 asks for, and transformers does not write.
 _NOT_KEPT = {
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "transformers_version",
-    "use_cache",
-    "dtype",
-} | _VLLM
+    "num_nextn_predict_layers", "num_mtp_layers", "transformers_version", "use_cache", "dtype",
+    "ep_size", "moe_layer_freq", "scoring_func", "topk_method",
+}  # fmt: skip
 
 
 def assert_same_weights(found: Path, expected: Path) -> None:
     ours, theirs = weights_of(found), weights_of(expected)
     assert set(ours) == set(theirs)
-    differing = [
-        name
-        for name in theirs
-        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
-    ]
-    assert not differing
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
 
 
 def understood(folder: Path) -> dict[str, Any]:
@@ -54,9 +47,8 @@ def understood(folder: Path) -> dict[str, Any]:
     rope.pop("type", None)
     if rope["rope_type"] == "yarn":
         fields["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1} | rope
-    return {
-        name: value for name, value in fields.items() if name not in _NOT_KEPT and not name.startswith("_")
-    }
+    kept = fields.keys() - _NOT_KEPT
+    return {name: fields[name] for name in kept if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,11 +57,9 @@ def test_bit_equal(name, hf_folders, checkpoints, tmp_path):
     assert done.architecture == f"{MODELS[name][0]}ForCausalLM"
     assert_same_weights(tmp_path / "back", hf_folders[name])
     assert understood(tmp_path / "back") == understood(hf_folders[name])
-    generation = [
-        json.loads((folder / "generation_config.json").read_text())
-        for folder in (tmp_path / "back", hf_folders[name])
-    ]
-    assert generation[0] == generation[1]
+    folders = (tmp_path / "back", hf_folders[name])
+    ours, theirs = (json.loads((one / "generation_config.json").read_text()) for one in folders)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(("seq_len", "length"), [(32, 64), (512, 512)])
@@ -105,11 +95,8 @@ def test_reads_and_writes_many_files(tmp_path):
     assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
     assert index["metadata"]["total_size"] == sum(value.numel() * 4 for value in weights_of(source).values())
     # A tensor that is larger than a file may be has one of its own.
-    assert all(
-        path.stat().st_size < 30_000 + 4000
-        for path in (tmp_path / "back").glob("*.safetensors")
-        if "00001" not in path.name
-    )
+    small = [path for path in (tmp_path / "back").glob("*.safetensors") if "00001" not in path.name]
+    assert all(path.stat().st_size < 30_000 + 4000 for path in small)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
@@ -135,9 +122,7 @@ def test_vocabulary_is_padded_and_cut(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("vocab_size", "num_added", "padded"), [(256, 3, 384), (250, 3, 256), (250, 0, 256)])
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(
-    vocab_size, num_added, padded, tied, tmp_path
-):
+def test_more_tokens_than_rows_of_the_embedding(vocab_size, num_added, padded, tied, tmp_path):
     changes = {"vocab_size": vocab_size, "tie_word_embeddings": tied}
     source = tiny_folder(tmp_path / "hf", "llama", changes=changes)
     save_tokenizer(source, vocab_size, num_added)
@@ -188,18 +173,12 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer
 
-    source = tmp_path / "hf"
-    source.mkdir()
-    for path in hf_folders["llama"].iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = Path(shutil.copytree(hf_folders["llama"], tmp_path / "hf"))
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 3}, unk_token="a"))
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(source / "tokenizer.json"))
-    names = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-    }
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+    names["eos_token"] = {"content": "</s>"}
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     done = from_hf(source, tmp_path / "ours")
     assert done.config.tokenizer == str((tmp_path / "ours" / "tokenizer").resolve())
@@ -216,17 +195,12 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
 
     # From a tokenizer.json alone transformers makes the same tokenizer.
     to_hf(tmp_path / "ours", tmp_path / "alone", tokenizer=source / "tokenizer.json")
-    assert AutoTokenizer.from_pretrained(tmp_path / "alone").convert_tokens_to_ids(["b", "</s>"]) == [
-        3,
-        ids[1],
-    ]
-    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == {
-        "bos_token_id": ids[0],
-        "eos_token_id": ids[1],
-    }
+    alone = AutoTokenizer.from_pretrained(tmp_path / "alone")
+    assert alone.convert_tokens_to_ids(["b", "</s>"]) == [3, ids[1]]
+    generation = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": ids[0], "eos_token_id": ids[1]}
 
-    # One that says nothing of its tokens, as those of the corpus pipeline: the usual name of the end of a
-    # text is taken.
+    # One that says nothing of its tokens: the usual name of the end of a text is taken.
     (source / "tokenizer_config.json").unlink()
     to_hf(tmp_path / "ours", tmp_path / "unsaid", tokenizer=source / "tokenizer.json")
     assert AutoTokenizer.from_pretrained(tmp_path / "unsaid").eos_token == "</s>"
@@ -237,6 +211,5 @@ def test_tokenizer_comes_along(tmp_path, hf_folders):
 def test_settings_can_be_trained(name, checkpoints):
     """They pass the checks of `moe-exp train`, which has a corpus then."""
     saved = CheckpointReader(one_checkpoint(checkpoints[name])).common()["config"]
-    assert (
-        check_config(Config(**saved | {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0})) == []
-    )
+    changes = {"gpus_per_node": 1, "train_data": "tokens", "eval_interval": 0}
+    assert check_config(Config(**saved | changes)) == []

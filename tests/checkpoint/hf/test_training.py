@@ -1,6 +1,4 @@
-"""A run that continues from a Hugging Face folder starts at its loss, and what it becomes goes back to
-transformers.
-"""
+"""A run that continues from a Hugging Face folder starts at its loss, and goes back to transformers."""
 
 from __future__ import annotations
 
@@ -27,15 +25,9 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 
 SEQ_LEN, GBSZ = 32, 8
 TRAINING = {
-    "EP": 2,
-    "GPUS_PER_NODE": 2,
-    "SEQ_LEN": SEQ_LEN,
-    "MBSZ": 2,
-    "GBSZ": GBSZ,
-    "TRAIN_ITERS": 2,
-    "WARMUP_ITERS": 0,
-    "LR": 0.01,
-}
+    "EP": 2, "GPUS_PER_NODE": 2, "SEQ_LEN": SEQ_LEN, "MBSZ": 2, "GBSZ": GBSZ, "TRAIN_ITERS": 2,
+    "WARMUP_ITERS": 0, "LR": 0.01,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,10 +53,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     # As a shell reads the file that the command names.
     lines = (root / "ours" / "settings.env").read_text().splitlines()
     settings = dict(shlex.split(line)[0].split("=", 1) for line in lines if not line.startswith("#"))
-    runs = Runs(root / "runs", root / "data")
-    run = runs.succeed(
-        "on", **{**settings, "TRAIN_DATA": root / "tokens", "VALID_DATA": root / "tokens", **TRAINING}
-    )
+    data = {"TRAIN_DATA": root / "tokens", "VALID_DATA": root / "tokens"}
+    run = Runs(root / "runs", root / "data").succeed("on", **settings | data | TRAINING)
     samples = SampleStream([(1.0, str(root / "tokens"))], seq_len=SEQ_LEN, seed=1234).batch(0, GBSZ)
     done = to_hf(run.folder.path, root / "back")
     return Trained(source, run, samples, root / "back", done)
@@ -103,11 +93,8 @@ def test_is_readable_by_what_serves_models(trained):
     fields = json.loads((trained.exported / "config.json").read_text())
     assert fields["qkv_bias"] is True
     assert (fields["shared_expert_intermediate_size"], fields["shared_expert_is_zero"]) == (64, True)
-    assert (fields["norm_topk_prob"], fields["num_experts_per_tok"], fields["mlp_only_layers"]) == (
-        False,
-        1,
-        [0],
-    )
+    assert (fields["norm_topk_prob"], fields["num_experts_per_tok"]) == (False, 1)
+    assert fields["mlp_only_layers"] == [0]
     weights = weights_of(trained.exported)
     _, report = AutoModelForCausalLM.from_pretrained(trained.exported, output_loading_info=True)
     assert not any(report.values()), report
@@ -119,9 +106,8 @@ def test_is_readable_by_what_serves_models(trained):
 def test_fp32_weights_of_the_optimizer(trained, tmp_path):
     """In an fp32 run they are the weights themselves."""
     folder = trained.run.folder.checkpoints
-    assert any(
-        key.startswith("optimizer.state.param.") for key in CheckpointReader(folder / "iter_0000002").tensors
-    )
+    tensors = CheckpointReader(folder / "iter_0000002").tensors
+    assert any(key.startswith("optimizer.state.param.") for key in tensors)
     to_hf(folder, tmp_path / "main", main_weights=True)
     main, model = weights_of(tmp_path / "main"), weights_of(trained.exported)
     assert set(main) == set(model)
@@ -132,13 +118,8 @@ def test_fp32_weights_of_the_optimizer(trained, tmp_path):
 @pytest.mark.parametrize("distributed", [True, False])
 def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
     """They are what the weights are rounded from, and are rounded once on the way out."""
-    settings = {
-        "dtype": "bf16",
-        "num_experts": 4,
-        "topk": 2,
-        "vocab_size": 256,
-        "distributed_optimizer": distributed,
-    }
+    settings = {"dtype": "bf16", "num_experts": 4, "topk": 2, "vocab_size": 256}
+    settings["distributed_optimizer"] = distributed
     run_models(1, [settings | {"save": str(tmp_path / "run")}])
     to_hf(tmp_path / "run", tmp_path / "model")
     to_hf(tmp_path / "run", tmp_path / "main", main_weights=True)
@@ -153,6 +134,5 @@ def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
 
 def test_model_card_says_what_it_is(trained):
     card = (trained.exported / "README.md").read_text()
-    assert "`Qwen2MoeForCausalLM`" in card
-    assert "# back\n" in card
-    assert "from iteration 2 of the run or folder `on`" in card
+    for text in ("`Qwen2MoeForCausalLM`", "# back\n", "from iteration 2 of the run or folder `on`"):
+        assert text in card

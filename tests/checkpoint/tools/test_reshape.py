@@ -1,6 +1,4 @@
-"""`moe-exp ckpt reshape`: the keys that Megatron asks for in either style, bit for bit, within a bound of
-memory.
-"""
+"""`moe-exp ckpt reshape`: the keys that Megatron asks for, bit for bit, within a bound of memory."""
 
 from __future__ import annotations
 
@@ -13,26 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import (
-    BIAS,
-    STACKED,
-    WHOLE,
-    drawn_state,
-    flip_bit,
-    write_checkpoint,
-)
+from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, drawn_state, flip_bit, write_checkpoint
 from helpers.ranks import free_port, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import latest_iteration
+from moe_exp.checkpoint.format.keys import model_state, sharded_tensors
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.load import compare_model
+from moe_exp.checkpoint.state import sharding_metadata, unwrapped
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 MODEL = {
@@ -44,12 +39,6 @@ MODEL = {
 
 def asked(settings: dict[str, Any], port: int) -> list[dict[str, tuple[int, ...]]]:
     """Key and shape of the tensors that a model asks a checkpoint for, in either style of experts."""
-    from moe_exp.checkpoint.format.keys import model_state, sharded_tensors
-    from moe_exp.checkpoint.state import sharding_metadata, unwrapped
-    from moe_exp.config import load_config
-    from moe_exp.engine import runtime
-    from moe_exp.engine.model import build_model
-
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
@@ -98,10 +87,8 @@ def test_there_and_back_is_the_same_values(tmp_path):
     gated = "decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight"
     assert b.tensors[f"{gated}_w"].shape == b.tensors[f"{gated}_v"].shape == (6, 8)
     assert set(c.tensors) == set(a.tensors)
-    assert all(
-        torch.equal(c.read(key), a.read(key)) and c.tensors[key].dtype == a.tensors[key].dtype
-        for key in a.tensors
-    )
+    assert all(torch.equal(c.read(key), a.read(key)) for key in a.tensors)
+    assert all(c.tensors[key].dtype == a.tensors[key].dtype for key in a.tensors)
     assert set(c.objects) == set(a.objects)
     assert (b.common()["content_metadata"], c.common()) == ({"singleton_local_shards": True}, a.common())
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.iterdir()} == before
@@ -132,10 +119,8 @@ def test_a_start_from_weights_alone_has_their_model_and_any_optimizer(tmp_path):
     config = Config(**CheckpointReader(folder).common()["config"])
     compare_model(config.model_copy(update={"optimizer": "muon"}), folder)
     other = config.model_copy(update={"rotary_base": 2e4})
-    name = re.escape(str(folder))
-    with pytest.raises(
-        ConfigError, match=rf"^ROTARY_BASE=20000.0: the checkpoint {name} has .*ALLOW_OTHER_MODEL"
-    ):
+    rule = rf"^ROTARY_BASE=20000.0: the checkpoint {re.escape(str(folder))} has .*ALLOW_OTHER_MODEL"
+    with pytest.raises(ConfigError, match=rule):
         compare_model(other, folder)
     compare_model(other.model_copy(update={"allow_other_model": True}), folder)
 
@@ -159,19 +144,13 @@ def test_fp32_without_an_optimizer_is_what_bf16_was(tmp_path):
     assert all(torch.equal(reader.read(key), values.float()) for key, values in tensors.items())
 
 
-REFUSED = [
-    *(
-        (["--" + name, "2"], f"{name.upper()}=2: .*resumes from any.* Fix: omit --{name}\\.")
-        for name in SIZES
-    ),
-    (
-        ["--experts", "single", "--layers", "stacked"],
-        r"layers=stacked: Megatron has no such style with single experts\. Fix: ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "text"), REFUSED)
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        *(([f"--{name}", "2"], f"{name.upper()}=2: .* Fix: omit --{name}") for name in SIZES),
+        (["--experts", "single", "--layers", "stacked"], "layers=stacked: .* single experts"),
+    ],
+)
 def test_refused_flags(flags, text, tmp_path, capsys):
     write_checkpoint(tmp_path / "a")
     assert main(["ckpt", "reshape", str(tmp_path / "a"), str(tmp_path / "b"), *flags]) == 1
@@ -188,23 +167,15 @@ def refusals(tmp_path: Path, **common: Any) -> str:
 
 
 def test_mixed_layers_cannot_be_stacked(tmp_path):
-    dense = {
-        "decoder.layers.0.mlp.linear_fc1.weight": torch.ones(4, 8),
-        "decoder.layers.1.mlp.router.weight": torch.ones(4, 8),
-    }
-    write_checkpoint(tmp_path / "a", tensors=dense)
-    assert refusals(tmp_path, layers="stacked").startswith(
-        "layers=stacked: the layers differ, as dense and MoE layers do. Fix: "
-    )
+    names = ("0.mlp.linear_fc1.weight", "1.mlp.router.weight")
+    write_checkpoint(tmp_path / "a", tensors={f"decoder.layers.{one}": torch.ones(4, 8) for one in names})
+    assert "layers=stacked: the layers differ" in refusals(tmp_path, layers="stacked")
 
 
 def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16).bucket_idx_0.exp_avg"
     write_checkpoint(tmp_path / "a", tensors=drawn_state() | {bucket: torch.ones(8)})
-    assert (
-        f"{bucket} belongs to the layout that wrote it, and cannot be rewritten. Fix: give --weights-only."
-        in refusals(tmp_path)
-    )
+    assert f"{bucket} belongs to the layout that wrote it" in refusals(tmp_path)
     written = reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping(weights_only=True))
     assert bucket not in CheckpointReader(written.folder).tensors
 
@@ -235,9 +206,7 @@ def _memory(name: str) -> int:
 
 
 def test_memory_is_that_of_the_largest_chunk(tmp_path):
-    """64 MiB in chunks of 8, rewritten in pieces of 1: 10 are in use at a time, beside freed ones that malloc
-    keeps (Linux).
-    """
+    """64 MiB in chunks of 8, rewritten in pieces of 1: 10 are in use, beside what malloc keeps (Linux)."""
     experts, layers, mebibyte = 8, 4, 1 << 20
     key = {fc: f"decoder.layers.mlp.experts.experts.{fc}.weight" for fc in ("linear_fc1", "linear_fc2")}
     writer = TorchDistWriter(tmp_path / "a")
@@ -255,8 +224,6 @@ def test_memory_is_that_of_the_largest_chunk(tmp_path):
     written = reshape(tmp_path / "a", tmp_path / "b", Reshaping(), keep_bytes=mebibyte)
     assert written.num_bytes > 64 * mebibyte
     assert _memory("VmHWM") - before < 40 * mebibyte
-    found = CheckpointReader(written.folder)
-    assert [
-        float(found.read(key["linear_fc2"], (layer, 5, 0, 0), (1, 1, 512, 512)).mean())
-        for layer in range(layers)
-    ] == [0, 1, 2, 3]
+    found, box = CheckpointReader(written.folder), (1, 1, 512, 512)
+    means = [found.read(key["linear_fc2"], (layer, 5, 0, 0), box).mean().item() for layer in range(layers)]
+    assert means == [0, 1, 2, 3]

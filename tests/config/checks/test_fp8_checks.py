@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.checks.fp8 import SIZE_MULTIPLES
+from moe_exp.config.checks.model import SIZE_MULTIPLES
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import moe_options, transformer_config
 from moe_exp.launch import machine_checks
@@ -17,14 +18,9 @@ from moe_exp.layers.experts.fp8 import RECIPES
 from moe_exp.planner.costs.code_paths import fp8_kept, fp8_parts
 
 GOOD = {
-    "preset": "reference",
-    "gpus_per_node": "1",
-    "mbsz": "8",
-    "gbsz": "8",
-    "fp8": "hybrid",
+    "preset": "reference", "gpus_per_node": "1", "mbsz": "8", "gbsz": "8", "fp8": "hybrid",
     "expert_backend": "te",
-}
-
+}  # fmt: skip
 BY_KERNELS = {"fp8": "e4m3", "fp8_recipe": "blockwise", "expert_backend": "triton"}
 
 
@@ -49,64 +45,30 @@ def test_what_goes_together(settings):
     assert problems(**settings) == []
 
 
+TRITON = {"expert_backend": "triton"}
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (
-            {"expert_backend": "auto"},
-            (
-                "FP8=hybrid: experts compute in FP8 with EXPERT_BACKEND=te or triton, not with auto. Fix: set"
-                " EXPERT_BACKEND=te,"
-            ),
-        ),
-        *(
-            (
-                {"fp8": fp8, "fp8_recipe": recipe, "expert_backend": "triton"},
-                f"FP8={fp8}: with FP8_RECIPE={recipe} is not computed by EXPERT_BACKEND=triton. Fix: set"
-                " FP8=e4m3 FP8_RECIPE=blockwise, or",
-            )
-            for fp8, recipe in (("hybrid", "blockwise"), ("e4m3", "mxfp8"), ("e4m3", "tensorwise"))
-        ),
-        (BY_KERNELS | {"dtype": "fp32"}, "FP8=e4m3: is for the products of a model in bf16, but DTYPE=fp32."),
-        (
-            {"use_moe": "false", "impl": "local"},
-            "FP8=hybrid: has no effect in a dense model with IMPL=local. Fix: set IMPL=te, or FP8=none.",
-        ),
-        (
-            {"dtype": "fp32"},
-            (
-                "FP8=hybrid: is for the products of a model in bf16, but DTYPE=fp32. Fix: set DTYPE=bf16, or"
-                " FP8=none."
-            ),
-        ),
-        (
-            {"ffn_hidden_size": "1784"},
-            (
-                "FFN_HIDDEN_SIZE=1784: FP8_RECIPE=tensorwise multiplies matrices whose sizes are multiples"
-                " of 16."
-            ),
-        ),
-        (
-            {"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"},
-            "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8 multiplies matrices whose sizes",
-        ),
-        (
-            {"moe_latent_size": "120"},
-            "MOE_LATENT_SIZE=120: FP8_RECIPE=tensorwise multiplies matrices whose sizes are multiples of 16.",
-        ),
-        (
-            {"seq_len": "2047", "mbsz": "1"},
-            "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens, FP8_RECIPE=tensorwise wants a multiple",
-        ),
-        (
-            {"seq_len": "2064", "mbsz": "1", "tp": "2", "gpus_per_node": "2", "num_query_groups": "2"},
-            "SEQ_LEN=2064: with MBSZ=1 a rank multiplies 1032 tokens, FP8_RECIPE=tensorwise wants a multiple",
-        ),
+        ({"expert_backend": "auto"}, "FP8=hybrid: experts compute in FP8 .*=te or triton, not with auto"),
+        ({"fp8_recipe": "blockwise"} | TRITON, "FP8=hybrid: with FP8_RECIPE=blockwise is not .*=triton"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"} | TRITON, "FP8=e4m3: with FP8_RECIPE=mxfp8 is not"),
+        ({"fp8": "e4m3"} | TRITON, "FP8=e4m3: with FP8_RECIPE=tensorwise is not .* set FP8=e4m3"),
+        (BY_KERNELS | {"dtype": "fp32"}, "FP8=e4m3: is for the products .* in bf16, but DTYPE=fp32"),
+        ({"use_moe": "false", "impl": "local"}, "FP8=hybrid: has no effect in .*=local. Fix: set IMPL=te"),
+        ({"dtype": "fp32"}, "FP8=hybrid: is for .* in bf16, but DTYPE=fp32. Fix: set DTYPE=bf16"),
+        ({"ffn_hidden_size": "1784"}, "FFN_HIDDEN_SIZE=1784: FP8_RECIPE=tensorwise .* multiples of 16"),
+        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8"),
+        ({"moe_latent_size": "120"}, "MOE_LATENT_SIZE=120: FP8_RECIPE=tensorwise .* multiples of 16"),
+        ({"seq_len": "2047", "mbsz": "1"}, "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens"),
+        ({"seq_len": "2064", "mbsz": "1", "tp": "2", "gpus_per_node": "2", "num_query_groups": "2"},
+         "SEQ_LEN=2064: with MBSZ=1 a rank multiplies 1032 tokens, FP8_RECIPE=tensorwise wants"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not(settings, expected):
     (line,) = problems(**settings)
-    assert line.startswith(expected)
+    assert re.match(expected, line)
 
 
 def test_multiples_are_those_of_the_layer():

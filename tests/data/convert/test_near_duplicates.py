@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from moe_exp.data.convert import near_duplicates as module
+from moe_exp.data.convert import duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.duplicates import NearDuplicates, near_duplicates, smallest_labels
 from moe_exp.data.convert.filters import word_tokenizer
-from moe_exp.data.convert.near_duplicates import NearDuplicates, near_duplicates, smallest_labels
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
@@ -31,6 +31,12 @@ def grams(words):
 def similarity(first, second):
     first, second = grams(first), grams(second)
     return len(first & second) / len(first | second)
+
+
+def probability(similarity):
+    """Probability that two texts of a similarity are a pair."""
+    how = NearDuplicates()
+    return 1 - (1 - similarity**how.hashes_per_bucket) ** how.num_buckets
 
 
 def planted(choice, words, wanted):
@@ -72,7 +78,7 @@ def test_planted_near_duplicates_go_as_often_as_the_theory_says(tmp_path):
             wanted = (0.9, 0.8, 0.5)[number % 3]
             changed, found = planted(choice, words, wanted)
             documents.append((f"planted {number}", " ".join(changed)))
-            expected[wanted].append((number, NearDuplicates().probability(found)))
+            expected[wanted].append((number, probability(found)))
     choice.shuffle(documents)
     inputs = write_files(tmp_path / "in", documents)
     kept, manifest = kept_by(inputs, tmp_path / "one")
@@ -94,26 +100,18 @@ def test_planted_near_duplicates_go_as_often_as_the_theory_says(tmp_path):
 def test_the_longest_stays_and_equal_texts_are_one(tmp_path):
     choice = random.Random(1)
     words = some_words(choice, 300)
-    texts = {
-        "short": words[:-3],
-        "longest": [*words, "and", "more"],
-        "middle": words,
-        "other": some_words(choice, 300),
-    }
+    longest = [*words, "and", "more"]
+    texts = {"short": words[:-3], "longest": longest, "middle": words, "other": some_words(choice, 300)}
     documents = [(name, " ".join(text)) for name, text in texts.items()]
     # too short for a shingle: equal ones are for --dedup
     documents += [("same 1", "four words are there"), ("same 2", "four words are there")]
     for order in (documents, documents[::-1]):
-        kept, manifest = kept_by(
-            write_files(tmp_path / order[0][0], order, 2), tmp_path / f"{order[0][0]}_out", 2
-        )
+        inputs = write_files(tmp_path / order[0][0], order, 2)
+        kept, manifest = kept_by(inputs, tmp_path / f"{order[0][0]}_out", 2)
         assert kept == {"longest", "other", "same 1", "same 2"}
     samples = json.loads((tmp_path / "short_out/datatrove/samples.json").read_text())
-    assert {sample["id"]: sample["stays"] for sample in samples} == {
-        "longest": True,
-        "middle": False,
-        "short": False,
-    }
+    stays = {sample["id"]: sample["stays"] for sample in samples}
+    assert stays == {"longest": True, "middle": False, "short": False}
     assert len({sample["cluster"] for sample in samples}) == 1
     assert manifest["reasons"] == {}
 
@@ -133,11 +131,8 @@ def test_after_exact_duplicates_and_filters(tmp_path):
     words = some_words(choice, 200)
     near = [*words[:-1], "other"]
     documents = [(f"equal {number}", " ".join(words)) for number in range(3)]
-    documents += [
-        ("near", " ".join(near)),
-        ("short", "one two"),
-        ("alone", " ".join(some_words(choice, 200))),
-    ]
+    alone = " ".join(some_words(choice, 200))
+    documents += [("near", " ".join(near)), ("short", "one two"), ("alone", alone)]
     inputs = write_files(tmp_path / "in", documents, 2)
     kept, manifest = kept_by(inputs, tmp_path / "out", 2, dedup=True, min_chars=20)
     dropped = {name: tally["num_documents"] for name, tally in manifest["filtered"].items()}
@@ -176,8 +171,7 @@ def test_labels_are_those_of_connected_components(seed):
 
 def test_options():
     assert near_duplicates(None) is None and near_duplicates("{}") == NearDuplicates()
-    assert near_duplicates("{hashes_per_bucket: 8}").probability(0.8) == pytest.approx(0.924, abs=1e-3)
-    assert NearDuplicates().probability(0.5) < 0.01 and NearDuplicates().probability(0.9) > 0.99
+    assert near_duplicates("{hashes_per_bucket: 8}") == NearDuplicates(hashes_per_bucket=8)
     with pytest.raises(ValueError, match=r"^near_dedup=\{rows: 3\}: must be options of n_grams, .* Fix: "):
         near_duplicates("{rows: 3}")
     with pytest.raises(ValueError, match=r"^near_dedup: num_buckets=0: must be .* at least 1\. Fix: "):

@@ -1,6 +1,4 @@
-"""Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or an error in one
-line.
-"""
+"""Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or a one-line error."""
 
 from __future__ import annotations
 
@@ -21,11 +19,12 @@ pytest.importorskip("pyarrow")
 
 from helpers.servers.hub import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp.commands.data import main
-from moe_exp.data.download import hub, hub_errors
+from moe_exp.data.download import hub
 from moe_exp.data.download.hub import download
-from moe_exp.data.download.sources import chosen_files, resolve_source
+from moe_exp.data.download.sources import resolve_source
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
+COMMAND = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir"]
 NAMES = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
 
 
@@ -86,50 +85,38 @@ def test_files_and_manifest(server, dataset, tmp_path):
     ]
 
 
-def test_second_run_asks_nobody_even_offline(server, tmp_path, monkeypatch):
+def test_offline(server, tmp_path, monkeypatch):
     paths = download(source(), tmp_path / "raw")
     server.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert download(source(), tmp_path / "raw") == paths
-    assert download(source(), tmp_path / "raw", dry_run=True) == paths
+    for dry_run in (False, True):
+        assert download(source(), tmp_path / "raw", dry_run=dry_run) == paths
     assert server.requests == []
-
-
-def test_offline_without_all_files(server, tmp_path, monkeypatch):
-    paths = download(source(), tmp_path / "raw")
     paths[1].unlink()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ValueError, match=r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001"
-    ):
+    rule = r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001.* Fix: "
+    with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
-    with pytest.raises(
-        ValueError,
-        match=r"^HF_HUB_OFFLINE=1: the files of HuggingFaceFW/fineweb-edu are not known yet\. Fix: ",
-    ):
+    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of {REPOSITORY} are not known"):
         download(source(), tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [Fault(status=429, headers={"Retry-After": "1"}), Fault(status=429, method="HEAD")],
-        [
-            Fault(status=503, times=2),
-            Fault(status=500, method="HEAD"),
-            Fault(status=502, where="/tree/"),
-            Fault(status=503, where="/revision/"),
-        ],
-        [
-            Fault(cut_after=0),
-            Fault(cut_after=1000),
-            Fault(cut_after=10, where="/tree/"),
-            Fault(cut_after=30_000),
-        ],
-        [Fault(reset_after=0), Fault(reset_after=20_000, times=2), Fault(reset_after=0, where="/revision/")],
+FAULTS = {
+    "429": [Fault(status=429, headers={"Retry-After": "1"}), Fault(status=429, method="HEAD")],
+    "5xx": [
+        Fault(status=503, times=2), Fault(status=500, method="HEAD"), Fault(status=502, where="/tree/"),
+        Fault(status=503, where="/revision/"),
     ],
-    ids=["429", "5xx", "cut", "reset"],
-)
+    "cut": [
+        Fault(cut_after=0), Fault(cut_after=1000), Fault(cut_after=10, where="/tree/"),
+        Fault(cut_after=30_000),
+    ],
+    "reset": [
+        Fault(reset_after=0), Fault(reset_after=20_000, times=2), Fault(reset_after=0, where="/revision/"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch, faults):
     # so that the library continues inside of these small files
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
@@ -148,15 +135,7 @@ def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch
 def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_path, quick, capsys, fault):
     fault.where = NAMES[1]
     server.faults = [fault]
-    command = [
-        REPOSITORY,
-        "--pattern",
-        "sample/10BT/*",
-        "--output-dir",
-        str(tmp_path / "raw"),
-        "--retries",
-        "2",
-    ]
+    command = [*COMMAND, str(tmp_path / "raw"), "--retries", "2"]
     assert main("download", command) == 1
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (")
@@ -171,23 +150,6 @@ def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_
     assert not server.downloads(NAMES[0])
 
 
-def test_library_that_comes_back_without_the_files(server, dataset, tmp_path, quick, monkeypatch, caplog):
-    """It lists the files once more, and where it cannot it returns a folder that is not empty as if that were
-    all.
-    """
-    list_files = hub._list_files
-
-    def list_then_break(*given):
-        listing = list_files(*given)
-        server.faults = [Fault(status=503, where="/tree/", times=6)]
-        return listing
-
-    monkeypatch.setattr(hub, "_list_files", list_then_break)
-    download(source(), tmp_path / "raw")
-    assert contents(tmp_path / "raw") == contents(dataset)
-    assert "3 files did not come, such as sample/10BT/000_00000.parquet. Failure 1 of 6" in caplog.text
-
-
 def test_retry_after_is_honoured(server, tmp_path, quick):
     server.faults = [Fault(status=429, where="/revision/", headers={"Retry-After": "77"})]
     download(source(), tmp_path / "raw")
@@ -195,40 +157,37 @@ def test_retry_after_is_honoured(server, tmp_path, quick):
 
 
 def test_waits_grow_and_a_complete_file_resets_them(quick):
-    left = [5]
-    outcomes = iter([None, None, None, "one more", None, None, "done"])
+    left, outcomes = [5], iter([0, 0, 0, 1, 0, 0, None])  # files that come before it fails, or None: done
 
-    def action() -> str:
-        outcome = next(outcomes)
-        if outcome == "done":
-            return outcome
-        left[0] -= outcome == "one more"
-        raise ConnectionResetError(104, "reset")
+    def action() -> None:
+        if (come := next(outcomes)) is not None:
+            left[0] -= come
+            raise ConnectionResetError(104, "reset")
 
-    assert hub_errors.patiently(action, 4, lambda: left[0]) == "done"
-    bases = [1, 2, 4, 1, 2, 4]
-    assert all(base <= wait <= 1.5 * base for base, wait in zip(bases, quick, strict=True))
-    outcomes = iter([None] * 4)
-    with pytest.raises(ConnectionResetError):
-        hub_errors.patiently(action, 4, lambda: left[0])
+    hub._asked(action, source(), 4, lambda: left[0])
+    assert all(base <= wait <= 1.5 * base for base, wait in zip([1, 2, 4, 1, 2, 4], quick, strict=True))
+    outcomes = iter([0] * 4)
+    with pytest.raises(ConnectionError):
+        hub._asked(action, source(), 4, lambda: left[0])
 
 
-def test_full_disk_and_no_permission_do_not_pass():
-    assert not hub_errors.passes(OSError(28, "No space left on device"))
-    assert not hub_errors.passes(PermissionError(13, "Permission denied"))
-    assert not hub_errors.passes(ValueError("a bug"))
-    assert hub_errors.passes(ConnectionResetError(104, "reset"))
-    assert hub_errors.passes(OSError("Consistency check failed"))
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(28, "No space left on device"), False),
+        (PermissionError(13, "Permission denied"), False),
+        (ValueError("a bug"), False),
+        (ConnectionResetError(104, "reset"), True),
+        (OSError("Consistency check failed"), True),
+    ],
+)
+def test_what_may_pass(error, passes):
+    assert hub.passes(error) == passes
 
 
 def test_pattern_that_matches_nothing(server, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md,"
-            r" .*Fix: "
-        ),
-    ):
+    rule = r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md, .*Fix: "
+    with pytest.raises(ValueError, match=rule):
         download(source("sample/10BT/*", "sample/11BT/*"), tmp_path / "raw")
     assert server.downloads() == []
 
@@ -238,36 +197,25 @@ def test_a_pattern_leaves_out_the_readme_beside_data(server, tmp_path):
     assert "README.md" not in [path.name for path in paths] and len(paths) == len(NAMES) + 2
 
 
-def test_pattern_that_matches_what_is_no_data():
-    with pytest.raises(ValueError, match=r"^pattern=\*: matches LICENSE, which is none of \..*Fix: "):
-        chosen_files(["LICENSE", *NAMES], ["*"], "here")
-
-
 def test_without_patterns_all_data_files_come(server, tmp_path):
     paths = download(resolve_source(REPOSITORY), tmp_path / "raw")
-    assert [path.relative_to(tmp_path / "raw").as_posix() for path in paths] == [
-        "data/train.parquet",
-        "extra.jsonl",
-        *NAMES,
-    ]
+    names = [path.relative_to(tmp_path / "raw").as_posix() for path in paths]
+    assert names == ["data/train.parquet", "extra.jsonl", *NAMES]
 
 
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, difference):
     size = len(contents(dataset)[NAMES[2]])
     server.sizes[NAMES[2]] = size + difference
-    rule = (
-        rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {size + difference:,} at {server.main}\. Fix: "
-    )
+    listed = size + difference
+    rule = rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {listed:,} at {server.main}\. Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
     assert not (tmp_path / "raw").exists()
 
 
 def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monkeypatch):
-    """Right size, wrong content, as from a broken cache on the way: the second fetch mends it, or it is an
-    error.
-    """
+    """Right size, wrong content: the second fetch mends it, or it is an error."""
     fetched = []
     snapshot = hub._Fetcher._get_once
 
@@ -289,10 +237,8 @@ def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monk
 
 
 def test_small_files_are_checked_by_their_git_hash(server, dataset, tmp_path):
-    assert (
-        download(source("extra.jsonl"), tmp_path / "raw")[0].read_bytes()
-        == (dataset / "extra.jsonl").read_bytes()
-    )
+    (path,) = download(source("extra.jsonl"), tmp_path / "raw")
+    assert path.read_bytes() == (dataset / "extra.jsonl").read_bytes()
     entry = hub.HubFile("extra.jsonl", (dataset / "extra.jsonl").stat().st_size, None, "0" * 40)
     assert hub._hash_file(dataset, entry) is None
 
@@ -304,41 +250,17 @@ def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
     server.requests.clear()
     download(source(), tmp_path / "raw")
     assert contents(tmp_path / "raw") == contents(dataset)
-    assert sorted(path.rpartition("/")[2] for path in server.downloads()) == [
-        "000_00000.parquet",
-        "002_00000.parquet",
-    ]
+    assert [bool(server.downloads(name)) for name in NAMES] == [True, False, True]
     assert not [path for _, path in server.requests if NAMES[1] in path], "of complete files nothing is asked"
 
 
-def test_many_files_go_by_pattern(server, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "_MANY_FILES", 2)
-    download(source(), tmp_path / "raw")
-    assert contents(tmp_path / "raw") == contents(dataset)
-    assert len(download(resolve_source(REPOSITORY), tmp_path / "all")) == 5
-    assert not (tmp_path / "all" / "README.md").exists()
-
-
-def test_many_text_files_go_by_pattern(tmp_path, monkeypatch):
-    books = tmp_path / "books"
-    books.mkdir()
-    for number in range(4):
-        (books / f"{number}.txt").write_text(f"book {number}")
-    monkeypatch.setattr(hub, "_MANY_FILES", 2)
-    with HubServer(books, repository=REPOSITORY) as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        download(resolve_source(REPOSITORY, patterns=()), tmp_path / "raw")
-    names = sorted(path.name for path in (tmp_path / "raw").glob("*.txt"))
-    assert names == ["0.txt", "1.txt", "2.txt", "3.txt"]
-
-
 def test_progress_counts_bytes_on_disk(tmp_path):
-    root = tmp_path / ".cache/huggingface/download/sample"
-    root.mkdir(parents=True)
-    (root / "a.parquet.metadata").write_text("commit")
-    (root / "xyz.incomplete").write_bytes(bytes(30))
-    (root / "not-ours.metadata").write_text("commit")
-    assert hub._bytes_so_far(tmp_path, {"sample/a.parquet": 100, "sample/b.parquet": 200}) == 130
+    (tmp_path / ".cache/huggingface/download").mkdir(parents=True)
+    (tmp_path / ".cache/huggingface/download/xyz.incomplete").write_bytes(bytes(30))
+    (tmp_path / "a.parquet").write_bytes(bytes(100))
+    files = [hub.HubFile(name, size, None, "") for name, size in (("a.parquet", 100), ("b.parquet", 200))]
+    fetcher = hub._Fetcher(source(), hub.Listing("", tuple(files)), tmp_path, 1, 1)
+    assert fetcher._bytes_so_far(files) == 130
 
 
 def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):
@@ -383,25 +305,19 @@ def test_other_settings_are_refused(server, tmp_path):
 
 def test_gated_dataset(server, tmp_path, monkeypatch):
     server.token = "hf_right"
-    rule = (
-        rf"^source={REPOSITORY}: its owner gives access on request\. Fix: accept its licence on"
-        rf" .*{REPOSITORY}, and set HF_TOKEN"
-    )
-    with pytest.raises(ValueError, match=rule):
-        download(source(), tmp_path / "raw")
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ValueError, match=rule):
-        download(source(), tmp_path / "raw")
+    rule = rf"^source={REPOSITORY}: its owner gives access on request\. Fix: .*{REPOSITORY}, and set HF_TOKEN"
+    for token in ("", "hf_wrong"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ValueError, match=rule):
+            download(source(), tmp_path / "raw")
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     assert len(download(source(), tmp_path / "raw")) == 3
 
 
 def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
-    rule = (
-        r"^source=HuggingFaceFW/fineweb-edo: .* has no such dataset, or none that is open to everyone\. Fix:"
-        r" .*HF_TOKEN"
-    )
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(
+        ValueError, match=r"^source=HuggingFaceFW/fineweb-edo: .* no such dataset, .*HF_TOKEN"
+    ):
         download(resolve_source("HuggingFaceFW/fineweb-edo"), tmp_path / "raw")
     with pytest.raises(ValueError, match=rf"^revision=v9: {REPOSITORY} has none of that name\. Fix: "):
         download(source(revision="v9"), tmp_path / "raw")
@@ -413,25 +329,13 @@ def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 1000, 1000))
     download(source(), tmp_path / "raw", dry_run=True)
     assert "too little" in capsys.readouterr().out
-    with pytest.raises(
-        ValueError, match=r"has [\d.]+ \w+ free, the download of fineweb-edu needs .* Fix: free some space"
-    ):
+    with pytest.raises(ValueError, match=r"has 1 kB free, the download of fineweb-edu needs .* Fix: free"):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []
 
 
 def test_dry_run_writes_nothing(server, dataset, tmp_path, capsys):
-    command = [
-        REPOSITORY,
-        "--pattern",
-        "sample/10BT/*",
-        "--output-dir",
-        str(tmp_path / "raw"),
-        "--dry-run",
-        "--bandwidth",
-        "0.001",
-    ]
-    assert main("download", command) == 0
+    assert main("download", [*COMMAND, str(tmp_path / "raw"), "--dry-run", "--bandwidth", "0.001"]) == 0
     num_bytes = sum(map(len, contents(dataset).values()))
     shown = capsys.readouterr().out
     assert f"{num_bytes:,}" in shown
@@ -453,26 +357,23 @@ hub.download(resolve_source(sys.argv[1], patterns=["sample/10BT/*"]), Path(sys.a
 """
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["listing", "first file", pytest.param("second file", marks=pytest.mark.slow), "last file", "checking"],
-)
+SECOND = pytest.param("second file", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("point", ["listing", "first file", SECOND, "last file", "checking"])
 def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
-    """What is complete when the process dies is not fetched again, and the result is that of an undisturbed
-    run.
-    """
-    where = {
-        "listing": "/tree/",
-        "first file": NAMES[0],
-        "second file": NAMES[1],
-        "last file": NAMES[2],
-        "checking": "never",
+    """What is complete then is not fetched again, and the result is that of an undisturbed run."""
+    where, num_complete = {
+        "listing": ("/tree/", 0),
+        "first file": (NAMES[0], 0),
+        "second file": (NAMES[1], 1),
+        "last file": (NAMES[2], 2),
+        "checking": ("never", 3),
     }[point]
     server.faults = [Fault(hold_after=9_000 if "file" in point else 10, where=where)]
     folder = tmp_path / "raw"
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, REPOSITORY, str(folder), point], stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-c", CHILD, REPOSITORY, str(folder), point]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE)
     if point != "checking":  # there the child ends itself
         assert server.held.wait(60)
         child.kill()
@@ -480,10 +381,7 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     assert child.returncode == -signal.SIGKILL, messages.decode()
     assert not folder.exists()
     complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
-    assert (
-        len(complete)
-        == {"listing": 0, "first file": 0, "second file": 1, "last file": 2, "checking": 3}[point]
-    )
+    assert len(complete) == num_complete
     server.requests.clear()
     leftovers, check_free_disk = [], hub.check_free_disk
     seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
@@ -493,9 +391,7 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     assert download(source(), folder) == [folder / name for name in NAMES]
     assert contents(folder) == contents(dataset)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
-    assert [name for name in NAMES if server.downloads(name)] == [
-        name for name in NAMES if name not in complete
-    ]
+    assert [name for name in NAMES if server.downloads(name)] == NAMES[num_complete:]
     assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
     assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
 
@@ -506,7 +402,6 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
         ("../out.jsonl", "it leads out of the folder"),
         ("sample/10BT/../../../out.parquet", "it leads out of the folder"),
         ("/tmp/out.jsonl", "it leads out of the folder"),
-        ("sample/10BT//out.parquet", "it leads out of the folder"),
         ("./out.jsonl", "it leads out of the folder"),
         ("../out.txt", "it leads out of the folder"),
         ("sample/10BT/a\nb.parquet", "it has control characters"),

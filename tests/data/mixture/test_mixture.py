@@ -65,16 +65,15 @@ def write_sources(folder):
     """Two sources, of which one text is in both."""
     for name, count in (("web", 300), ("books", 60)):
         (folder / name).mkdir()
-        lines = [
-            {"text": f"This is document {number} of the {name}, " + "and so on " * 9}
-            for number in range(count)
-        ]
-        lines += [{"text": "A text that both have, with a few words."}, {"text": "short"}]
-        lines += [{"text": f"Write to me{name}@home.org and you will have an answer."}]
+        texts = [f"This is document {number} of the {name}, " + "and so on " * 9 for number in range(count)]
+        texts += ["A text that both have, with a few words.", "short"]
+        texts += [f"Write to me{name}@home.org and you will have an answer."]
+        lines = [{"text": text} for text in texts]
         content = "".join(json.dumps(one) + "\n" for one in lines)
         (folder / name / "a.jsonl").write_text(content)
 
 
+MIX = ["mine.yaml", "--workers", "1"]
 MIXTURE = """
 vocab_size: 400
 total_tokens: 50_000
@@ -95,9 +94,9 @@ def mixture(tmp_path, monkeypatch):
 
 
 def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
-    assert main("mix", ["mine.yaml", "--workers", "1", "--dry-run"]) == 0
+    assert main("mix", [*MIX, "--dry-run"]) == 0
     assert "To prepare: books" in capsys.readouterr().out and not (mixture / "data").exists()
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     out = capsys.readouterr().out
     folder = mixture / "data/mine"
     facts = json.loads((folder / "mixture.json").read_text())
@@ -120,35 +119,35 @@ def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
     assert shared == len(texts(mixture, "web") & texts(mixture, "books"))
     # called again, it makes nothing
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")} == before
     # other weights alone: the files stay
     (mixture / "mine.yaml").write_text(MIXTURE.replace("max_epochs: 2", "max_epochs: 1"))
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")} == before
     again = json.loads((folder / "mixture.json").read_text())["train_data"].split()
     assert float(again[2]) == pytest.approx(weights[1] / 2, rel=1e-4)
 
 
 def test_a_start_over_that_was_killed_continues_without_the_flag(mixture, monkeypatch):
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     (mixture / "mine.yaml").write_text(MIXTURE.replace("filters: [pii]", "min_score: null, max_chars: 60"))
     for name in ("shuffle_documents", "sort_inputs"):  # killed before the shuffle, then before the conversion
         with monkeypatch.context() as patch:
             patch.setattr(f"moe_exp.data.prepare.{name}", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                main("mix", ["mine.yaml", "--workers", "1", "--start-over"])
+                main("mix", [*MIX, "--start-over"])
     with monkeypatch.context() as patch:
         patch.setattr("moe_exp.data.mixture.mix.tokenize_files", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            main("mix", ["mine.yaml", "--workers", "1", "--start-over"])
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+            main("mix", [*MIX, "--start-over"])
+    assert main("mix", MIX) == 0
     assert "| removed: length | 301 |" in (mixture / "data/mine/datasheet.md").read_text()
     # another tokenizer repeats the tokenizing alone
     shards = (mixture / "data/mine_web_shuffled/manifest.json").stat().st_mtime_ns
     text = (mixture / "mine.yaml").read_text()
     (mixture / "mine.yaml").write_text(text.replace("vocab_size: 400", "vocab_size: 350"))
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     assert json.loads((mixture / "data/mine/mixture.json").read_text())["vocab_size"] <= 350
     assert (mixture / "data/mine_web_shuffled/manifest.json").stat().st_mtime_ns == shards
 
@@ -164,10 +163,8 @@ def test_a_change_of_one_source_makes_no_other_again(mixture, capsys):
     good = path.read_text()
     path.write_text(good + "{broken\n")
     assert main("mix", command) == 1
-    assert (
-        f"{path}:64: not valid JSON. Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true)"
-        in (capsys.readouterr().err)
-    )
+    fix = "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true)"
+    assert f"{path}:64: not valid JSON. {fix}" in capsys.readouterr().err
     web = made_at(mixture, "web")
     skipping = MIXTURE.replace("max_epochs: 2,", "max_epochs: 2, skip_bad: true,")
     (mixture / "mine.yaml").write_text(skipping)
@@ -184,10 +181,8 @@ def test_a_change_of_one_source_makes_no_other_again(mixture, capsys):
     assert made_at(mixture, "web") == web
     assert not set(made_at(mixture, "books")) & set(books)
     assert main("mix", [*command, "--start-over-source", "boks"]) == 1
-    assert (
-        "start_over_source=boks: is not a source of mine. Fix: give one of web, books."
-        in capsys.readouterr().err
-    )
+    rule = "start_over_source=boks: is not a source of mine. Fix: give one of web, books."
+    assert rule in capsys.readouterr().err
 
 
 def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
@@ -207,27 +202,27 @@ def texts(folder, name):
     return {one["text"] for path in paths for _, one in read_objects(path, Tally())}
 
 
-def test_nothing_is_made_where_a_source_is_wrong(mixture, capsys):
-    for change, message in (
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         (("source: books", "source: gone/"), "sources.1: source=gone/: there is no such file"),
         (("source: books", "source: data"), "sources.1: "),
-        (
-            ("source: books", "source: web"),
-            "sources.1: name=web: is there twice. Fix: give it a name",
-        ),
+        (("source: books", "source: web"), "sources.1: name=web: is there twice. Fix: give it a name"),
         (("filters: [pii]", "filters: [nothing]"), "sources.0: filter=nothing: must be one of"),
         (("filters: [pii]", "near_dedup: {rows: 2}"), "sources.0: near_dedup="),
         (("vocab_size: 400", "tokenizer: gone/"), "gone"),
-    ):
-        (mixture / "mine.yaml").write_text(MIXTURE.replace(*change))
-        assert main("mix", ["mine.yaml"]) == 1
-        assert message in capsys.readouterr().err
+    ],
+)
+def test_nothing_is_made_where_a_source_is_wrong(mixture, capsys, change, message):
+    (mixture / "mine.yaml").write_text(MIXTURE.replace(*change))
+    assert main("mix", ["mine.yaml"]) == 1
+    assert message in capsys.readouterr().err
     assert not (mixture / "data").exists()
 
 
 @pytest.mark.slow
 def test_a_run_trains_on_it(mixture, runs):
-    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert main("mix", MIX) == 0
     facts = json.loads((mixture / "data/mine/mixture.json").read_text())
     names = {"TRAIN_DATA": facts["train_data"], "VALID_DATA": facts["valid_data"]}
     data = {name: re.sub(r"(?<= )data/", f"{mixture}/data/", value) for name, value in names.items()}

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from helpers import ROOT
+from helpers.token_files import write_distinct
 from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
-from moe_exp.config.data_stages import read_stages, stages_of
-from moe_exp.data.samples.blend import blend_counts, blend_position
-from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.samples.stages import StagedSamples
+from moe_exp.config.data_stages import stages_of
+from moe_exp.config.parsers import read_stages
+from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.launch import launch
@@ -33,27 +33,18 @@ SEQ_LEN = 8
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory) -> dict[str, str]:
     """Three files whose tokens are all different."""
-    folder, next_id, found = tmp_path_factory.mktemp("stages"), 1, {}
-    for name, num_documents in (("a", 120), ("b", 90), ("c", 60)):
-        with BinIdxWriter(folder / name, vocab_size=60000) as writer:
-            for _ in range(num_documents):
-                writer.add_document(range(next_id, next_id + 12))
-                next_id += 12
-        found[name] = str(folder / name)
-    return found
+    folder = tmp_path_factory.mktemp("stages")
+    files = {"a": (120, 1), "b": (90, 1441), "c": (60, 2521)}
+    return {name: write_distinct(folder / name, [13] * num, first) for name, (num, first) in files.items()}
 
 
-def staged(prefixes, *stages) -> StagedSamples:
+def staged(prefixes, *stages) -> SampleStream:
     """Stages of (first sample, blend, seq_len)."""
-    (_, blend, seq_len), *later = stages
-    stream = SampleStream([(w, prefixes[n]) for w, n in blend], seq_len=seq_len, seed=1)
-    streams = [(0, stream)]
-    for number, (first, next_blend, next_len) in enumerate(later, 1):
-        begin, last = streams[-1]
-        given = (first - begin) * seq_len // last.seq_len
-        named = [(w, prefixes[n]) for w, n in next_blend]
-        streams.append((first, last.next_stage(named, seq_len=next_len, num_samples=given, number=number)))
-    return StagedSamples(streams)
+    named = [(first, [(w, prefixes[n]) for w, n in blend], seq_len) for first, blend, seq_len in stages]
+    samples = SampleStream(named[0][1], seq_len=named[0][2], seed=1)
+    for first, blend, seq_len in named[1:]:
+        samples.add_stage(blend, seq_len=seq_len, first_sample=first)
+    return samples
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1], [3, 1, 2], [5, 1, 1, 7, 2]])
@@ -108,13 +99,9 @@ def test_longer_samples_count_as_several(prefixes):
 
 
 def config(stages, **changes):
-    return load_config(
-        {
-            "preset": "cpu", "gpus_per_node": 1, "seq_len": 64, "mbsz": 2, "gbsz": 8, "train_iters": 100,
-            "data_stages": stages if isinstance(stages, str) else json.dumps(stages),
-        } | changes,
-        {},
-    )  # fmt: skip
+    settings = {"preset": "cpu", "gpus_per_node": 1, "seq_len": 64, "mbsz": 2, "gbsz": 8, "train_iters": 100}
+    text = stages if isinstance(stages, str) else json.dumps(stages)
+    return load_config(settings | {"data_stages": text} | changes, {})
 
 
 def test_a_file_and_text_are_the_same(tmp_path):
@@ -138,86 +125,59 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("~no_such_user/x", "cannot be read as a file (No such file or directory)"),
         ("/dev/null", "cannot be read as a file (is not a regular file)"),
         ("[", "is not YAML"),
-        ("{a: 1}", "must be a list of stages, each with from_samples or from_tokens"),
+        ("{a: 1}", "must be a list of stages"),
         ("[{train_data: a}]", "stage 1 must have one of from_samples and from_tokens"),
         ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have one of"),
         ("[{from_samples: 8}]", "stage 1 changes nothing: it needs train_data or seq_len"),
-        ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights', which is none of from_samples,"),
-        ("[{from_samples: -8, seq_len: 8}]", "stage 1: from_samples=-8 must be a whole number of at least 1"),
-        ("[{from_samples: 8.5, seq_len: 8}]", "stage 1: from_samples=8.5 must be a whole number"),
+        ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights'"),
+        ("[{from_samples: -8, seq_len: 8}]", "from_samples=-8 must be a whole number of at least 1"),
+        ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
         ("[{from_samples: 8, train_data: 3}]", "stage 1: train_data must be text as in TRAIN_DATA"),
     ],
 )
 def test_what_cannot_be_read(text, rule):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^DATA_STAGES=.*{re.escape(rule)}"):
         config(text)
-    assert rule in str(error.value)
-    assert str(error.value).startswith("DATA_STAGES=")
+
+
+IN_ORDER, WITHIN = "put the stages in order, at least a batch apart", "let it begin earlier"
+VPP = {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4}
+STEPS = {"rampup_batch_size": "4 2 40", "mbsz": 1, "gpus_per_node": 2, "gbsz": 8}
+OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
 
 
 @pytest.mark.parametrize(
     ("stages", "changes", "rule", "fix"),
     [
-        (
-            [{"from_samples": 80, "seq_len": 128}, {"from_samples": 80, "train_data": "a"}],
-            {},
-            "stage 2 begins at sample 80, the one before at sample 80",
-            "put the stages in order, at least a batch apart",
-        ),
-        (  # in one batch of 8 samples
-            [{"from_tokens": 5200, "seq_len": 128}, {"from_tokens": 5300, "train_data": "a"}],
-            {},
-            "stage 2 begins at token 5300, the one before at token 5200",
-            "put the stages in order, at least a batch apart",
-        ),
-        (
-            [{"from_tokens": 52000, "train_data": "a"}],
-            {},
-            "stage 1 begins at token 52000, and the run ends after 51200 tokens",
-            "let it begin earlier, or set TRAIN_ITERS higher",
-        ),
-        (
-            [{"from_samples": 800, "train_data": "a"}],
-            {},
-            "stage 1 begins at sample 800, and the run ends after 800",
-            "let it begin earlier, or set TRAIN_ITERS higher",
-        ),
-        (
-            [{"from_samples": 80, "seq_len": 100}],
-            {},
-            "stage 1 has seq_len=100, no multiple of SEQ_LEN=64",
-            "give 64 or 128",
-        ),
-        (
-            [{"from_samples": 80, "seq_len": 192}],
-            {},
+        ("{from_samples: 80, seq_len: 128}, {from_samples: 80, train_data: a}", {},
+            "stage 2 begins at sample 80, the one before at sample 80", IN_ORDER),
+        # in one batch of 8 samples
+        ("{from_tokens: 5200, seq_len: 128}, {from_tokens: 5300, train_data: a}", {},
+            "stage 2 begins at token 5300, the one before at token 5200", IN_ORDER),
+        ("{from_tokens: 52000, train_data: a}", {},
+            "stage 1 begins at token 52000, and the run ends after 51200", WITHIN),
+        ("{from_samples: 800, train_data: a}", {},
+            "stage 1 begins at sample 800, and the run ends after 800", WITHIN),
+        ("{from_samples: 80, seq_len: 100}", {}, "stage 1 has seq_len=100, no multiple of SEQ_LEN=64",
+            "give 64 or 128"),
+        ("{from_samples: 80, seq_len: 192}", {},
             "counts as 3, and a batch of 8 is no multiple of the 3 samples of a micro-batch times DP=1",
-            "set GBSZ to a multiple of 3, or MBSZ to one of 3",
-        ),
-        (  # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
-            [{"from_samples": 8, "seq_len": 128}],
-            {"rampup_batch_size": "4 2 40", "mbsz": 1, "gpus_per_node": 2, "gbsz": 8},
+            "set GBSZ to a multiple of 3, or MBSZ to one of 3"),
+        # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
+        ("{from_samples: 8, seq_len: 128}", STEPS,
             "counts as 2, and a batch of 6 is no multiple of the 2 samples of a micro-batch times DP=2",
-            "let the steps of RAMPUP_BATCH_SIZE be multiples of 4",
-        ),
-        (
-            [{"from_samples": 80, "seq_len": 256}],
-            {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4},
+            "let the steps of RAMPUP_BATCH_SIZE be multiples of 4"),
+        ("{from_samples: 80, seq_len: 256}", VPP,
             "a batch of 4 is no multiple of the 4 samples of a micro-batch times DP=1 times PP=2 (VPP)",
-            "set GBSZ to a multiple of 8",
-        ),
-        (
-            [{"from_samples": 80, "train_data": "a"}],
-            {"data_order": "megatron", "train_data": "a"},
-            "DATA_ORDER=megatron has one order for the whole run",
-            "set DATA_ORDER=stream",
-        ),
+            "set GBSZ to a multiple of 8"),
+        ("{from_samples: 80, train_data: a}", OF_MEGATRON, "DATA_ORDER=megatron has one order",
+            "set DATA_ORDER=stream"),
     ],
-)
+)  # fmt: skip
 def test_stages_that_cannot_run(stages, changes, rule, fix):
-    (line,) = [one for one in check_config(config(stages, **changes)) if one.startswith("DATA_STAGES=")]
-    assert rule in line
-    assert line.endswith(f"Fix: {fix}.")
+    problems = check_config(config(f"[{stages}]", **changes))
+    (line,) = [one for one in problems if one.startswith("DATA_STAGES=")]
+    assert rule in line and f"Fix: {fix}" in line
 
 
 RAMP = {"rampup_batch_size": "16 16 400", "gbsz": 64, "train_iters": 400}
@@ -259,14 +219,7 @@ def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
         (64 * 31, {"rampup_batch_size": "2 2 20"}, 0, [], [], 38),
         # another GBSZ since sample 320: batches of 48 from there on
         (64 * 400, {"gbsz": 48, "train_iters": 400}, 320, [], [], 416),
-        (
-            64 * 100,
-            {"gbsz": 48, "train_iters": 400},
-            320,
-            [],
-            [{"from_tokens": 6400, "first_sample": 104}],
-            104,
-        ),
+        (6400, {"gbsz": 48, "train_iters": 400}, 320, [], [{"from_tokens": 6400, "first_sample": 104}], 104),
         # the 40 samples from 16 on are skipped, so batches after them begin at 64, 72, ...
         (64 * 61, {}, 16, [(16, 56)], [], 64),
         (64 * 61, {}, 16, [(16, 57)], [], 65),
@@ -328,13 +281,13 @@ DYING = """
 import os
 import signal
 if "RANK" in os.environ:
-    from moe_exp.data.samples.stages import StagedSamples
-    batch = StagedSamples.batch
+    from moe_exp.data.samples.dataset import SampleStream
+    batch = SampleStream.batch
     def die(self, first, count):
         if first == int(os.environ["DIES_AT"]):
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(self, first, count)
-    StagedSamples.batch = die
+    SampleStream.batch = die
 """
 
 

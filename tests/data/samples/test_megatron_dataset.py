@@ -32,15 +32,10 @@ LENGTHS = [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10  # 1250 tokens, 78 samples
 
 
 def order(train, **changes):
-    values = {
-        "valid": "",
-        "split": "",
-        "seq_len": SEQ_LEN,
-        "seed": 1234,
-        "num_train_samples": 300,
-        "num_valid_samples": 0,
-    }
-    return MegatronOrder(train=train, **(values | changes))
+    values = {"valid": "", "split": "", "seq_len": SEQ_LEN, "seed": 1234}
+    return MegatronOrder(
+        train=train, **(values | {"num_train_samples": 300, "num_valid_samples": 0} | changes)
+    )
 
 
 def blend_of_two(folder):
@@ -104,12 +99,9 @@ def test_same_samples_as_megatron_by_itself(alone, tmp_path):
     theirs = BlendedMegatronDatasetBuilder(GPTDataset, [300, 20, 20], lambda: True, config).build()
     assert ours[1] is not None
     for mine, megatrons, count in ((ours[0], theirs[0], 300), (ours[1], theirs[1], 20)):
-        assert [mine.sample(i)[:-1].tolist() for i in range(count)] == [
-            megatrons[i]["tokens"].tolist() for i in range(count)
-        ]
-        assert [mine.sample(i)[1:].tolist() for i in range(count)] == [
-            megatrons[i]["labels"].tolist() for i in range(count)
-        ]
+        for index in range(count):
+            assert mine.sample(index)[:-1].tolist() == megatrons[index]["tokens"].tolist()
+            assert mine.sample(index)[1:].tolist() == megatrons[index]["labels"].tolist()
 
 
 def test_blend_holds_its_weights(alone, tmp_path):
@@ -126,11 +118,7 @@ def test_prefixes_without_weights(alone, tmp_path):
     a, b = write_distinct(tmp_path / "a", LENGTHS), write_distinct(tmp_path / "b", LENGTHS * 3, first_id=5000)
     samples, _ = megatron_samples(order(f"{a} {b}", num_train_samples=300), tmp_path)
     assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
-    expected = (
-        rf"^TRAIN_DATA={a} {b}: without weights Megatron reads prefixes once, 312 samples, and the run takes"
-        r" 400\. Fix: give each .*"
-    )
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match=rf"^TRAIN_DATA={a} {b}: .* 312 samples, and the run takes 400"):
         megatron_samples(order(f"{a} {b}", num_train_samples=400), tmp_path)
 
 
@@ -231,66 +219,32 @@ def test_parts_share_no_document(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")]
+    ("changes", "rule"),
+    [
+        ({"split": "96,4", "seq_len": 64}, r"part: has 49 tokens for validation, .* SEQ_LEN \+ 1 = 65"),
+        ({"split": "1,50"}, r"part: has 7 tokens for training, one sample needs SEQ_LEN \+ 1 = 17"),
+        ({"split": "1"}, r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0"),
+    ],
 )
-def test_part_smaller_than_a_sample(split, what, tmp_path):
+def test_parts_without_a_sample(changes, rule, tmp_path):
     prefix = write_distinct(tmp_path / "part", LENGTHS)
-    seq_len = 16 if split == "1,50" else 64
-    with pytest.raises(
-        ValueError,
-        match=rf"part: has {what}, one sample needs SEQ_LEN \+ 1 = {seq_len + 1}\. Fix: use more data or a",
-    ):
-        megatron_samples(order(prefix, split=split, seq_len=seq_len, num_valid_samples=10), tmp_path)
-
-
-def test_nothing_for_validation(tmp_path):
-    prefix = write_distinct(tmp_path / "part", LENGTHS)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0, or for instance"
-            r" SPLIT=99,1\.$"
-        ),
-    ):
-        megatron_samples(order(prefix, split="1", num_valid_samples=10), tmp_path)
-    samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
-    assert valid is None
-    shutil.rmtree(tmp_path / INDEX_FOLDER)
-    assert samples.sample(0).shape == (SEQ_LEN + 1,)
+    with pytest.raises(ValueError, match=rule):
+        megatron_samples(order(prefix, num_valid_samples=10, **changes), tmp_path)
 
 
 def test_files_for_validation(tmp_path):
-    train, valid = (
-        write_distinct(tmp_path / "train", LENGTHS),
-        write_distinct(tmp_path / "valid", LENGTHS, first_id=5000),
-    )
+    train = write_distinct(tmp_path / "train", LENGTHS)
+    valid = write_distinct(tmp_path / "valid", LENGTHS, first_id=5000)
     samples = megatron_samples(order(train, valid=valid, num_valid_samples=20), tmp_path)
     assert samples[0].batch(0, 300).max() < 5000 <= samples[1].batch(0, 20).max()
-    assert (
-        samples[0].fingerprint()
-        == SampleStream([(1.0, train)], seq_len=8, seed=0).fingerprint()
-        != samples[1].fingerprint()
-    )
 
 
-@pytest.mark.parametrize("index", [-1, 312])
-def test_sample_that_is_not_there(index, tmp_path):
-    samples, _ = megatron_samples(order(write_distinct(tmp_path / "part", LENGTHS)), tmp_path)
-    assert len(samples) == 312
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"sample index {index}: Megatron's order was built for 312 samples\. Fix: start with the TRAIN_"
-        ),
-    ):
-        samples.sample(index)
-
-
-def test_truncated_file(tmp_path):
+def test_samples_that_are_not_there(tmp_path):
     prefix = write_distinct(tmp_path / "part", LENGTHS)
-    with Path(f"{prefix}.bin").open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(
-        ValueError, match=r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 2500\. Fix: "
-    ):
-        megatron_samples(order(prefix), tmp_path)
+    samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
+    assert valid is None and len(samples) == 312
+    for index in (-1, 312):
+        with pytest.raises(ValueError, match=rf"index {index}: Megatron's order was built for 312 samples"):
+            samples.sample(index)
+    shutil.rmtree(tmp_path / INDEX_FOLDER)
+    assert samples.sample(0).shape == (SEQ_LEN + 1,)

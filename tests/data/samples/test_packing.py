@@ -78,7 +78,7 @@ def test_plan_of_a_billion_documents_takes_no_longer_than_its_lengths():
 @pytest.mark.parametrize("seq_len", [7, 16, 64])
 def test_every_token_is_predicted_once_an_epoch(prefix, seq_len):
     stream = stream_of(prefix, seq_len)
-    num_windows = stream._corpora[0].num_windows
+    num_windows = stream._stages[0].corpora[0].num_windows
     bounds = TokenFiles(prefix).document_bounds
     expected = Counter()
     for begin, end in pairwise(bounds.tolist()):
@@ -97,7 +97,7 @@ def test_only_longer_documents_are_cut(prefix):
     stream = stream_of(prefix, 16)
     bounds = TokenFiles(prefix).document_bounds
     seen = Counter()
-    for index in range(stream._corpora[0].num_windows):
+    for index in range(stream._stages[0].corpora[0].num_windows):
         seen.update(stream.origin(index).documents)
     for document, length in enumerate(np.diff(bounds).tolist()):
         pieces = -(-(length - 1) // 16)
@@ -106,17 +106,14 @@ def test_only_longer_documents_are_cut(prefix):
 
 def test_epochs_deal_other_documents(prefix):
     stream = stream_of(prefix)
-    num_windows = stream._corpora[0].num_windows
-    epochs = [
-        {frozenset(stream.origin(epoch * num_windows + i).documents) for i in range(num_windows)}
-        for epoch in range(2)
-    ]
-    assert epochs[0] != epochs[1]
+    num_windows = stream._stages[0].corpora[0].num_windows
+    samples = [frozenset(stream.origin(index).documents) for index in range(2 * num_windows)]
+    assert {*samples[:num_windows]} != {*samples[num_windows:]}
 
 
 def test_samples_depend_on_files_seed_and_number_alone(prefix):
     forward, backward = stream_of(prefix), stream_of(prefix)
-    last = 2 * forward._corpora[0].num_windows
+    last = 2 * forward._stages[0].corpora[0].num_windows
     first = [forward.sample(index) for index in range(last)]
     for index in reversed(range(last)):
         assert np.array_equal(backward.sample(index), first[index])
@@ -129,7 +126,7 @@ def test_share_of_the_documents(prefix):
     stream = stream_of(prefix, share=(0.0, 0.5))
     documents = {
         document
-        for index in range(stream._corpora[0].num_windows)
+        for index in range(stream._stages[0].corpora[0].num_windows)
         for document in stream.origin(index).documents
     }
     assert max(documents) < len(LENGTHS) // 2
@@ -151,14 +148,14 @@ def test_inspect_counts_cut_documents(prefix):
 
 def test_filler_and_attended_share_are_those_of_the_samples(prefix):
     stream = stream_of(prefix, 16)
-    num_windows = stream._corpora[0].num_windows
-    pieces = [list(stream._corpora[0]._place(index)) for index in range(num_windows)]
+    num_windows = stream._stages[0].corpora[0].num_windows
+    pieces = [list(stream._stages[0].corpora[0]._place(index)) for index in range(num_windows)]
     stream_epoch_order = sorted(end - begin for sample in pieces for _, begin, end in sample)
     lengths = np.diff(TokenFiles(prefix).document_bounds)
     counts = piece_counts(lengths, 16)
     assert stream_epoch_order == [length for length, count in enumerate(counts) for _ in range(count)]
     filled = sum(stream_epoch_order)
-    assert cut_documents(lengths, 16).filler == pytest.approx(1 - filled / (17 * num_windows))
+    assert cut_documents(lengths, 16)["filler"] == pytest.approx(1 - filled / (17 * num_windows))
     squares = sum(min(length, 16) ** 2 for length in stream_epoch_order)
     assert attended_share(TokenFiles(prefix), 16, "best_fit") == pytest.approx(squares / (num_windows * 256))
 
@@ -166,9 +163,7 @@ def test_filler_and_attended_share_are_those_of_the_samples(prefix):
 @pytest.mark.parametrize("how", ["concatenate", "best_fit"])
 def test_attended_share_of_a_part_is_about_that_of_all(how, monkeypatch):
     random = np.random.default_rng(1)
-    lengths = np.concatenate(
-        [random.integers(2, longest, 20_000) for longest in (40, 200, 90)]
-    )  # not shuffled
+    lengths = np.concatenate([random.integers(2, longest, 20_000) for longest in (40, 200, 90)])
     files = SimpleNamespace(document_bounds=np.concatenate([[0], np.cumsum(lengths)]))
     whole = attended_share(files, 64, how)
     monkeypatch.setattr(packing, "_BLOCK", 500)

@@ -6,15 +6,14 @@ import json
 import os
 import re
 
-import numpy as np
 import pytest
 
+from helpers.token_files import samples_of, write_distinct
 from moe_exp.config import Config
 from moe_exp.data.samples.dataset import SampleStream, fingerprint_of
-from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.samples.order import SampleOrder, is_same_order, order_changes
+from moe_exp.data.samples.order import SampleOrder, is_same_order, order_changes, order_of_files
 from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
-from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
+from moe_exp.data.tokens.tokens import parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
 CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"
@@ -47,52 +46,44 @@ def test_same_order(settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "rule", "fix"),
     [
-        ({"fingerprint": "11ee"}, f"TRAIN_DATA=0.7 a 0.3 b: its files are not those of {CHECKPOINT} "
-            f"(fingerprint 11ee instead of 00ff), {LOST}. "
-            f"Fix: give back the old files, in their old order, {FIX}"),
-        ({"train_data": "0.5 a 0.5 b"}, "TRAIN_DATA=0.5 a 0.5 b: blends its files as 1/2 : 1/2, "
-            f"{CHECKPOINT} as 7/10 : 3/10, {LOST}. Fix: give back the old weights, {FIX}"),
-        ({"split": "90,10"}, f"SPLIT=90,10: trains on the documents from 0 to 0.9 of each file, {CHECKPOINT} "
-            f"on those from 0 to 1, {LOST}. Fix: give back the old SPLIT, {FIX}"),
-        ({"seed": 2}, f"SEED=2: {CHECKPOINT} has SEED=1, {LOST}. Fix: set SEED=1, {FIX}"),
-        ({"seq_len": 32}, f"SEQ_LEN=32: {CHECKPOINT} has SEQ_LEN=64, {LOST}. Fix: set SEQ_LEN=64, {FIX}"),
-        ({"data_order": "megatron"}, f"DATA_ORDER=megatron: {CHECKPOINT} has DATA_ORDER=stream, {LOST}. "
-            f"Fix: set DATA_ORDER=stream, {FIX}"),
-        ({"document_packing": "best_fit"}, f"DOCUMENT_PACKING=best_fit: {CHECKPOINT} has "
-            f"DOCUMENT_PACKING=concatenate, {LOST}. Fix: set DOCUMENT_PACKING=concatenate, {FIX}"),
+        ({"fingerprint": "11ee"}, "(fingerprint 11ee instead of 00ff)", "the old files, in their old order"),
+        ({"train_data": "0.5 a 0.5 b"}, "blends its files as 1/2 : 1/2, ", "give back the old weights"),
+        ({"split": "90,10"}, "the documents from 0 to 0.9 of each file, ", "give back the old SPLIT"),
+        ({"seed": 2}, "has SEED=1", "set SEED=1"),
+        ({"seq_len": 32}, "has SEQ_LEN=64", "set SEQ_LEN=64"),
+        ({"data_order": "megatron"}, "has DATA_ORDER=stream", "set DATA_ORDER=stream"),
+        ({"document_packing": "best_fit"}, "has DOCUMENT_PACKING=concat", "set DOCUMENT_PACKING=concatenate"),
     ],
-)  # fmt: skip
-def test_other_order(settings, line):
-    assert problems(order(), order(**settings)) == [line]
+)
+def test_other_order(settings, rule, fix):
+    (line,) = problems(order(), order(**settings))
+    ((name, value),) = settings.items()
+    name, value = ("train_data", OLD["train_data"]) if name == "fingerprint" else (name, value)
+    assert line.startswith(f"{name.upper()}={value}: ") and rule in line and CHECKPOINT in line
+    assert line.endswith(f"{fix}, {FIX}") and LOST in line
 
 
 def test_other_tokens_of_the_same_lengths():
     config, before = order()
     saved, now = before.facts(), SampleOrder.of(config, "00ff", "bbbb")
     (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
-    assert change.problem == (
-        f"TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than those of {CHECKPOINT}, with the"
-        f" same lengths of documents (content bbbb instead of aaaa), so the loss would jump."
-        f" Fix: give back the old files, {FIX}"
-    )
+    assert change.problem.startswith("TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than")
+    assert "(content bbbb instead of aaaa), so the loss would jump" in change.problem
 
 
-def test_a_checkpoint_of_an_older_version_has_no_content():
-    config, current = order()
-    now = SampleOrder.of(config, "00ff", "bbbb")
-    saved = {name: value for name, value in current.facts().items() if name != "content"}
-    assert order_changes(config, now, saved, CHECKPOINT, 100) == []
-    assert is_same_order(now.facts(), saved) and not is_same_order(now.facts(), saved | {"seed": 7})
-
-
-def test_a_checkpoint_of_an_older_version_has_concatenated_documents():
-    config, now = order(document_packing="best_fit")
-    saved = {name: value for name, value in order()[1].facts().items() if name != "packing"}
-    (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
-    assert change.fix == "set DOCUMENT_PACKING=concatenate"
+@pytest.mark.parametrize("fact", ["content", "packing", "seed", "tokenizer"])
+def test_facts_that_an_older_checkpoint_does_not_have(fact):
+    saved = {name: value for name, value in order()[1].facts().items() if name != fact}
+    other = {"seed": {"seed": 2}, "packing": {"document_packing": "best_fit"}}.get(fact, {})
+    config, _ = order(**other)
+    now = SampleOrder.of(config, "00ff", "bbbb" if fact == "content" else "aaaa")
+    changes = order_changes(config, now, saved, CHECKPOINT, 100)
+    # there was no other packing then
+    assert [change.fix for change in changes] == ["set DOCUMENT_PACKING=concatenate"] * (fact == "packing")
     assert order_changes(*order(), saved, CHECKPOINT, 100) == []
+    assert is_same_order(now.facts(), saved) == (fact != "packing")
 
 
 def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
@@ -109,7 +100,7 @@ def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
     (line,) = problems(*orders)
     before, now = (one.manifest for _, one in orders)
     assert f"its files hold other tokens than those of {CHECKPOINT} by their manifests" in line
-    assert f"({now} instead of {before})" in line and "moe-exp data verify" in line
+    assert f"(manifest {now} instead of {before})" in line and "moe-exp data verify" in line
     assert not is_same_order(orders[0][1].facts(), orders[1][1].facts())
     assert without[1].manifest is None
     for now in orders:  # where one has none, they are not compared; nor is the time of the file
@@ -130,68 +121,41 @@ def test_every_difference_is_named():
 def test_embedded_corpus_of_another_python():
     (line,) = problems(order(train_data=""), order("11ee", train_data=""))
     assert line.startswith(f"TRAIN_DATA=: its files are not those of {CHECKPOINT} (")
-    assert line.endswith(
-        f"Fix: start with the versions of Python, torch and moe_exp that made the embedded corpus, {FIX}"
-    )
+    assert "Fix: start with the versions of Python, torch and moe_exp that made the embedded corpus" in line
 
 
 def test_megatrons_order_and_the_number_of_samples():
     old = order(data_order="megatron")
     assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
     (line,) = problems(old, order(data_order="megatron", train_iters=20))
-    rule = (
-        "DATA_ORDER=megatron orders the 160 samples of TRAIN_ITERS * GBSZ otherwise than the 80 of"
-        f" {CHECKPOINT}, a limit that a run with DATA_ORDER=stream does not have, {LOST}"
-    )
-    assert line == f"TRAIN_ITERS=20: {rule}. Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}"
-
-
-def test_fact_that_an_older_checkpoint_does_not_have():
-    config, current = order(seed=2)
-    saved = {name: value for name, value in order()[1].facts().items() if name != "seed"}
-    assert order_changes(config, current, saved, CHECKPOINT, 100) == []
+    assert line.startswith("TRAIN_ITERS=20: DATA_ORDER=megatron orders the 160 samples of ")
+    assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}")
 
 
 # Against the samples themselves
 
 
 def write(prefix, first_id=1):
-    with BinIdxWriter(prefix, vocab_size=60000) as writer:
-        for number in range(100):
-            writer.add_document(range(first_id + 20 * number, first_id + 20 * number + 19))
-    return str(prefix)
-
-
-def stream_of(config):
-    return SampleStream(parse_blend(config.train_data), seq_len=config.seq_len, seed=config.seed)
+    return write_distinct(prefix, [20] * 100, first_id)
 
 
 def test_same_order_has_the_same_samples(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=5000)
-    old, moved, other = f"0.7 {a} 0.3 {b}", f"70 {a}.bin 30 {b}", f"0.5 {a} 0.5 {b}"
-    configs = [
-        Config(gpus_per_node=1, **(OLD | {"train_data": text, "seq_len": 8})) for text in (old, moved, other)
-    ]
-    streams = [stream_of(config) for config in configs]
-    orders = [
-        SampleOrder.of(config, stream.fingerprint(), stream.content())
-        for config, stream in zip(configs, streams, strict=True)
-    ]
-    samples = [stream.batch(0, 200).numpy() for stream in streams]
+    orders, samples = [], []
+    for text in (f"0.7 {a} 0.3 {b}", f"70 {a}.bin 30 {b}", f"0.5 {a} 0.5 {b}"):
+        config = Config(gpus_per_node=1, **(OLD | {"train_data": text, "seq_len": 8}))
+        orders.append(order_of_files(config))
+        samples.append(SampleStream(parse_blend(text), seq_len=8, seed=1).batch(0, 200))
     assert orders[0] == orders[1] != orders[2]
-    assert np.array_equal(samples[0], samples[1])
-    assert not np.array_equal(samples[0], samples[2])
-    assert streams[0].fingerprint() == fingerprint_of([a, b]) != fingerprint_of([b, a])
+    assert samples[0].equal(samples[1]) and not samples[0].equal(samples[2])
+    assert orders[0].fingerprint == fingerprint_of([a, b]) != fingerprint_of([b, a])
 
 
 def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
     """Why the number of samples is part of it."""
     prefix = write(tmp_path / "a")
-    few, many = (
-        megatron_samples(MegatronOrder(prefix, "", "", 8, 1, num_train_samples, 0), tmp_path)[0]
-        for num_train_samples in (200, 900)
-    )
-    assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
+    few, many = (samples_of("megatron", prefix, 8, count, tmp_path).batch(0, 200) for count in (200, 900))
+    assert not few.equal(many)
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
@@ -229,31 +193,15 @@ def test_tokenizer_is_compared_where_both_are_known(tmp_path):
     def tokenizer(name, vocab, **other):
         path = tmp_path / name / "tokenizer.json"
         path.parent.mkdir()
-        path.write_text(
-            json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": [], **other})
-        )
+        model = {"type": "BPE", "vocab": vocab, "merges": []}
+        path.write_text(json.dumps({"model": model, "added_tokens": [], **other}))
         return {"tokenizer": str(path.parent)}
 
     first = tokenizer("first", {"a": 0, "b": 1})
-    same, other = (
-        tokenizer("same", {"b": 1, "a": 0}, padding={"length": 8}),
-        tokenizer("other", {"a": 1, "b": 0}),
-    )
-    assert (
-        problems(order(**first), order(**same))
-        == problems(order(**first), order())
-        == problems(order(), order(**first))
-        == []
-    )
+    same = tokenizer("same", {"b": 1, "a": 0}, padding={"length": 8})
+    other = tokenizer("other", {"a": 1, "b": 0})
+    for before, now in ((first, same), (first, {}), ({}, first)):
+        assert problems(order(**before), order(**now)) == []
     (line,) = problems(order(**first), order(**other))
-    assert re.fullmatch(
-        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{32}} instead of"
-        r" \w{32}\), "
-        rf"so ids would stand for other text\. Fix: give back the old tokenizer, {FIX}",
-        line,
-    )
-    # Versions before 2026-12 did not keep it.
-    config, current = order(**first)
-    saved = order()[1].facts()
-    del saved["tokenizer"]
-    assert order_changes(config, current, saved, CHECKPOINT, 100) == []
+    rule = rf"is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{32}} instead of \w{{32}}\)"
+    assert re.match(rf"TOKENIZER=\S+other: {rule}, so ids would stand for other text", line)

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from data.shuffle.test_shuffle import expected_files, some_texts, write_jsonl
+from data.shuffle.test_shuffle import expected_files, grown_by_a_shuffle, some_texts, write_jsonl
 from helpers import ROOT
 from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
@@ -98,14 +97,6 @@ def test_a_bucket_larger_than_the_memory_and_documents_larger_than_a_block(tmp_p
         assert data_of(output) == expected
 
 
-def test_processes_give_the_same(tmp_path):
-    inputs = some_inputs(tmp_path / "in")
-    expected = expected_files(inputs, **SETTINGS)
-    execution = Execution(workers=2)
-    shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=3, execution=execution)
-    assert data_of(tmp_path / "tasks") == expected
-
-
 def test_lines_whose_place_in_the_file_is_one_less_than_in_the_buffer(tmp_path):
     path, buffer = tmp_path / "lines", LineBuffer()
     path.write_bytes(b"aaa\nbb\nc\ndddd\n")
@@ -153,18 +144,6 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_or_counted(tmp_path):
     options = {"tasks": 4, "execution": HERE, "skip_bad": True, "start_over": True}
     found = shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
     assert found["read"]["skipped"] == expected["read"]["skipped"] == {"no field 'text'": 1}
-
-
-def test_what_cannot_be_shuffled(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
-    options = {"tasks": 2, "execution": HERE}
-    with pytest.raises(ValueError, match="all 5 documents are for validation, none is left for training"):
-        shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
-    path.write_text("\n\n")
-    with pytest.raises(ValueError, match="there is no document in the input"):
-        shuffle_documents([path], tmp_path / "empty", **SETTINGS, **options)
-    with pytest.raises(ValueError, match=r"tasks=0: must be at least 1\. Fix: "):
-        shuffle_documents([path], tmp_path / "none", **SETTINGS, tasks=0)
 
 
 # Interruptions
@@ -279,9 +258,8 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
     arguments += ["--valid-fraction", "0.05"]
     jobs = ["--tasks", "2", "--executor", "slurm", "--partition", "cpu"]
     program = f"{sys.executable} -m moe_exp data shuffle {' '.join(arguments + jobs)}"
-    monkeypatch.setattr(
-        sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "shuffle", *arguments, *jobs]
-    )
+    words = [str(ROOT / "moe_exp/__main__.py"), "data", "shuffle", *arguments, *jobs]
+    monkeypatch.setattr(sys, "argv", words)
     assert main("shuffle", arguments + jobs) == 75, program
     # three passes, each with the merging of its stats, and the publishing
     assert len(cluster.jobs()) == 7
@@ -300,36 +278,5 @@ def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
     with (tmp_path / "a.jsonl").open("w") as file:
         count = 3000 if len(text) > 100 else 250_000
         file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
-    code = """
-import sys
-from pathlib import Path
-import datatrove.executor, datatrove.utils.stats, moe_exp.data.shuffle.shuffle
-from moe_exp.data.shuffle.shuffle import shuffle_documents
-from moe_exp.data.tasks.execution import Execution
-def peak_kb():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
-before = peak_kb()
-options = {"name": "x", "num_shards": 1, "memory_bytes": 24 * 2**20, "tasks": 2}
-shuffle_documents([Path(sys.argv[1])], Path(sys.argv[2]), **options, execution=Execution(workers=1))
-print(peak_kb() - before)
-"""
-    command = [sys.executable, "-c", code, tmp_path / "a.jsonl", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert 0 < int(done.stdout) < 24 * 1024
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    inputs = some_inputs(tmp_path / "books")
-    arguments = ["books", "--shards", "2", "--memory", "16MiB"]
-    assert main("shuffle", [*arguments, "--output", "a", "--name", "x"]) == 0
-    both = ["--tasks", "3", "--workers", "1", "--output", "b", "--name", "x"]
-    assert main("shuffle", [*arguments, *both, "--dry-run"]) == 0
-    found = re.search(r"disk_bytes\W+([\d,]+)", capsys.readouterr().out)
-    assert found and int(found[1].replace(",", "")) > 1.5 * sum(path.stat().st_size for path in inputs)
-    assert not (tmp_path / "b").exists()
-    assert main("shuffle", [*arguments, *both]) == 0
-    assert data_of(tmp_path / "a") == data_of(tmp_path / "b")
-    assert main("shuffle", ["books/[0-3].jsonl", *arguments[1:]]) == 0
-    assert (tmp_path / "books_shuffled/books.val.jsonl").is_file()
+    grown_kb, _ = grown_by_a_shuffle(tmp_path, budget_mb=24, tasks=2)
+    assert 0 < grown_kb < 24 * 1024

@@ -9,10 +9,12 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import zstandard
 
+from data.shuffle.test_shuffle import COUNTED
 from helpers import ROOT
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
@@ -28,9 +30,8 @@ from moe_exp.host.files import file_hash
 def shards(tmp_path):
     """A folder as `shuffle` makes it."""
     path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"text {number} " + "x" * (number % 97)}) + "\n" for number in range(500))
-    )
+    texts = (f"text {number} " + "x" * (number % 97) for number in range(500))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     shuffle([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
     return tmp_path / "x_shuffled"
 
@@ -74,28 +75,17 @@ def test_missing_last_newlines_and_other_ends(tmp_path, monkeypatch, block_bytes
         "ignored.txt": b"no document",
     }
     manifest = merge(a_folder(tmp_path, **contents), tmp_path / "merged", valid_file_name="val")
-    numbers = ["one", "two", "three", "four", "five"]
-    assert (tmp_path / "merged.jsonl").read_bytes() == b"".join(
-        f'{{"text": "{number}"}}\n'.encode() for number in numbers
-    )
-    assert manifest["num_documents"] == {
-        "a.jsonl": 1,
-        "b.jsonl": 2,
-        "c.jsonl": 0,
-        "d.jsonl.gz": 1,
-        "e.jsonl.zst": 1,
-    }
-    assert (
-        manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
-        and manifest["checked_by"] == "lines"
-    )
+    expected = "".join(f'{{"text": "{number}"}}\n' for number in ("one", "two", "three", "four", "five"))
+    assert (tmp_path / "merged.jsonl").read_text() == expected
+    assert list(manifest["num_documents"].values()) == [1, 2, 0, 1, 1]
+    assert list(manifest["num_documents"]) == list(contents)[:5]
+    assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
+    assert manifest["checked_by"] == "lines"
 
 
 def test_bad_lines_without_a_manifest(tmp_path):
-    folder = a_folder(
-        tmp_path,
-        **{"a.jsonl": b'{"text": "one"}\n{"text": "tw', "b.jsonl": b'{"text": null}\n{"text": "three"}'},
-    )
+    first, second = b'{"text": "one"}\n{"text": "tw', b'{"text": null}\n{"text": "three"}'
+    folder = a_folder(tmp_path, **{"a.jsonl": first, "b.jsonl": second})
     with pytest.raises(BadDocument, match=r"a.jsonl:2: not valid JSON"):
         merge(folder, tmp_path / "merged", valid_file_name="val")
     assert not (tmp_path / "merged.jsonl").exists()
@@ -109,62 +99,40 @@ def change(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damage", "message"),
     [
-        (
-            lambda folder: change(folder / "x.chunk.03.jsonl"),
-            "x.chunk.03.jsonl: is not what manifest.json says, it was changed since. Fix: ",
-        ),
-        (
-            lambda folder: (folder / "x.chunk.00.jsonl").write_bytes(b""),
-            "x.chunk.00.jsonl: is not what manifest.json says",
-        ),
-        (
-            lambda folder: (folder / "x.chunk.04.jsonl").unlink(),
-            "x.chunk.04.jsonl: is missing, and is in manifest.json. Fix: shuffle",
-        ),
-        (
-            lambda folder: (folder / "y.jsonl").write_text("{}"),
-            "y.jsonl: is there, and is not in manifest.json. Fix: shuffle again, or",
-        ),
-        (
-            lambda folder: (folder / "x.val.jsonl").unlink(),
-            "valid_file_name=x.val: there is no such file in ",
-        ),
-        (lambda folder: shutil.rmtree(folder), "there is no such folder. Fix: "),
+        ("x.chunk.03.jsonl", change, "is not what manifest.json says, it was changed since"),
+        ("x.chunk.00.jsonl", lambda path: path.write_bytes(b""), "is not what manifest.json says"),
+        ("x.chunk.04.jsonl", Path.unlink, "is missing, and is in manifest.json. Fix: shuffle"),
+        ("y.jsonl", Path.touch, "is there, and is not in manifest.json. Fix: shuffle again, or"),
+        ("x.val.jsonl", Path.unlink, "valid_file_name=x.val: there is no such file in "),
+        (".", shutil.rmtree, "there is no such folder. Fix: "),
     ],
 )
-def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, damage, message):
-    damage(shards)
-    with pytest.raises(ValueError) as error:
+def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, name, damage, message):
+    damage(shards / name)
+    with pytest.raises(ValueError, match=message):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
-    assert message in str(error.value)
     assert not (tmp_path / "merged.jsonl").exists()
 
 
-def test_the_wrong_validation_file_is_noticed(shards, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"valid_file_name=x.chunk.01: the validation file is x.val.jsonl, .* Fix: give that.",
-    ):
-        merge(shards, tmp_path / "merged", valid_file_name="x.chunk.01")
-    with pytest.raises(
-        ValueError, match=r"valid_file_name=x: there is no such file in .* Fix: give x.val.jsonl."
-    ):
-        merge(shards, tmp_path / "merged", valid_file_name="x")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("x.chunk.01", "the validation file is x.val.jsonl, .* Fix: give that"),
+        ("x", "there is no such file in .* Fix: give x.val.jsonl"),
+    ],
+)
+def test_the_wrong_validation_file_is_noticed(shards, tmp_path, name, rule):
+    with pytest.raises(ValueError, match=f"valid_file_name={name}: {rule}"):
+        merge(shards, tmp_path / "merged", valid_file_name=name)
 
 
 def test_it_does_not_write_where_it_must_not(shards, tmp_path):
     with pytest.raises(ValueError, match=r"is in the folder that is merged. Fix: a path outside"):
         merge(shards, shards / "merged", valid_file_name="x.val")
     (tmp_path / "merged.jsonl").write_text("somebody's")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"merged.jsonl: is there, without a manifest of this program. Fix: choose another name, or give"
-            r" --start-over."
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"merged.jsonl: is there, without a manifest of this program. Fix"):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
     assert (tmp_path / "merged.jsonl").read_text() == "somebody's"
     merge(shards, tmp_path / "merged", valid_file_name="x.val", start_over=True)
@@ -193,20 +161,7 @@ def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import os, signal, sys
-from pathlib import Path
 from moe_exp.data.shuffle import merge
-calls = 0
-def counted(function):
-    def call(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == {kill_at}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-    return call
-os.writev = counted(os.writev)
-Path.replace = counted(Path.replace)
 merge._BLOCK_BYTES = 1000
 merge.merge(Path({folder!r}), Path({output!r}), valid_file_name="x.val")
 Path({output!r} + ".calls").write_text(str(calls))
@@ -219,53 +174,40 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_pa
         (shards / "manifest.json").unlink()
 
     def run(output, kill_at):
-        code = PROGRAM.format(kill_at=kill_at, folder=str(shards), output=str(output))
+        code = COUNTED.format(kill_at=kill_at, names=["replace"])
+        code += PROGRAM.format(folder=str(shards), output=str(output))
         run_on_ranks(1, exec, code, {}, join=False)
 
     run(tmp_path / "reference", 0)
     calls = int((tmp_path / "reference.calls").read_text())
+    reference = json.loads((tmp_path / "reference.manifest.json").read_text())
     for kill_at in (5, calls // 3, calls * 2 // 3, calls - 1, calls):  # the last two are in the publishing
         output = tmp_path / f"killed_{kill_at}"
         with pytest.raises(RankError, match="died with exit code -9"):
             run(output, kill_at)
         assert not (tmp_path / f"killed_{kill_at}.manifest.json").exists()
-        merge(shards, output, valid_file_name="x.val")
+        made = merge(shards, output, valid_file_name="x.val")
+        assert made["read"] == reference["read"]
         assert output.with_suffix(".jsonl").read_bytes() == by_hand(shards)
         assert not (tmp_path / f"killed_{kill_at}.partial").exists()
 
 
-def test_the_script(shards, tmp_path, monkeypatch, capsys):
+def test_the_script_and_the_command(shards, tmp_path, monkeypatch, capsys):
     script = ROOT / "moe_exp/scripts/merge_jsonl_files.py"
-    flags = [
-        "--input_dir",
-        "x_shuffled",
-        "--valid_file_name",
-        "x.val",
-        "--output_file_name",
-        "x_shuffled_merged",
-    ]
-
+    flags = ["--input_dir", "x_shuffled", "--valid_file_name", "x.val"]
+    flags += ["--output_file_name", "x_shuffled_merged"]
     monkeypatch.chdir(tmp_path)
     assert main("merge", [*flags, "--dry-run"]) == 0
     assert "disk_bytes" in capsys.readouterr().out and not (tmp_path / "x_shuffled_merged.jsonl").exists()
     done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
-    assert (done.returncode == 0 and "499" in done.stdout) or "49" in done.stdout, done.stderr
+    assert done.returncode == 0 and "documents" in done.stdout, done.stderr
     assert (tmp_path / "x_shuffled_merged.jsonl").read_bytes() == by_hand(shards)
+    other = ["--input-dir", str(shards), "--valid-file-name", "x.val.jsonl"]
+    other += ["--output-file-name", str(tmp_path / "deep/er.jsonl")]
+    assert main("merge", other) == 0
+    assert (tmp_path / "deep/er.jsonl").read_bytes() == by_hand(shards)
+    capsys.readouterr()
     (shards / "x.chunk.00.jsonl").unlink()
     assert main("merge", flags) == 1
     again = capsys.readouterr().err
     assert again.startswith("moe-exp data: ") and again.count("\n") == 1
-
-
-def test_the_command_takes_both_spellings_and_a_path(shards, tmp_path, capsys):
-    flags = [
-        "--input-dir",
-        str(shards),
-        "--valid-file-name",
-        "x.val.jsonl",
-        "--output-file-name",
-        str(tmp_path / "deep/er.jsonl"),
-    ]
-    assert main("merge", flags) == 0
-    assert "er.jsonl" in capsys.readouterr().out
-    assert (tmp_path / "deep/er.jsonl").read_bytes() == by_hand(shards)

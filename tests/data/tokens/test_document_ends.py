@@ -51,14 +51,8 @@ def tokenize(folder: Path, name: str, tokenizer: Path, *flags: str) -> str:
     """Token files of TEXTS by the command; their prefix."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (folder / f"{name}.jsonl").write_text(lines)
-    line = [
-        "data",
-        "tokenize",
-        "--input",
-        str(folder / f"{name}.jsonl"),
-        "--output-prefix",
-        str(folder / name),
-    ]
+    line = ["data", "tokenize", "--input", str(folder / f"{name}.jsonl")]
+    line += ["--output-prefix", str(folder / name)]
     line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
     assert cli.main([*line, "--workers", "1", *flags]) == 0
     return f"{folder / name}_text_document"
@@ -66,9 +60,8 @@ def tokenize(folder: Path, name: str, tokenizer: Path, *flags: str) -> str:
 
 def train(folder: Path, data: str, tokenizer: Path) -> Path:
     """The run folder of two iterations."""
-    settings = small_settings(
-        folder, "run", train_data=data, tokenizer=str(tokenizer), vocab_size=VOCAB, train_iters=2
-    )
+    files = {"train_data": data, "tokenizer": str(tokenizer), "vocab_size": VOCAB}
+    settings = small_settings(folder, "run", **files, train_iters=2)
     assert end_run(start_run(settings, folder / "printed"), folder / "printed") == [0]
     return folder / "run"
 
@@ -174,10 +167,8 @@ def token_files(tmp_path_factory):
     content["added_tokens"] = [token | {"special": False} for token in content["added_tokens"]]
     (same / "tokenizer.json").write_text(json.dumps(content))
     found = {"mine": mine, "same": same, "other": other, "data": tokenize(place, "data", mine)}
-    found |= {
-        "alike": tokenize(place, "alike", same),
-        "begun": tokenize(place, "begun", same, "--prepend-bos"),
-    }
+    found |= {"alike": tokenize(place, "alike", same)}
+    found |= {"begun": tokenize(place, "begun", same, "--prepend-bos")}
     found |= {"valid": tokenize(place, "valid", mine), "alien": tokenize(place, "alien", other)}
     found["plain"] = str(place / "plain")  # without a manifest, as of another program
     for suffix in (".bin", ".idx"):
@@ -210,16 +201,11 @@ def token_files(tmp_path_factory):
     ],
 )
 def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
-    given = {"train_data": "data"} | settings
-    if "data_stages" in given:
-        stage = {"from_samples": 8, "train_data": token_files[given["data_stages"]]}
-        given["data_stages"] = json.dumps([stage])
-    named = {
-        name: " ".join(token_files.get(word, word) for word in value.split())
-        if name != "data_stages"
-        else value
-        for name, value in given.items()
-    }
+    named = {}
+    for name, value in ({"train_data": "data"} | settings).items():
+        named[name] = " ".join(token_files.get(word, word) for word in value.split())
+    if "data_stages" in named:
+        named["data_stages"] = json.dumps([{"from_samples": 8, "train_data": named["data_stages"]}])
     size = {"vocab_size": VOCAB, "seq_len": 16, "gbsz": 4, "mbsz": 2, "gpus_per_node": 1}
     config = load_config(SMALL | size | named, {})
     problems = list(data_problems(config))

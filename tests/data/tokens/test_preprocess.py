@@ -8,15 +8,16 @@ import gzip
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import orjson
-import psutil
 import pytest
 import torch
 import zstandard
@@ -30,11 +31,12 @@ from moe_exp.commands.data import main
 from moe_exp.data.documents import Tally, find_inputs, read_documents, read_lines
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
+from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
+from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
-from moe_exp.data.tokens.preprocess import _Workers, dry_run, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.preprocess import dry_run, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 from moe_exp.host.files import bytes_text
@@ -43,15 +45,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 PART_BYTES = 20_000
 ODD_TEXTS = [
-    "nul \0 inside",
-    "line\u2028separator\u2029and\x85",
-    "Grüße, 世界! 🙂",
-    " ",
-    "\n",
-    f"quotes {EOD_TOKEN} and <|pad|>",
-    "\ufeffBOM",
-    "a\r\nb",
-]
+    "nul \0 inside", "line\u2028separator\u2029and\x85", "Grüße, 世界! 🙂", " ", "\n",
+    f"quotes {EOD_TOKEN} and <|pad|>", "\ufeffBOM", "a\r\nb",
+]  # fmt: skip
 
 
 def jsonl(texts, end="\n"):
@@ -111,23 +107,17 @@ def change_tokenizer(folder, path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_large"),
-    [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)],
-    ids=["gigatoken", "uint16", "int32"],
+    ("backend", "is_large"), [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)]
 )
 def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, texts, tmp_path):
     model = folder / "tokenizer.json"
     if is_large:
         vocab = json.loads(model.read_text())["model"]["vocab"]
-        model = change_tokenizer(
-            folder,
-            tmp_path / "large.json",
-            model__vocab={**vocab, **{f"unused {i}": i for i in range(600, 65500)}},
-        )
+        vocab |= {f"unused {i}": i for i in range(600, 65500)}
+        model = change_tokenizer(folder, tmp_path / "large.json", model__vocab=vocab)
     how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=model), append_eod=True)
-    manifest = tokenize_files(
-        [folder / "corpus.jsonl"], tmp_path / "ours", how, backend=backend, part_bytes=PART_BYTES
-    )
+    options = {"backend": backend, "part_bytes": PART_BYTES}
+    manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "ours", how, **options)
     tokenizer = Tokenizer.from_file(str(model))
     tokenizer.encode_special_tokens = True
     builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32 if is_large else np.uint16)
@@ -136,18 +126,11 @@ def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, t
         builder.add_document(torch.tensor(ids), [len(ids)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-    assert (manifest["num_documents"], manifest["num_eods"], manifest["backend"]) == (
-        len(texts),
-        len(texts),
-        backend,
-    )
+    assert manifest["num_documents"] == manifest["num_eods"] == len(texts) and manifest["backend"] == backend
     assert manifest["num_tokens"] == sum(len(one) for one in IndexedDataset(str(tmp_path / "ours")))
-
-
-def test_text_hash_is_that_of_the_input(folder, undisturbed):
     tally = Tally()
     assert len(list(read_documents(folder / "corpus.jsonl", tally))) == tally.num_documents
-    assert Tally.from_json(undisturbed[1]) == tally
+    assert Tally.from_json(manifest) == tally
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -173,15 +156,13 @@ def test_any_number_of_workers_and_any_packing(workers, texts, how, undisturbed,
 )
 def test_parts_have_every_line_once(tmp_path_factory, lines, ends, part_bytes):
     path = write(tmp_path_factory.mktemp("parts") / "x.jsonl", b"\n".join(lines) + b"\n" * ends)
-    found = [
-        (line_number(part, number), line)
-        for part in plan_parts([path], part_bytes)
-        for number, line in part_lines(part)
-    ]
+    found = []
+    for part in plan_parts([path], part_bytes):
+        found += [(line_number(part, number), line) for number, line in part_lines(part)]
     assert found == list(read_lines(path))
 
 
-def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_path):
+def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_path, caplog):
     prefixes = []
     for number, shard in enumerate([texts[:1], texts[1:50], texts[50:]]):
         prefixes.append(tmp_path / f"shard{number}")
@@ -191,49 +172,28 @@ def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_
     assert (manifest["num_documents"], manifest["num_tokens"]) == (len(texts), undisturbed[1]["num_tokens"])
     for name in ("vocab_size", "eod_id"):
         assert manifest[name] == TokenFiles(str(prefixes[0])).tokenizer_fact(name) is not None
-
-
-def test_shards_of_other_tokenizers_are_noticed(texts, how, tmp_path, caplog):
-    tokenize_files([write(tmp_path / "a.jsonl", jsonl(texts[:5]))], tmp_path / "one", how)
-    tokenize_files([write(tmp_path / "b.jsonl", jsonl(texts[5:9]))], tmp_path / "two", how)
-    assert other_tokenizer([str(tmp_path / "one"), str(tmp_path / "two")]) == ""
-    path = tmp_path / "two.manifest.json"
-    manifest = json.loads(path.read_text())
-    for facts in (manifest["settings"], manifest):
-        facts["tokenizer"] |= {"hash": "0" * 32, "ids": "0" * 16}
-    path.write_text(json.dumps(manifest))
-    merge_token_files([tmp_path / "one", tmp_path / "two"], tmp_path / "merged")
-    both = f"{tmp_path}/one and {tmp_path}/two"
+    path = tmp_path / "shard1.manifest.json"
+    other = json.loads(path.read_text())
+    other["tokenizer"] |= {"hash": "0" * 32, "ids": "0" * 16}
+    path.write_text(json.dumps(other))
+    assert "were tokenized with different" not in caplog.text
+    merge_token_files(prefixes, tmp_path / "other")
+    both = f"{prefixes[0]} and {prefixes[1]}"
     assert f"{both} were tokenized with different tokenizer.json files" in caplog.text
-
-
-def test_documents_of_several_sequences_merge_as_megatron_merges_them(tmp_path):
-    paths = [tmp_path / name for name in ("a", "b", "theirs")]
-    builders = [IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32) for path in paths]
-    for builder, lengths in zip(builders[:2], ([[2, 3], [1]], [[4], [1, 1, 1]]), strict=True):
-        for document in lengths:
-            builder.add_document(torch.arange(sum(document)), document)
-        builder.finalize(builder.data_file.name.replace(".bin", ".idx"))
-    for path in paths[:2]:
-        builders[2].add_index(str(path))
-    builders[2].finalize(f"{paths[2]}.idx")
-    assert merge_token_files(paths[:2], tmp_path / "ours")["num_documents"] == 4
-    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
 
 
 def test_what_cannot_be_merged(how, undisturbed, tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "other.bin"), dtype=np.int32)
     builder.add_document(torch.arange(3), [3])
     builder.finalize(str(tmp_path / "other.idx"))
-    with pytest.raises(
-        ValueError,
-        match=r"tokens are stored as uint16 in .* and int32 in .*other. Fix: merge shards of one tokenizer",
+    types = "tokens are stored as uint16 in .* and int32 in .*other"
+    for prefixes, output, rule in (
+        ([undisturbed[0], tmp_path / "other"], "out", types),
+        ([tmp_path / "missing"], "out", r"missing\.bin is missing\. Fix: "),
+        ([tmp_path / "other"], "other", "is one of the shards"),
     ):
-        merge_token_files([undisturbed[0], tmp_path / "other"], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"missing\.bin is missing\. Fix: "):
-        merge_token_files([tmp_path / "missing"], tmp_path / "out")
-    with pytest.raises(ValueError, match="is one of the shards"):
-        merge_token_files([tmp_path / "other"], tmp_path / "other")
+        with pytest.raises(ValueError, match=rule):
+            merge_token_files(prefixes, tmp_path / output)
 
 
 # Texts
@@ -254,35 +214,25 @@ def test_special_tokens_in_a_text_are_text(folder, undisturbed, tmp_path):
 
 LETTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<unk>", "<pad>", "</s>"]
+WORDS = {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])}
+PIECES = [[piece, -3.0] for piece in SPECIAL + LETTERS]
 OWN_VOCABULARY = {
-    "Unigram": {
-        "model": {
-            "type": "Unigram",
-            "unk_id": 0,
-            "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS],
-            "byte_fallback": False,
-        }
-    },
+    "Unigram": {"model": {"type": "Unigram", "unk_id": 0, "vocab": PIECES, "byte_fallback": False}},
     "WordLevel": {
-        "model": {
-            "type": "WordLevel",
-            "unk_token": "<unk>",
-            "vocab": {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])},
-        },
+        "model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS},
         "pre_tokenizer": {"type": "WhitespaceSplit"},
     },
 }
 
 
-def own_vocabulary(kind, folder, added=SPECIAL):
+def own_vocabulary(kind, folder):
     """A tokenizer whose model has the special tokens in its own vocabulary, where no switch makes them
     text.
     """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    tokens = [{"id": SPECIAL.index(token), "content": token, "special": True, **flags} for token in added]
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]})
-    )
+    tokens = [{"id": SPECIAL.index(token), "content": token, "special": True, **flags} for token in SPECIAL]
+    content = {"version": "1.0", "added_tokens": tokens, **OWN_VOCABULARY[kind]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     return load_tokenizer("HuggingFaceTokenizer", model=folder)
 
 
@@ -290,40 +240,21 @@ def own_vocabulary(kind, folder, added=SPECIAL):
 @pytest.mark.parametrize("token", SPECIAL[1:])
 def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
     tokenizer = own_vocabulary(kind, tmp_path)
-    fine = write(tmp_path / "fine.jsonl", jsonl(["fine", "not \u4e16 fine"] * 20))
-    path = write(
-        tmp_path / "x.jsonl",
-        jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20),
-    )
-    with pytest.raises(
-        BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"
-    ):
+    reason, fine = f"the tokenizer reads {token} in the text as a special token", "not \u4e16 fine"
+    texts = ["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + [fine] * 20
+    path = write(tmp_path / "x.jsonl", jsonl(texts))
+    with pytest.raises(BadDocument, match=rf"x\.jsonl:21: {reason}$"):
         tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True), part_bytes=150)
-    manifest = tokenize_files(
-        [path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150
-    )
-    assert manifest["skipped"] == {f"the tokenizer reads {token} in the text as a special token": 2}
+    skipping = PartSettings(tokenizer, append_eod=True, skip_bad=True)
+    manifest = tokenize_files([path], tmp_path / "skip", skipping, part_bytes=150)
+    assert manifest["skipped"] == {reason: 2}
     assert (manifest["num_documents"], manifest["num_eods"]) == (40, 40)
     ids = np.fromfile(tmp_path / "skip.bin", np.uint16)
-    assert (np.count_nonzero(ids == 1), np.count_nonzero(ids == 2)) == (0, 40)
-    assert np.count_nonzero(ids == 0) == 20, "unknown words are text"
-    without = tokenize_files([fine], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
-    assert {name: manifest[name] for name in ("text_hash", "num_text_bytes")} == {
-        name: without[name] for name in ("text_hash", "num_text_bytes")
-    }
-
-
-def test_an_end_token_that_is_a_piece_alone(tmp_path):
-    tokenizer = own_vocabulary("Unigram", tmp_path, added=[])
-    path = write(tmp_path / "x.jsonl", jsonl(["fine", "two", "not </s> fine"]))
-    with pytest.raises(
-        BadDocument, match=r"x\.jsonl:3: the tokenizer reads </s> in the text as a special token$"
-    ):
-        tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True))
-    allowed = PartSettings(
-        load_tokenizer("HuggingFaceTokenizer", model=tmp_path, allow_special=True), append_eod=True
-    )
-    assert tokenize_files([path], tmp_path / "allowed", allowed)["num_eods"] == 4
+    # unknown words are text
+    assert [np.count_nonzero(ids == index) for index in range(3)] == [20, 0, 40]
+    fine_path = write(tmp_path / "fine.jsonl", jsonl(["fine", fine] * 20))
+    without = tokenize_files([fine_path], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
+    assert all(manifest[name] == without[name] for name in ("text_hash", "num_text_bytes"))
 
 
 def test_one_document_larger_than_parts_and_batches(folder, how, tmp_path):
@@ -337,42 +268,32 @@ def test_one_document_larger_than_parts_and_batches(folder, how, tmp_path):
     assert tokenizer.decode(read[1][:-1]) == text
 
 
-@pytest.mark.parametrize("setting", ["truncation", "padding"])
-def test_a_tokenizer_with_truncation_or_padding(setting, folder, undisturbed, tmp_path, caplog):
-    value = {
-        "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
-        "padding": {
-            "strategy": {"Fixed": 9},
-            "direction": "Right",
-            "pad_id": 1,
-            "pad_type_id": 0,
-            "pad_token": "<|pad|>",
-            "pad_to_multiple_of": None,
-        },
-    }[setting]
+TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+PADDING |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>"}
+WITH_BOS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "length"),
+    [
+        ("truncation", TRUNCATION, 5),
+        ("padding", PADDING, 18),
+        ("post_processor", WITH_BOS, 19),
+    ],
+)
+def test_documents_stay_as_they_are(setting, value, length, folder, undisturbed, tmp_path, caplog):
+    """Not cut, not padded, and no token before them."""
     path = change_tokenizer(folder, tmp_path / "t.json", **{setting: value})
-    assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) in (5, 18, 9), "the setting works"
+    assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) == length, "the setting works"
     how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
-    assert f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
-    tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
-    assert contents(tmp_path / "out") == contents(undisturbed[0])
-
-
-def test_no_token_before_a_document(folder, undisturbed, tmp_path):
-    template = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|pad|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-    }
-    template |= {
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
-    }
-    path = change_tokenizer(folder, tmp_path / "t.json", post_processor=template)
-    assert Tokenizer.from_file(str(path)).encode("x").ids[0] == 1
-    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
+    said = f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
+    assert said == (setting != "post_processor")
     tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
 
@@ -391,11 +312,21 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
-def test_a_bad_line_stops_and_is_named(line, how, tmp_path):
-    path = write(tmp_path / "x.jsonl", jsonl(["a"] * 40) + b"\n\n" + line + b"\n" + jsonl(["b"]))
-    with pytest.raises(BadDocument, match=rf"x\.jsonl:42: {BAD_LINES[line]}"):
-        tokenize_files([path], tmp_path / "out", how, part_bytes=200)
+def with_line(line):
+    return jsonl(["a"] * 40) + b"\n\n" + line + b"\n" + jsonl(["b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        *(("x.jsonl", with_line(line), rf"x\.jsonl:42: {reason}") for line, reason in BAD_LINES.items()),
+        ("x.jsonl.gz", gzip.compress(jsonl(ODD_TEXTS))[:-20], "the compressed file is damaged or ends early"),
+        *(("x.jsonl", text, "the inputs have no documents") for text in (b"", b"\n\n", b'{"text": ""}')),
+    ],
+)
+def test_what_stops(name, content, rule, how, tmp_path):
+    with pytest.raises(ValueError, match=rule):
+        tokenize_files([write(tmp_path / name, content)], tmp_path / "out", how, part_bytes=200)
     assert not (tmp_path / "out.bin").exists()
     assert not (tmp_path / "out.manifest.json").exists()
 
@@ -410,74 +341,24 @@ def test_bad_lines_are_skipped_and_counted(how, tmp_path):
     assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
 
 
-def test_only_a_few_parts_are_submitted_at_a_time(how, tmp_path):
-    """Each look at those that are pending takes time for every one of them."""
-    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 200))
-    parts = plan_parts([path], 200)
-    assert len(parts) > 100
-    submitted, made, most = [], [], 0
-    with _Workers(how, 2) as workers:
-        submit = workers._pool.submit
-        workers._pool.submit = lambda *work: submitted.append(work) or submit(*work)
-        for part in workers.encode("tokenizers", parts, tmp_path, lambda num_bytes: None):
-            most = max(most, len(submitted) - len(made))
-            made.append(part.index)
-    assert sorted(made) == [part.index for part in parts]
-    assert 2 <= most <= 8
-
-
 def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)), raising=False)
     path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 400) + b"\nnot JSON\n" + jsonl(["b" * 100] * 400))
     with pytest.raises(BadDocument, match=r"x\.jsonl:401: not valid JSON"):
         tokenize_files([path], tmp_path / "out", how, workers=2, backend="tokenizers", part_bytes=5000)
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_that_ends_early(suffix, texts, how, tmp_path):
-    content = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix](jsonl(texts))
-    path = write(tmp_path / f"x.jsonl{suffix}", content[:-20])
+    # a damaged file is no bad line
+    path = write(tmp_path / "x.jsonl.zst", zstandard.compress(jsonl(ODD_TEXTS))[:-20])
     with pytest.raises(BadDocument, match="the compressed file is damaged or ends early"):
-        tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer, skip_bad=True))
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n'])
-def test_no_documents(content, how, tmp_path):
-    with pytest.raises(ValueError, match="the inputs have no documents"):
-        tokenize_files([write(tmp_path / "x.jsonl", content)], tmp_path / "out", how)
-    assert not (tmp_path / "out.bin").exists()
-
-
-def test_inputs(tmp_path):
-    names = ["b.jsonl", "a.jsonl.gz", "a.val.jsonl", "README.md", "c.docx"]
-    b, a, valid, _, other = (write(tmp_path / name, b"") for name in names)
-    assert find_inputs([tmp_path]) == [a, b]
-    assert find_inputs([f"{tmp_path}/*.jsonl"]) == [valid, b]
-    assert find_inputs([b, a]) == [b, a]
-    for inputs, message in (
-        ([other], r"does not end with .jsonl, .* Fix: save it as c\.txt, in UTF-8"),
-        ([tmp_path / "d*"], "no file matches the pattern"),
-        ([a, tmp_path], "is given 2 times"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            find_inputs(inputs)
+        tokenize_files([path], tmp_path / "out2", PartSettings(how.tokenizer, skip_bad=True))
 
 
 def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
-    named = [
-        write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"),
-        write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:]))),
-    ]
-    jsonl_file = write(tmp_path / "c.jsonl", b"")
+    first, second = jsonl(texts[:30]) + b"\n", gzip.compress(jsonl(texts[30:]))
+    named = [write(tmp_path / "a.json", first), write(tmp_path / "b.json.gz", second)]
     write(tmp_path / "info.json", b'{"rows": 1}')
-    assert find_inputs([tmp_path]) == [*named, jsonl_file], "a folder may hold other JSON"
-    (tmp_path / "info.json").unlink()
-    assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
-    dry_run(find_inputs(named), tmp_path / "out", how, workers=1, backend="auto")
-    tokenize_files(find_inputs(named), tmp_path / "out", how, part_bytes=PART_BYTES)
-    assert contents(tmp_path / "out") == contents(undisturbed[0])
-    whole = write(tmp_path / "whole.json", json.dumps([{"text": text} for text in texts], indent=1).encode())
-    tokenize_files(find_inputs([whole]), tmp_path / "out", how, start_over=True)
+    assert find_inputs([tmp_path]) == named, "a folder may hold other JSON"
+    dry_run(named, tmp_path / "out", how, workers=1, backend="auto")
+    tokenize_files(named, tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
 
 
@@ -491,10 +372,7 @@ def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
     assert probe.backend == "tokenizers"
     assert probe.reason.startswith("not gigatoken: it encodes ")
     with pytest.raises(
-        ValueError,
-        match=(
-            r"^BACKEND=gigatoken: gigatoken cannot be used: it encodes .* Fix: give --backend tokenizers\.$"
-        ),
+        ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: give --backend tokenizers"
     ):
         probe_backend(Encoders(tokenizer), "gigatoken", [])
 
@@ -504,17 +382,11 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
     encoders = Encoders(tokenizer)
     fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
-    odd = next(
-        text for text in probe_texts(tokenizer) if not np.array_equal(fast([text])[0], slow([text])[0])
-    )
-    source = write(tmp_path / "x.jsonl", jsonl(["a", odd]))
-    with pytest.raises(
-        ValueError,
-        match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend tokenizers --start-over\.$",
-    ):
-        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(
-            Part(0, source, 0, 10**6), tmp_path, lambda num_bytes: None
-        )
+    texts = probe_texts(tokenizer)
+    odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
+    part = Part(0, write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6)
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend token"):
+        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(part, tmp_path, lambda num_bytes: None)
     assert not list(tmp_path.glob("part.*"))
 
 
@@ -533,10 +405,7 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
 def test_without_gigatoken(how, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
-    assert (probe.backend, probe.reason) == (
-        "tokenizers",
-        "not gigatoken: it is not installed (pip install gigatoken)",
-    )
+    assert probe.backend == "tokenizers" and "it is not installed (pip install gigatoken)" in probe.reason
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
@@ -551,8 +420,7 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 KILLER = """
 import os, pathlib, signal
 from moe_exp.data import stage
-from moe_exp.data.tokens import joined_parts, preprocess
-from moe_exp.data.tokens import parts as token_parts
+from moe_exp.data.tokens import joined_parts, parts as token_parts, preprocess
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
@@ -582,7 +450,7 @@ def kill(*arguments):
 @pytest.mark.parametrize(
     ("owner", "name", "needle", "countdown"),
     [
-        ("token_parts", "write_all", "", 1),  # while the first part is written
+        ("Path", "replace", "part.000000", 1),  # the tokens of the first part are written
         ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
         ("joined_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
         ("joined_parts", "write_index", "", 1),  # all parts are joined
@@ -601,14 +469,13 @@ def test_killed_and_called_again(owner, name, needle, countdown, folder, how, un
 
 def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):
     source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() + b"not JSON\n")
-    with pytest.raises(BadDocument):
-        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
-    partial = tmp_path / "out.partial"
-    before = {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")}
-    assert len(before) > 5
-    with pytest.raises(BadDocument):
-        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
-    assert {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")} == before
+    made = []
+    for _ in range(2):
+        with pytest.raises(BadDocument):
+            tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
+        parts = (tmp_path / "out.partial").glob("part.*.json")
+        made.append({path.name: path.stat().st_mtime_ns for path in parts})
+    assert len(made[0]) > 5 and made[0] == made[1]
 
 
 def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
@@ -621,84 +488,32 @@ def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
     assert contents(tmp_path / "out") == contents(undisturbed[0])
 
 
-def start_with_two_workers(folder, how, tmp_path):
-    """A run of `moe-exp data tokenize` with two workers at work: the process, its workers, the input."""
+def test_a_worker_that_dies_is_named(folder, how, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)), raising=False)
     source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() * 60)
-    flags = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        folder,
-        "--append-eod",
-        "--workers",
-        2,
-        "--backend",
-        "tokenizers",
-    ]
-    code = (
-        "import os, sys; os.sched_getaffinity = lambda pid: {0, 1}; from moe_exp.cli import main;"
-        " sys.exit(main(sys.argv[1:]))"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "data",
-        "tokenize",
-        "--input",
-        source,
-        "--output-prefix",
-        tmp_path / "out",
-        *flags,
-    ]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while len(list((tmp_path / "out_text_document.partial").glob("part.*.tmp"))) < 1:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    (server,) = (one for one in psutil.Process(process.pid).children() if one.children())
-    workers = server.children()
-    return process, workers
 
+    def kill_one():
+        while not (working := list((tmp_path / "out.partial").glob("part.*.tmp"))):
+            time.sleep(0.02)
+        os.kill(int(working[0].name.split(".")[2]), signal.SIGKILL)
 
-def test_a_worker_that_dies_ends_the_run(folder, how, tmp_path):
-    process, workers = start_with_two_workers(folder, how, tmp_path)
-    workers[0].kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "tokenize: a worker process died. Fix: give fewer --workers" in errors
-    assert "Traceback" not in errors
-
-
-def test_workers_end_with_their_parent(folder, how, tmp_path):
-    process, workers = start_with_two_workers(folder, how, tmp_path)
-    process.kill()
-    process.communicate()
-    gone, alive = psutil.wait_procs(workers, timeout=60)
-    assert gone
-    assert not alive
+    threading.Thread(target=kill_one, daemon=True).start()
+    with pytest.raises(Unfinished, match=r"of \S+x\.jsonl was killed by SIGKILL; .*fewer --workers"):
+        tokenize_files([source], tmp_path / "out", how, workers=2, backend="tokenizers")
 
 
 def test_disk_full(folder, how, undisturbed, tmp_path):
-    arguments = [
-        "--input",
-        folder / "corpus.jsonl",
-        "--output-prefix",
-        tmp_path / "out",
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-    ]
-    arguments += ["--tokenizer-model", folder, "--append-eod", "--workers", 1]
+    flags = ["--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "out", "--workers", 1]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--append-eod"]
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
     code = f"{limit}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "data", "tokenize", *map(str, arguments)]
-    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-c", code, "data", "tokenize", *map(str, flags)]
+    full = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert full.returncode == 1
     assert full.stderr.splitlines()[-1].startswith("moe-exp data: ")
     assert "File too large" in full.stderr.splitlines()[-1]
     assert "Traceback" not in full.stderr
-    assert main("tokenize", list(map(str, arguments))) == 0
+    assert main("tokenize", words[5:]) == 0
     assert contents(tmp_path / "out_text_document") == contents(undisturbed[0])
 
 
@@ -712,37 +527,26 @@ def test_settings_that_changed_are_refused(folder, how, undisturbed, tmp_path):
     with pytest.raises(ValueError, match="was made with append_eod=True, now it is False"):
         tokenize_files([path], tmp_path / "out", PartSettings(how.tokenizer))
     write(path, jsonl(["a", "b"]))
-    with pytest.raises(ValueError, match=r"was made from other inputs \(x\.jsonl is not what it was\)"):
-        tokenize_files([path], tmp_path / "out", how)
     assert tokenize_files([path], tmp_path / "out", how, start_over=True)["num_documents"] == 2
-    (tmp_path / "out.bin").unlink()
-    with pytest.raises(ValueError, match=r"out\.bin: is missing, its manifest\.json says 8 bytes"):
-        tokenize_files([path], tmp_path / "out", how)
 
 
 def test_no_eod_where_one_is_asked_for(folder, tmp_path):
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = []
-    content["model"]["vocab"] = {
-        token.replace("<|endoftext|>", "none"): index for token, index in content["model"]["vocab"].items()
-    }
+    content["model"]["vocab"]["none"] = content["model"]["vocab"].pop("<|endoftext|>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
     with pytest.raises(
-        ValueError,
-        match=(
-            r"^APPEND_EOD=True: the tokenizer \S+ names no end-of-sequence token\. Fix: name it with"
-            r" --eod-token\.$"
-        ),
+        ValueError, match=r"^APPEND_EOD=True: .* names no end-of-sequence token\. Fix: name it"
     ):
         PartSettings(tokenizer, append_eod=True)
     path = write(tmp_path / "x.jsonl", jsonl(["abc"]))
     assert tokenize_files([path], tmp_path / "out", PartSettings(tokenizer))["num_eods"] == 0
 
 
-@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("backend", "tiktoken")])
+@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("tasks", 0), ("backend", "tiktoken")])
 def test_wrong_settings(field, value, how, tmp_path):
-    with pytest.raises(ValueError, match=rf"^{field.upper()}={value}: must be .* Fix: "):
+    with pytest.raises(ValueError, match=rf"(?i)^{field}={value}: must be .* Fix: "):
         tokenize_files([write(tmp_path / "x.jsonl", jsonl(["a"]))], tmp_path / "out", how, **{field: value})
     assert not (tmp_path / "out.partial").exists()
 
@@ -751,41 +555,26 @@ def test_dry_run_writes_nothing(folder, how, undisturbed, tmp_path, capsys):
     dry_run([folder / "corpus.jsonl"], tmp_path / "out", how, workers=1, backend="auto")
     assert list(tmp_path.iterdir()) == []
     out = capsys.readouterr().out
-    estimate = int(
-        next(line for line in out.splitlines() if "│ tokens " in line)
-        .split("about ")[1]
-        .split(" at most")[0]
-        .replace(",", "")
-    )
+    estimate = int(re.search(r"│ tokens .* about ([\d,]+) at most", out)[1].replace(",", ""))
     assert undisturbed[1]["num_tokens"] * 0.7 < estimate < undisturbed[1]["num_tokens"] * 1.5
 
 
 def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
-    script = ROOT / "moe_exp" / "scripts" / "preprocess_data.py"
-    flags = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        folder,
-        "--append-eod",
-        "--workers",
-        128,
-        "--log-interval",
-        1000,
-    ]
-    command = [
+    script, source = ROOT / "moe_exp" / "scripts" / "preprocess_data.py", folder / "corpus.jsonl"
+    words = [
         sys.executable,
         script,
         "--input",
-        folder / "corpus.jsonl",
+        source,
         "--output-prefix",
         tmp_path / "llama3",
-        *flags,
+        "--append-eod",
     ]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    words += ["--workers", 128, "--log-interval", 1000]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(list(map(str, words)), **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"TRAIN_DATA={tmp_path}/llama3_text_document VOCAB_SIZE=")
     assert contents(tmp_path / "llama3_text_document") == contents(undisturbed[0])
@@ -793,15 +582,8 @@ def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
 
 def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     write(tmp_path / "x.jsonl", orjson.dumps({"text": "a b", "title": "c"}))
-    flags = [
-        "--input",
-        str(tmp_path / "x.jsonl"),
-        "--output-prefix",
-        str(tmp_path / "out"),
-        "--tokenizer-type",
-        "ByteLevelTokenizer",
-        "--append-eod",
-    ]
+    flags = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    flags += ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod"]
     assert main("tokenize", [*flags, "--json-keys", "text", "title"]) == 0
     assert list(np.fromfile(tmp_path / "out_text_document.bin", np.uint16)) == [*b"a b", 256]
     assert list(np.fromfile(f"{tokenized_prefix(tmp_path / 'out', 'title')}.bin", np.uint16)) == [*b"c", 256]
@@ -809,16 +591,12 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     assert "SPLIT_SENTENCES=True: sentences are for BERT's pairs" in capsys.readouterr().err
     shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
     before = sorted(tmp_path.iterdir())
-    assert (
-        main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"])
-        == 0
-    )
+    merge = ["--merge", *shards, "--output-prefix"]
+    assert main("tokenize", [*merge, str(tmp_path / "new" / "both"), "--dry-run"]) == 0
     assert sorted(tmp_path.iterdir()) == before
     rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
-    num_bytes = sum(
-        Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx")
-    )
+    num_bytes = sum(len(content) for shard in shards for content in contents(shard))
     assert (rows["documents"], rows["tokens"]) == ("2", "6")
     assert rows["disk"].startswith(f"{bytes_text(num_bytes)}, of ")
-    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert main("tokenize", [*merge, str(tmp_path / "both")]) == 0
     assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]

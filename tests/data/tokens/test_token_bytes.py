@@ -17,12 +17,9 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 
 TEXTS = [
-    "The end of the story, and its beginning.",
-    "Grüße an alle 世界",
-    "def main(x):\n    return x\n",
-    "né 🙂🙂 z",
-    "a  b   c",
-]
+    "The end of the story, and its beginning.", "Grüße an alle 世界", "def main(x):\n    return x\n",
+    "né 🙂🙂 z", "a  b   c",
+]  # fmt: skip
 
 
 def metaspace(model: str) -> Tokenizer:
@@ -175,6 +172,5 @@ def test_what_stands_for_no_text(tmp_path):
     table = TokenBytes(loaded)
     ids = np.array([tokenizer.token_to_id("<mask>"), loaded.eod_id, loaded.vocab_size, 70000], dtype=np.int64)
     assert table.count(ids, np.zeros(4, dtype=bool)) == table.count(ids, np.ones(4, dtype=bool)) == 0
-    assert table.count(np.array([tokenizer.token_to_id("wörd")]), np.zeros(1, dtype=bool)) == len(
-        "wörd".encode()
-    )
+    word = np.array([tokenizer.token_to_id("wörd")])
+    assert table.count(word, np.zeros(1, dtype=bool)) == len("wörd".encode())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 documents = st.lists(st.lists(st.integers(0, 299), max_size=20), min_size=1, max_size=20)
 
@@ -43,20 +44,6 @@ def test_megatron_reads_what_we_write(tmp_path_factory, docs, vocab_size):
     assert list(read.document_indices) == list(range(len(docs) + 1))
     assert writer.num_tokens == bin_idx_tokens(prefix) == sum(len(ids) + 1 for ids in docs)
     assert bin_idx_problem(prefix) is None
-
-
-@pytest.mark.parametrize("vocab_size", [300, 70000])
-def test_files_are_megatrons_byte_for_byte(vocab_size, tmp_path):
-    docs = [[5, 6, 7], [8], [9, 10]]
-    write(tmp_path / "ours", docs, vocab_size)
-    builder = IndexedDatasetBuilder(
-        str(tmp_path / "theirs.bin"), dtype=np.uint16 if vocab_size < 65500 else np.int32
-    )
-    for ids in docs:
-        builder.add_document(torch.tensor([*ids, 0]), [len(ids) + 1])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
 
 
 def test_an_index_that_is_written_in_several_pieces(tmp_path, monkeypatch):
@@ -120,22 +107,15 @@ def test_pointers_beyond_the_tokens_are_refused(tmp_path):
         merge_token_files([tmp_path / "x"], tmp_path / "merged")
 
 
-def test_nothing_is_left_behind_by_an_exception(tmp_path):
-    def fail_midway():
-        with BinIdxWriter(tmp_path / "part", vocab_size=300) as writer:
+def test_files_get_their_names_at_the_end_or_nothing_is_left(tmp_path):
+    for error in (KeyboardInterrupt(), None):
+        with suppress(KeyboardInterrupt), BinIdxWriter(tmp_path / "part", vocab_size=300) as writer:
             writer.add_document([1, 2])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail_midway()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_get_their_names_at_the_end(tmp_path):
-    with BinIdxWriter(tmp_path / "part", vocab_size=300) as writer:
-        writer.add_document([1, 2])
-        assert not {"part.bin", "part.idx"} & {path.name for path in tmp_path.iterdir()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part.bin", "part.idx"]
+            assert not {"part.bin", "part.idx"} & {path.name for path in tmp_path.iterdir()}
+            if error:
+                raise error
+        expected = [] if error else ["part.bin", "part.idx"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
 
 @pytest.mark.parametrize(("ids", "worst"), [([1, 300], 300), ([-1, 2], -1), (np.array([65536 + 5]), 65541)])
@@ -145,25 +125,25 @@ def test_id_outside_the_vocabulary(ids, worst, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_missing_file_is_reported(suffix, tmp_path):
-    write(tmp_path / "part", [[1, 2, 3]])
-    (tmp_path / f"part.{suffix}").unlink()
-    assert bin_idx_problem(tmp_path / "part") == f"{tmp_path}/part.{suffix} is missing"
-
-
-def test_bin_of_other_size_is_reported(tmp_path):
+@pytest.mark.parametrize(
+    ("suffix", "kept", "text"),
+    [
+        ("bin", None, "part.bin is missing"),
+        ("idx", None, "part.idx is missing"),
+        ("bin", 11, "part.bin is truncated: 11 bytes, by the sizes in its .idx 12"),
+        ("bin", 0, "part.bin is truncated: 0 bytes, by the sizes in its .idx 12"),
+        ("bin", 14, "part.bin is of another index: 14 bytes, by the sizes in its .idx 12"),
+        *(("idx", size, f"part.idx is truncated: {size} bytes") for size in (0, 10, 33, 34, 60)),
+    ],
+)
+def test_files_of_another_size_are_reported(suffix, kept, text, tmp_path):
     write(tmp_path / "part", [[1, 2, 3], [4]])
-    file, content = tmp_path / "part.bin", (tmp_path / "part.bin").read_bytes()
-    file.write_bytes(content[:-1])
-    assert bin_idx_problem(tmp_path / "part") == f"{file} is truncated: 11 bytes, by the sizes in its .idx 12"
-    file.write_bytes(b"")
-    assert "is truncated: 0 bytes" in bin_idx_problem(tmp_path / "part")
-    file.write_bytes(content + b"\0\0")
-    assert (
-        bin_idx_problem(tmp_path / "part")
-        == f"{file} is of another index: 14 bytes, by the sizes in its .idx 12"
-    )
+    path = tmp_path / f"part.{suffix}"
+    if kept is None:
+        path.unlink()
+    else:
+        path.write_bytes((path.read_bytes() + b"\0\0")[:kept])
+    assert bin_idx_problem(tmp_path / "part").startswith(f"{tmp_path}/{text}")
 
 
 @pytest.mark.parametrize(
@@ -185,13 +165,6 @@ def test_damaged_index_is_reported(offset, new, text, tmp_path):
     index[offset : offset + len(new)] = new
     (tmp_path / "part.idx").write_bytes(index)
     assert text in bin_idx_problem(tmp_path / "part")
-
-
-@pytest.mark.parametrize("size", [0, 10, 33, 34, 60])
-def test_truncated_index_is_reported(size, tmp_path):
-    write(tmp_path / "part", [[1, 2, 3], [4]])
-    (tmp_path / "part.idx").write_bytes((tmp_path / "part.idx").read_bytes()[:size])
-    assert f"part.idx is truncated: {size} bytes" in bin_idx_problem(tmp_path / "part")
 
 
 def test_no_documents_is_reported(tmp_path):
@@ -242,19 +215,16 @@ def test_prefixes_without_weights_are_weighted_by_size(tmp_path):
     ],
 )
 def test_text_that_is_no_blend(text, message):
-    with pytest.raises(ValueError, match="Fix: ") as error:
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.* Fix: "):
         parse_blend(text)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_corpus_in_a_folder_with_spaces(tmp_path):
     folder = tmp_path / "my 2 data"
     folder.mkdir()
     (folder / "train.bin").touch()
-    assert (
-        parse_blend(f"{folder}/train") == parse_blend(f" {folder}/train.bin ") == [(1.0, f"{folder}/train")]
-    )
+    for text in (f"{folder}/train", f" {folder}/train.bin "):
+        assert parse_blend(text) == [(1.0, f"{folder}/train")]
 
 
 def test_documents_without_a_single_token(tmp_path):

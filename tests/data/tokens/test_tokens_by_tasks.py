@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens import by_tasks, preprocess
-from moe_exp.data.tokens.by_tasks import tokenize_by_tasks, tokenize_documents
+from moe_exp.data.tokens import parts as token_parts
 from moe_exp.data.tokens.parts import PartEncoder, PartSettings
-from moe_exp.data.tokens.preprocess import tokenize_files
+from moe_exp.data.tokens.preprocess import tokenize_documents, tokenize_files
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 from moe_exp.host.files import file_hash, has_hash
@@ -45,10 +46,8 @@ def how(tmp_path):
 def inputs(tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl"]
     for index, path in enumerate(paths):
-        content = (
-            "\n".join(json.dumps({"text": text}) for text in TEXTS[index * 10 : index * 10 + 10]).encode()
-            + b"\n\n"
-        )
+        lines = (json.dumps({"text": text}) for text in TEXTS[index * 10 : index * 10 + 10])
+        content = "\n".join([*lines, "", ""]).encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return paths
 
@@ -63,11 +62,12 @@ def facts_of(manifest):
 
 @pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1)])
 def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 77)
+    for module in (by_tasks, token_parts):
+        monkeypatch.setattr(module, "CHECKED_BYTES", 77)
     monkeypatch.setattr(by_tasks, "_COPY_BYTES", 30)
     one = tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": tasks, "block_bytes": block_bytes}
-    manifest = tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+    manifest = tokenize_documents(inputs, tmp_path / "tasks", how, **options)
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
     whole = manifest["outputs"][0]["hash"]
     assert has_hash(tmp_path / "one.bin", whole)
@@ -78,20 +78,9 @@ def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_pat
     assert facts_of(manifest) == facts_of(one)
     assert main("verify", [str(tmp_path / "tasks")]) == 0
     before = (tmp_path / "tasks.bin").stat().st_mtime_ns
-    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+    tokenize_documents(inputs, tmp_path / "tasks", how, **options)
     tokenize_documents(inputs, tmp_path / "tasks", how, part_bytes=200)
     assert (tmp_path / "tasks.bin").stat().st_mtime_ns == before, "made again"
-
-
-def test_verify_finds_a_changed_byte_by_the_hash_of_blocks(how, inputs, tmp_path, capsys):
-    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=2, block_bytes=100)
-    with (tmp_path / "tasks.bin").open("rb+") as file:
-        file.seek(-2, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-2, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
-    assert main("verify", [str(tmp_path / "tasks")]) == 1
-    assert "has other content than when it was made" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,101 +96,92 @@ def test_a_hash_of_blocks(tmp_path, num_bytes, block_bytes):
     assert not has_hash(tmp_path / "a", found)
 
 
-def test_a_tokenizer_without_a_tokenizer_json(inputs, tmp_path):
-    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
-    tokenize_files(inputs, tmp_path / "one", how)
-    tokenize_by_tasks(inputs, tmp_path / "tasks", how, tasks=2, execution=HERE)
-    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_stops(workers, how, inputs, tmp_path):
     inputs[2].write_bytes(b'{"text": "a"}\n' * 20 + b"not JSON\n")
     options = {"tasks": 3, "part_bytes": 200, "execution": Execution(workers=workers)}
     with pytest.raises(BadDocument, match=r"c\.jsonl:21: not valid JSON"):
-        tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+        tokenize_documents(inputs, tmp_path / "tasks", how, **options)
     assert not (tmp_path / "tasks.bin").exists()
+
+
+def stopped(at, tokenize, monkeypatch):
+    """A call that fails where it would join or publish."""
+    names = {"join": (by_tasks, "join_parts"), "write": (by_tasks, "_write_at")}
+    owner, name = names.get(at, (preprocess, "_publish"))
+
+    def fail(*arguments, **options):
+        raise OSError("stopped here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(OSError, match="stopped here"):
+            tokenize()
 
 
 def test_another_number_of_tasks_keeps_the_parts(how, inputs, tmp_path, monkeypatch):
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
-    with monkeypatch.context() as patch:
-        patch.setattr(by_tasks.JoinParts, "__call__", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=2)
+    tokenize = partial(tokenize_documents, inputs, tmp_path / "tasks", how, **SMALL)
+    stopped("join", partial(tokenize, tasks=2), monkeypatch)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "tasks.partial").glob("part.*.bin")}
     assert len(made) > 4
-    with monkeypatch.context() as patch:
-        patch.setattr(by_tasks, "publish", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    stopped("publish", partial(tokenize, tasks=3), monkeypatch)
     assert {path: path.stat().st_mtime_ns for path in made} == made
     # as of a call that was killed after the .bin had got its place
     (tmp_path / "tasks.partial" / "tasks.bin").replace(tmp_path / "tasks.bin")
-    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    tokenize(tasks=3)
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
 
 
 def test_what_one_process_has_begun_tasks_do_not_continue_and_the_other_way(
     how, inputs, tmp_path, monkeypatch
 ):
-    with monkeypatch.context() as patch:
-        patch.setattr(preprocess, "publish", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
-        patch.setattr(by_tasks, "publish", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
-    with pytest.raises(ValueError, match=r"TASKS=3: .*one was begun by one process\. Fix: leave --tasks"):
-        tokenize_by_tasks(inputs, tmp_path / "one", how, **SMALL, tasks=3)
+    alone = partial(tokenize_files, inputs, settings=how, part_bytes=200)
+    by_three = partial(tokenize_documents, inputs, settings=how, **SMALL, tasks=3)
+    stopped("publish", partial(alone, output=tmp_path / "one"), monkeypatch)
+    stopped("publish", partial(by_three, output=tmp_path / "tasks"), monkeypatch)
+    with pytest.raises(ValueError, match=r"TASKS=3: .*one was started without --tasks\. Fix: omit --tasks"):
+        by_three(output=tmp_path / "one")
     with pytest.raises(ValueError, match=r"TASKS=: .*tasks was begun by 3 tasks\. Fix: give --tasks 3"):
-        tokenize_files(inputs, tmp_path / "tasks", how, part_bytes=200)
-    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
-    tokenize_files(inputs, tmp_path / "tasks", how, part_bytes=200, start_over=True)
+        alone(output=tmp_path / "tasks")
+    alone(output=tmp_path / "one")
+    alone(output=tmp_path / "tasks", start_over=True)
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
 
 
 def test_other_blocks_are_joined_again(how, inputs, tmp_path, monkeypatch):
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
-    with monkeypatch.context() as patch:
-        patch.setattr(by_tasks, "publish", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3, block_bytes=500)
-    manifest = tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3, block_bytes=64)
+    tokenize = partial(tokenize_documents, inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    stopped("publish", partial(tokenize, block_bytes=500), monkeypatch)
+    manifest = tokenize(block_bytes=64)
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
     assert has_hash(tmp_path / "tasks.bin", manifest["outputs"][0]["hash"])
 
 
 def test_an_older_output_stays_until_the_new_one_is_complete(how, inputs, tmp_path, monkeypatch):
-    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2)
+    tokenize = partial(tokenize_documents, inputs, tmp_path / "x", how, **SMALL, tasks=2)
+    tokenize()
     before = contents(tmp_path / "x")
     inputs[0].write_text(json.dumps({"text": "another text"}))
-    for what in ("_write_at", "publish"):
-        with monkeypatch.context() as patch:
-            patch.setattr(by_tasks, what, failing)
-            for start_over in (True, False):
-                with pytest.raises(OSError, match="no join"):
-                    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2, start_over=start_over)
-                assert contents(tmp_path / "x") == before
-    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2)
+    for at in ("write", "publish"):
+        for start_over in (True, False):
+            stopped(at, partial(tokenize, start_over=start_over), monkeypatch)
+            assert contents(tmp_path / "x") == before
+    tokenize()
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     assert contents(tmp_path / "x") == contents(tmp_path / "one") != before
-
-
-def failing(*arguments, **options):
-    raise OSError("no join")
 
 
 PROGRAM = """
 import sys
 from pathlib import Path
 from moe_exp.data.tasks.execution import Execution
-from moe_exp.data.tokens.by_tasks import tokenize_by_tasks
-from moe_exp.data.tokens.parts import PartEncoder, PartSettings
+from moe_exp.data.tokens.preprocess import tokenize_documents
+from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 if __name__ == "__main__":
     how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
-    tokenize_by_tasks([Path(sys.argv[1])], Path(sys.argv[2]), how, **{options})
+    tokenize_documents([Path(sys.argv[1])], Path(sys.argv[2]), how, **{options})
 """
 
 
@@ -229,79 +209,35 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, do
         time.sleep(0.02 * (number % 5))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        tokenize_by_tasks([tmp_path / "a.jsonl"], output, how, **options)
+        tokenize_documents([tmp_path / "a.jsonl"], output, how, **options)
         assert contents(output) == contents(tmp_path / "one")
         assert not Path(f"{output}.partial").exists()
 
 
-UNIGRAM = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
-
-
-@pytest.fixture
-def reads_end_token(tmp_path):
-    """A tokenizer whose model has </s> as a piece: in a text it is the end-of-document token, whatever one
-    asks for.
-    """
-    model = {"type": "Unigram", "unk_id": 0, "vocab": UNIGRAM, "byte_fallback": False}
-    folder = tmp_path / "unigram"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    return folder
-
-
-def test_what_is_skipped_is_counted(reads_end_token, tmp_path, capsys):
+def test_what_is_skipped_is_counted(how, tmp_path):
+    """A model with </s> as a piece reads it in a text as the end-of-document token, whatever one asks for."""
+    pieces = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
+    stopping, skipping = (PartSettings(tokenizer, append_eod=True, skip_bad=bad) for bad in (False, True))
     paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
-    paths[0].write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two </s> three", "four"))
-        + "not JSON\n\n"
-    )
-    paths[1].write_text("\n\n")
-    paths[2].write_text('{"text": "five"}\n')
-    flags = [
-        "--input",
-        *map(str, paths),
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        str(reads_end_token),
-    ]
-    flags += ["--append-eod", "--backend", "tokenizers", "--workers", "1"]
-    (tmp_path / "z.jsonl").write_text("\n" + json.dumps({"text": "two </s> three"}))
-    stops = [
-        "--input",
-        str(tmp_path / "z.jsonl"),
-        "--tasks",
-        "1",
-        "--output-prefix",
-        str(tmp_path / "stops"),
-    ]
-    assert main("tokenize", [*flags, *stops]) == 1
-    assert "z.jsonl:2: the tokenizer reads </s> in the text as a special token" in capsys.readouterr().err
-    assert main("tokenize", [*flags, "--skip-bad", "--output-prefix", str(tmp_path / "ours")]) == 0
-    tasks = ["--tasks", "3", "--skip-bad", "--output-prefix", str(tmp_path / "theirs")]
-    assert main("tokenize", [*flags, *tasks]) == 0
-    assert "skipped: not valid JSON" in capsys.readouterr().out
-    assert contents(tmp_path / "theirs_text_document") == contents(tmp_path / "ours_text_document")
-    ours, theirs = (
-        json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text())
-        for name in ("ours", "theirs")
-    )
-    assert theirs["skipped"] == {
-        "blank line": 3,
-        "not valid JSON": 1,
-        "the tokenizer reads </s> in the text as a special token": 1,
-    }
+    lines = [json.dumps({"text": text}) for text in ("one", "two </s> three", "four")]
+    for path, content in zip(paths, ([*lines, "not JSON", "", ""], ["", "", ""], [lines[0]]), strict=True):
+        path.write_text("\n".join(content))
+    stops = tmp_path / "z.jsonl"
+    stops.write_text(f"\n{lines[1]}")
+    with pytest.raises(BadDocument, match=r"z\.jsonl:2: the tokenizer reads </s> in the text as a special"):
+        tokenize_documents([stops], tmp_path / "x", stopping, tasks=1, execution=HERE)
+    ours = tokenize_files(paths, tmp_path / "ours", skipping)
+    theirs = tokenize_documents(paths, tmp_path / "theirs", skipping, tasks=3, execution=HERE)
+    assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
+    special = "the tokenizer reads </s> in the text as a special token"
+    assert theirs["skipped"] == {"blank line": 3, "not valid JSON": 1, special: 1}
     assert (theirs["num_documents"], theirs["num_eods"]) == (3, 3)
-    assert main("verify", [str(tmp_path / "theirs_text_document")]) == 0
+    assert main("verify", [str(tmp_path / "theirs")]) == 0
     same = ("num_documents", "num_tokens", "num_eods", "num_text_bytes", "text_hash", "skipped", "dtype")
-    assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
-
-
-def test_inputs_without_documents(how, inputs, tmp_path):
-    for path in inputs:
-        path.write_bytes(gzip.compress(b"\n") if path.suffix == ".gz" else b"\n")
-    with pytest.raises(ValueError, match="the inputs have no documents"):
-        tokenize_by_tasks(inputs, tmp_path / "theirs", how, tasks=2, execution=HERE)
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
 
 
 def without_last_document(part):
@@ -317,32 +253,22 @@ def with_an_end_token_more(part):
     tokens.tofile(f"{part}.bin")
 
 
-def with_another_token(part):
-    tokens = np.fromfile(f"{part}.bin", np.uint16)
-    tokens[1] ^= 1
-    tokens.tofile(f"{part}.bin")
-
-
-DAMAGES = [without_last_document, with_an_end_token_more, with_another_token]
+DAMAGES = [without_last_document, with_an_end_token_more]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_part_that_changes_before_it_is_joined_is_made_again(damage, how, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 48)
+    for module in (by_tasks, token_parts):
+        monkeypatch.setattr(module, "CHECKED_BYTES", 48)
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": 2, "block_bytes": 64}
-    with monkeypatch.context() as patch:
-        patch.setattr(by_tasks.JoinParts, "__call__", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
-    part = tmp_path / "x.partial" / "part.000002"
-    damage(part)
-    with pytest.raises(
-        ValueError, match=r"part\.000002\.bin: is not what was written.*the part is made again"
-    ):
-        tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
+    tokenize = partial(tokenize_documents, inputs, tmp_path / "x", how, **options)
+    stopped("join", tokenize, monkeypatch)
+    damage(tmp_path / "x.partial" / "part.000002")
+    with pytest.raises(ValueError, match=r"part\.000002\.bin: is not what was .*the part is made again"):
+        tokenize()
     assert not (tmp_path / "x.bin").exists()
-    tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
+    tokenize()
     assert contents(tmp_path / "x") == contents(tmp_path / "one")
 
 
@@ -365,13 +291,11 @@ def test_one_process_checks_its_parts_too(damage, how, inputs, tmp_path, monkeyp
 
 
 def test_lengths_that_do_not_agree(how, inputs, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(by_tasks.JoinParts, "__call__", failing)
-        with pytest.raises(OSError, match="no join"):
-            tokenize_by_tasks(inputs, tmp_path / "x", how, tasks=2, execution=HERE)
+    tokenize = partial(tokenize_documents, inputs, tmp_path / "x", how, tasks=2, execution=HERE)
+    stopped("join", tokenize, monkeypatch)
     os.truncate(tmp_path / "x.partial" / "part.000002.lengths", 4 * 9)
     with pytest.raises(ValueError, match="29 documents instead of 30"):
-        tokenize_by_tasks(inputs, tmp_path / "x", how, tasks=2, execution=HERE)
+        tokenize()
     assert not (tmp_path / "x.bin").exists()
 
 
@@ -402,19 +326,6 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "one")
     assert main("tokenize", flags) == 0
     assert main("verify", [str(tmp_path / "x_text_document")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": 0}, "TASKS=0: must be at least 1"),
-        ({"tasks": 1, "backend": "slow"}, "BACKEND=slow: must be one of"),
-    ],
-)
-def test_wrong_settings(options, message, how, inputs, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        tokenize_by_tasks(inputs, tmp_path / "out", how, **options)
-    assert not (tmp_path / "out.partial").exists()
 
 
 def test_command(how, inputs, tmp_path, capsys):

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from helpers.checkpoint.saving import save
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
+from moe_exp import train
+from moe_exp.checkpoint.load import load
+from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optimizer_setup import BatchSchedule, base_learning_rate, build_optimizer, build_scheduler
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.interval import Interval
+from moe_exp.training.samples import build_data
 
 VOCAB = 128
 # Every size differs from the others, so that no two axes can be mixed up unseen. The learning rate moves at
@@ -87,17 +97,8 @@ def run_on_rank(jobs: Sequence[tuple[Leg, int]]) -> list[list[Step]]:
 
 
 def _run(leg: Leg, port: int) -> list[Step]:
-    from moe_exp import train
-    from moe_exp.checkpoint.load import load
-    from moe_exp.checkpoint.save import save
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-
-    config = leg.config
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
-    job = build_job(config, rank)
+    job = start_job(leg.settings, port)
+    config, rank = job.config, job.runtime
     progress = load(config, rank, leg.start, job.trained) if leg.start else Progress()
     interval, steps = Interval(config, rank, job.trained.model), []
     for step in range(leg.steps + 1):
@@ -110,15 +111,15 @@ def _run(leg: Leg, port: int) -> list[Step]:
     return steps
 
 
+def start_job(settings: Mapping[str, Any], port: int) -> Any:
+    """On a rank: the job of a leg with these settings."""
+    os.environ["MASTER_PORT"] = str(port)
+    config = Leg(settings).config
+    return build_job(config, runtime.start(config))
+
+
 def build_job(config: Config, rank: Any) -> Any:
     """What `train.build` builds, without a run folder."""
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Trained
-    from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
-    from moe_exp.runs.run_folder import RunFolder
-    from moe_exp.training.samples import build_data
-
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
@@ -130,19 +131,11 @@ def build_job(config: Config, rank: Any) -> Any:
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
-    from moe_exp.engine.optimizer_setup import base_learning_rate
-
-    record = interval.record(
-        progress,
-        learning_rate=base_learning_rate(job.trained.scheduler),
-        grad_norm=grad_norm,
-        num_zeros=None,
-        loss_scale=1.0,
-    )
+    facts = {"learning_rate": base_learning_rate(job.trained.scheduler), "grad_norm": grad_norm}
+    record = interval.record(progress, **facts, num_zeros=None, loss_scale=1.0)
     names = ("lm_loss", "load_balancing_loss", "z_loss", "grad_norm", "params_norm", "learning_rate")
-    return Step(
-        *(record[name] for name in names), [layer["tokens_per_expert"] for layer in record["experts"]]
-    )
+    tokens = [layer["tokens_per_expert"] for layer in record["experts"]]
+    return Step(*(record[name] for name in names), tokens)
 
 
 def deviations(steps: Sequence[Step], expected: Sequence[Step]) -> dict[str, float]:
@@ -150,14 +143,7 @@ def deviations(steps: Sequence[Step], expected: Sequence[Step]) -> dict[str, flo
     assert len(steps) == len(expected) > 0
     found = {}
     for name in Step._fields[:6]:
-        pairs = [
-            (getattr(step, name), getattr(right, name)) for step, right in zip(steps, expected, strict=True)
-        ]
+        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(steps, expected, strict=True)]
         if pairs[0][1] is not None:
             found[name] = max(abs(value - right) / abs(right) for value, right in pairs)
     return found
-
-
-def moved(leg: Leg, **changes: Any) -> Leg:
-    """`leg` with other settings as well."""
-    return replace(leg, settings={**leg.settings, **changes})

@@ -22,12 +22,10 @@ _LATENT = {
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 _YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
     "mscale_all_dim": 1.0,
-}
+}  # fmt: skip
+_GROUPED = {"intermediate_size": 48, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 
 # Name to the class of transformers and what differs from _SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,45 +33,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3Moe", _QWEN | {"norm_topk_prob": True, "head_dim": 12, "mlp_only_layers": [1]}),
     "qwen2_moe": ("Qwen2Moe", _QWEN | {"shared_expert_intermediate_size": 20}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        _LATENT
-        | {
-            "intermediate_size": 48,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "rope_parameters": _YARN | {"rope_theta": 1e4},
-        },
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            "intermediate_size": 48,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 12,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3", _LATENT | _GROUPED | {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "rope_parameters": _YARN | {"rope_theta": 1e4},
+    }),
+    "glm4_moe": ("Glm4Moe", _GROUPED | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "routed_scaling_factor": 1.5,
+        "use_qk_norm": True, "attention_bias": True,
+    }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
-}
+}  # fmt: skip
 # What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.
-REFERENCE = _QWEN | {
-    "shared_expert_intermediate_size": 0,
-    "qkv_bias": False,
-    "num_experts_per_tok": 1,
-    "mlp_only_layers": [0],
-}
+REFERENCE = _QWEN | {"shared_expert_intermediate_size": 0, "qkv_bias": False, "num_experts_per_tok": 1}
+REFERENCE |= {"mlp_only_layers": [0]}
 
 
 def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -82,9 +55,8 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any)
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cls, differing = MODELS[name]
-    config = getattr(transformers, f"{cls}Config")(
-        **(_SIZES | differing | changes), attn_implementation="eager"
-    )
+    settings = _SIZES | differing | changes
+    config = getattr(transformers, f"{cls}Config")(**settings, attn_implementation="eager")
     with warnings.catch_warnings():
         # a shared expert of size 0
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")

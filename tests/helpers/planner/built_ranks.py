@@ -33,14 +33,12 @@ class BuiltRank:
         dense: those that are reduced over the data-parallel ranks.
         expert: those that are reduced over the expert-data-parallel ranks.
         embedding: those of `dense` in the embedding and the output layer.
-        layers: indices of its layers in the whole model, in order of its chunks.
     """
 
     pp_rank: int
     dense: int
     expert: int
     embedding: int
-    layers: tuple[int, ...]
 
 
 class _MetaInstead(TorchFunctionMode):
@@ -85,22 +83,9 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
 def _count(chunks: list[Any], pp_rank: int) -> BuiltRank:
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     assert {parameter.device.type for _, parameter in named} == {"meta"}
-    of_experts = [not getattr(parameter, "allreduce", True) for _, parameter in named]
-    assert of_experts == [".mlp.experts." in name for name, _ in named]
-    return BuiltRank(
-        pp_rank=pp_rank,
-        dense=sum(
-            parameter.numel()
-            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
-            if not is_expert
-        ),
-        expert=sum(
-            parameter.numel()
-            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
-            if is_expert
-        ),
-        embedding=sum(
-            parameter.numel() for name, parameter in named if name.startswith(("embedding.", "output_layer."))
-        ),
-        layers=tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers),
-    )
+    for name, parameter in named:
+        assert (".mlp.experts." in name) == (not getattr(parameter, "allreduce", True))
+    sizes = [(name, parameter.numel()) for name, parameter in named]
+    expert = sum(size for name, size in sizes if ".mlp.experts." in name)
+    tables = sum(size for name, size in sizes if name.startswith(("embedding.", "output_layer.")))
+    return BuiltRank(pp_rank, sum(size for _, size in sizes) - expert, expert, tables)

@@ -53,7 +53,6 @@ def write_profile(folder: Path) -> Path:
     fit = {"left_out_90_percent_within": 0.05}
     constants = {"memory": asdict(PRIORS.memory), "time": asdict(PRIORS.time)}
     path = folder / "profile.json"
-    path.write_text(
-        json.dumps({"constants": constants, "fit": {"memory": fit, "time": fit}, "hardware": ["A100-80GB"]})
-    )
+    profile = {"constants": constants, "fit": {"memory": fit, "time": fit}, "hardware": ["A100-80GB"]}
+    path.write_text(json.dumps(profile))
     return path

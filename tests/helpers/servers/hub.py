@@ -1,4 +1,4 @@
-"""A small hub on 127.0.0.1: serves a folder as a dataset, counts requests, and fails as it is told to.
+"""A small hub on 127.0.0.1: serves a folder as a dataset or model, counts requests and fails as told.
 
     with HubServer(folder) as server:
         server.faults.append(Fault(status=503, times=2))
@@ -33,21 +33,18 @@ from moe_exp.data.download.sources import python_stdlib_documents
 
 OUTSIDE_OF_GIT = (".parquet", ".zst", ".gz", ".bin")
 _ADDRESS = re.compile(
-    r"(?P<api>/api)?/datasets/(?P<repository>[^/]+/[^/]+)"
+    r"(?P<api>/api)?(/datasets|/models)?/(?P<repository>[^/]+/[^/]+)"
     r"(/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)"
     r"(/(?P<path>.+))?)?"
 )
 
 
 def leave_host_settings(monkeypatch: pytest.MonkeyPatch, home: Path, *others: str) -> None:
-    """Nothing of the host's hub settings, nor variables that begin with one of `others`; a cache in
-    `home`.
-    """
+    """Removes the host's hub settings, and variables that begin with one of `others`; the cache is `home`."""
     for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", *others))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(home))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name, value in (("HF_HOME", str(home)), ("HF_HUB_DISABLE_XET", "1"), ("NO_PROXY", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
 
 
 @dataclass
@@ -79,34 +76,21 @@ class Fault:
 class HubServer:
     """Serves `folder` under every dataset's name, or under `repository` alone.
 
-    Args:
-        folder: its files, under their names.
-        token: what files may be had with; everyone may list them, as with a gated dataset.
-        private: whether the token is needed for the listing too.
-        page_entries: entries of a page of the tree.
-        redirect: whether files outside of git are answered with a redirect.
-
     Attributes:
         url: for HF_ENDPOINT.
         faults: taken from the front as requests come that they fit; a list that anyone may append to.
         requests: (method, address) of all requests so far.
         sizes: file to a wrong size for the listing.
         also_listed: names that are in the listing, and nowhere else.
+        page_entries: entries of a page of the tree.
+        redirect: whether files outside of git are answered with a redirect.
+        token: what files may be had with; everyone may list them, as with a gated dataset.
         held: set when a Fault with hold_after holds.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        repository: str | None = None,
-        token: str | None = None,
-        private: bool = False,
-        **options: int,
-    ):
-        self.repository, self.token, self.private = repository, token, private
-        self.page_entries, self.redirect = options.pop("page_entries", 1000), options.pop("redirect", False)
-        assert not options, options
+    def __init__(self, folder: Path, *, repository: str | None = None):
+        self.repository, self.token = repository, ""
+        self.page_entries, self.redirect = 1000, False
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.sizes: dict[str, int] = {}
@@ -123,11 +107,8 @@ class HubServer:
 
     def downloads(self, name: str = "") -> list[str]:
         """Addresses of the files that were asked for by GET, those with `name` in them."""
-        return [
-            path
-            for method, path in list(self.requests)
-            if method == "GET" and not path.startswith("/api/") and name in path
-        ]
+        asked = [path for method, path in list(self.requests) if method == "GET" and name in path]
+        return [path for path in asked if not path.startswith("/api/")]
 
     def take_fault(self, method: str, address: str) -> Fault | None:
         with self.lock:
@@ -187,9 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         if address is None or (hub.repository and address["repository"] != hub.repository):
             # as the hub does for those who may not know that it exists
             return self.refuse(401, "RepoNotFound")
-        allowed = hub.token is None or self.headers.get("Authorization") == f"Bearer {hub.token}"
-        if hub.private and not allowed:
-            return self.refuse(401, "RepoNotFound")
+        allowed = not hub.token or self.headers.get("Authorization") == f"Bearer {hub.token}"
         if address["what"] == "resolve" and not allowed:
             return self.refuse(403 if self.headers.get("Authorization") else 401, "GatedRepo")
         revision = unquote(address["revision"] or "main")
@@ -200,15 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_file(commit, unquote(address["path"]), is_cdn=url.path.startswith("/cdn"))
         if address["what"] == "tree":
             return self.send_tree(commit, parse_qs(url.query))
-        found = {
-            "id": address["repository"],
-            "sha": commit,
-            "private": False,
-            "gated": bool(hub.token),
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-        }
+        found = {"id": address["repository"], "sha": commit, "private": False, "gated": bool(hub.token)}
+        found |= {"tags": [], "downloads": 0, "likes": 0}
         return self.send_json(
             found | {"siblings": [{"rfilename": name} for name in _names(hub.commits[commit])]}
         )
@@ -228,11 +200,9 @@ class _Handler(BaseHTTPRequestHandler):
             entries.append(entry)
         entries += [{"type": "file", "oid": "0" * 40, "size": 1, "path": name} for name in hub.also_listed]
         headers = {}
-        if first + hub.page_entries < len(names):
-            path = self.path.partition("?")[0]
-            headers["Link"] = (
-                f'<{hub.url}{path}?recursive=True&expand=False&cursor={first + hub.page_entries}>; rel="next"'
-            )
+        if (following := first + hub.page_entries) < len(names):
+            page = f"{self.path.partition('?')[0]}?recursive=True&expand=False&cursor={following}"
+            headers["Link"] = f'<{hub.url}{page}>; rel="next"'
         self.send_json(entries, headers)
 
     def send_file(self, commit: str, name: str, *, is_cdn: bool) -> None:
@@ -243,11 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = path.read_bytes()
         sha256, blob, size = _hashes(path, path.stat().st_mtime_ns)
         is_outside = name.endswith(OUTSIDE_OF_GIT)
-        headers = {
-            "X-Repo-Commit": commit,
-            "ETag": f'"{sha256 if is_outside else blob}"',
-            "Accept-Ranges": "bytes",
-        }
+        etag = f'"{sha256 if is_outside else blob}"'
+        headers = {"X-Repo-Commit": commit, "ETag": etag, "Accept-Ranges": "bytes"}
         if is_outside:
             headers |= {"X-Linked-Size": str(size), "X-Linked-ETag": f'"{sha256}"'}
         if hub.redirect and is_outside and not is_cdn:
@@ -255,9 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if wanted:
             start = int(wanted[1])
-            return self.say(
-                206, content[start:], headers | {"Content-Range": f"bytes {start}-{size - 1}/{size}"}
-            )
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            return self.say(206, content[start:], headers)
         return self.say(200, content, headers)
 
     def send_json(self, content: object, headers: dict[str, str] | None = None) -> None:

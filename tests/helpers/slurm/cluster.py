@@ -64,10 +64,8 @@ class Cluster:
     def options(self, job: str) -> dict[str, str]:
         text = (self.folder / f"{job}.sh").read_text()
         directives = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-        arguments = dict(
-            one.removeprefix("--").partition("=")[::2]
-            for one in json.loads((self.folder / f"{job}.args").read_text())
-        )
+        words = json.loads((self.folder / f"{job}.args").read_text())
+        arguments = dict(one.removeprefix("--").partition("=")[::2] for one in words)
         return directives | arguments
 
     def run(self, lost: set[tuple[str, int]] | None = None) -> None:
@@ -82,22 +80,18 @@ class Cluster:
             ok = all((self.folder / f"{one}.end").read_text() == "ok" for one in depends)
             assert ok or options["kill-on-invalid-dep"] == "yes"
             last = int(re.fullmatch(r"0-(\d+)(%\d+)?", options["array"])[1]) if "array" in options else -1
-            if ok and last >= 0:
-                ok = False not in [
-                    (job, task) not in (lost or set()) and self._run(job, task) for task in range(last + 1)
-                ]
-            elif ok:
-                ok = self._run(job, None)
+            tasks = range(last + 1) if last >= 0 else [None]
+            if ok:
+                done = [(job, task) not in (lost or ()) and self._run(job, task) for task in tasks]
+                ok = all(done)
             (self.folder / f"{job}.end").write_text("ok" if ok else "failed")
 
     def _run(self, job: str, task: int | None) -> bool:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PYTHONPATH"))
-        }
+        hidden = ("SLURM", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         environment |= {"SLURM_JOB_ID": job, "SLURM_NODELIST": "localhost", "RUN_OFFSET": "0"}
         environment |= {} if task is None else {"SLURM_ARRAY_TASK_ID": str(task)}
-        done = subprocess.run(
-            ["bash", str(self.folder / f"{job}.sh")], env=environment, capture_output=True, text=True
-        )
+        command = ["bash", str(self.folder / f"{job}.sh")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         (self.folder / f"{job}_{task}.out").write_text(done.stdout + done.stderr)
         return done.returncode == 0

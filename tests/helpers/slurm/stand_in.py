@@ -101,6 +101,10 @@ while len(codes) < len(tasks):
     time.sleep(0.02)
 sys.exit(max(code if code >= 0 else 128 - code for code in codes.values()))
 """
+_PROGRAMS = {
+    "sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL, "srun": _SRUN,
+    "sinfo": _SINFO,
+}  # fmt: skip
 _HEAD = """#!/bin/sh
 "exec" "{python}" "$0" "$@"  # a path with a space cannot follow #!
 import contextlib, json, os, pathlib, re, shlex, subprocess, sys, time
@@ -124,14 +128,7 @@ class StandIn:
         self.programs.mkdir(parents=True)
         self._started: list[subprocess.Popen[bytes]] = []
         head = _HEAD.replace("{python}", sys.executable).replace("{folder!r}", repr(str(folder)))
-        for name, text in {
-            "sbatch": _SBATCH,
-            "squeue": _SQUEUE,
-            "scancel": _SCANCEL,
-            "scontrol": _SCONTROL,
-            "srun": _SRUN,
-            "sinfo": _SINFO,
-        }.items():
+        for name, text in _PROGRAMS.items():
             (self.programs / name).write_text(head + text)
             (self.programs / name).chmod(0o755)
 
@@ -165,32 +162,19 @@ class StandIn:
         options = job["options"]
         passed = {name: os.environ[name] for name in options["export"].split(",") if name in os.environ}
         passed |= {
-            "PATH": self.path(),
-            "SLURM_JOB_ID": str(job["id"]),
+            "PATH": self.path(), "SLURM_JOB_ID": str(job["id"]), "SLURM_NNODES": options["nodes"],
             "SLURM_JOB_NODELIST": ",".join(NODES[: int(options["nodes"])]),
-        }
-        passed |= {
-            "SLURM_NNODES": options["nodes"],
-            "SLURM_EXPORT_ENV": options["export"],
-            "SLURM_RESTART_COUNT": str(job["restarts"]),
-        }
-        name = (
-            options["output"]
-            .replace("%A", str(job["base"]))
-            .replace("%a", str(job["task"]))
-            .replace("%j", str(job["id"]))
-        )
+            "SLURM_EXPORT_ENV": options["export"], "SLURM_RESTART_COUNT": str(job["restarts"]),
+        }  # fmt: skip
+        name = options["output"]
+        for mark, key in (("%A", "base"), ("%a", "task"), ("%j", "id")):
+            name = name.replace(mark, str(job[key]))
         script = self.folder / f"slurm_script_{job['id']}"
         script.write_text(job["script"])
         with open(name, "ab" if options["open-mode"] == "append" else "wb") as log:  # noqa: PTH123
-            process = subprocess.Popen(
-                ["bash", str(script)],
-                env=passed,
-                cwd=options["chdir"],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            command = ["bash", str(script)]
+            process = subprocess.Popen(command, env=passed, cwd=options["chdir"], **streams)
         self._started.append(process)
         return job["id"], process
 

@@ -16,20 +16,10 @@ from typing import Any
 def certificate(folder: Path) -> tuple[Path, Path]:
     """A new certificate for localhost, signed by itself, and its key."""
     cert, key = folder / "cert.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = "-subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    words = [*command.split(), *names.split(), "-keyout", key, "-out", cert]
+    subprocess.run(words, check=True, capture_output=True)
     return cert, key
 
 
@@ -96,23 +86,16 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
             word = line.upper().partition(" ")[0]
             if word == "EHLO":
                 can_encrypt = sink.security == "starttls" and not self.is_encrypted
-                self.say(
-                    "250 sink",
-                    *(["250 STARTTLS"] if can_encrypt else []),
-                    *(["250 AUTH PLAIN"] if sink.password else []),
-                    "250 8BITMIME",
-                )
+                offered = ["250 STARTTLS"] * can_encrypt + ["250 AUTH PLAIN"] * bool(sink.password)
+                self.say("250 sink", *offered, "250 8BITMIME")
             elif word == "STARTTLS":
                 self.say("220 continue")
                 self.request = sink.context.wrap_socket(self.request, server_side=True)
                 self.file, self.is_encrypted = self.request.makefile("rb"), True
             elif word == "AUTH":
                 self.is_known = base64.b64decode(line.split()[2]).decode() == f"\0watcher\0{sink.password}"
-                self.say(
-                    "235 welcome"
-                    if self.is_known
-                    else f"535 {sink.password} is not what {line.split()[2]} says"
-                )
+                wrong = f"535 {sink.password} is not what {line.split()[2]} says"
+                self.say("235 welcome" if self.is_known else wrong)
             elif word == "MAIL":
                 self.say("250 ok" if self.is_known else "530 who are you")
             elif word == "RCPT":

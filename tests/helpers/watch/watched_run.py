@@ -14,13 +14,9 @@ from moe_exp.watch.watchdog.watchdog import Watchdog
 
 HOUR, DAY = 3600.0, 86400.0
 SETTINGS = {
-    "train_iters": 40000,
-    "log_interval": 20,
-    "eval_interval": 1000,
-    "eval_iters": 10,
-    "save_interval": 1000,
+    "train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10, "save_interval": 1000,
     "keep_last": 0,
-}
+}  # fmt: skip
 
 
 class Run:
@@ -35,16 +31,14 @@ class Run:
 
     def event(self, name: str, iteration: int, at: float, **details: object) -> None:
         when = datetime.fromtimestamp(self.begin + at).astimezone().isoformat(timespec="seconds")
-        append(
-            self.metrics, {"kind": "event", "iteration": iteration, "event": name, "time": when, **details}
-        )
+        head = {"kind": "event", "iteration": iteration, "event": name, "time": when}
+        append(self.metrics, head | details)
 
     def train(self, first: int, last: int, at: float, *, ms: float = 2000.0) -> None:
         """Records of iterations `first`, `first + 20`, ...; the file was written `at` then."""
         for iteration in range(first, last + 1, 20):
-            append(
-                self.metrics, {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": ms}
-            )
+            record = {"kind": "train", "iteration": iteration, "elapsed_time_per_iteration_ms": ms}
+            append(self.metrics, record)
         os.utime(self.metrics, (self.begin + at, self.begin + at))
 
 

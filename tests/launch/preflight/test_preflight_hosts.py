@@ -63,21 +63,10 @@ def test_training_does_not_start_where_a_host_does_not_come(tmp_path):
     with hosts(3) as (a, b, c):
         b.run("ip", "link", "set", "eth0", "down")
         settings = {
-            "RUN_DIR": tmp_path,
-            "RUN_NAME": "one",
-            "PREFLIGHT": 1,
-            "PREFLIGHT_TIMEOUT": 8,
-            "DATA_DIR": tmp_path / "data",
-        }
-        ended = on_all(
-            [a, b, c],
-            TRAIN,
-            GBSZ=9,
-            MBSZ=1,
-            SLURM_JOB_NODELIST="node-a,node-b,node-c",
-            TRAIN_DATA="",
-            **settings,
-        )
+            "RUN_DIR": tmp_path, "RUN_NAME": "one", "PREFLIGHT": 1, "PREFLIGHT_TIMEOUT": 8, "GBSZ": 9,
+            "MBSZ": 1, "DATA_DIR": tmp_path / "data", "SLURM_JOB_NODELIST": "node-a,node-b,node-c",
+        }  # fmt: skip
+        ended = on_all([a, b, c], TRAIN, TRAIN_DATA="", **settings)
     assert [one.returncode for one in ended] == [1, 1, 1], ended
     line = "moe-exp: preflight failed: node-b (node 1): did not come within PREFLIGHT_TIMEOUT=8 s"
     assert line in ended[0].stderr.splitlines() and line in ended[2].stderr.splitlines()
@@ -101,33 +90,20 @@ def test_a_slowed_host_and_a_clock_that_is_ahead_are_named(tmp_path):
     with hosts(3) as (a, b, c):
         b.slow_down("20mbit")
         started, port = [], free_port()
+        common = {"NNODES": 3, "MASTER_PORT": port, "GPUS_PER_NODE": 1, "PRESET": "cpu", "RUN_DIR": tmp_path}
+        # A tenth: this machine's cores are shared, the link is a hundred times slower.
+        common |= {"PREFLIGHT_SLOW": 0.1, "PREFLIGHT_TIMEOUT": 60}
         for number, host in enumerate((a, b, c)):
-            settings = {
-                "NNODES": 3,
-                "NODE_RANK": number,
-                "MASTER_PORT": port,
-                "GPUS_PER_NODE": 1,
-                "PRESET": "cpu",
-                "RUN_DIR": tmp_path,
-            }
             path = {"PYTHONPATH": f"{tmp_path}:{sys.path[0]}"} if host is c else {}
-            # A tenth: this machine's cores are shared, the link is a hundred times slower.
-            started.append(
-                host.start(PREFLIGHT, PREFLIGHT_SLOW=0.1, PREFLIGHT_TIMEOUT=60, **settings, **path)
-            )
+            started.append(host.start(PREFLIGHT, NODE_RANK=number, **common, **path))
         ended = [process.communicate(timeout=240) for process in started]
         codes = [process.returncode for process in started]
     assert codes == [0, 0, 0], ended
     report = json.loads(ended[0][0])
-    assert [(node["host"], node["grade"]) for node in report["nodes"]] == [
-        ("node-a", "ok"),
-        ("node-b", "slow"),
-        ("node-c", "warning"),
-    ], report
+    grades = {node["host"]: node["grade"] for node in report["nodes"]}
+    assert grades == {"node-a": "ok", "node-b": "slow", "node-c": "warning"}, report
     text = report["nodes"][1]["findings"][0]["text"]
     assert text.startswith("rank 1 (cpu): point-to-point 0.00") and "all-reduce 0.00" in text
-    assert report["nodes"][2]["findings"][0]["text"] in (
-        "clock is 90.0 s ahead of node 0's",
-        "clock is 89.9 s ahead of node 0's",
-    )
+    text = report["nodes"][2]["findings"][0]["text"]
+    assert text in ("clock is 90.0 s ahead of node 0's", "clock is 89.9 s ahead of node 0's")
     assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")

@@ -50,16 +50,8 @@ def sabotage(tmp_path):
 
 
 def preflight(tmp_path, num_ranks: int, **environ) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "moe_exp",
-        "watch",
-        "preflight",
-        "--json",
-        f"--gpus-per-node={num_ranks}",
-        f"--run-dir={tmp_path}",
-    ]
+    command = [sys.executable, "-m", "moe_exp", "watch", "preflight", "--json"]
+    command += [f"--gpus-per-node={num_ranks}", f"--run-dir={tmp_path}"]
     settings = {"PRESET": "cpu", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)} | environ
     return subprocess.run(command, env=clean_environ(**settings), capture_output=True, text=True, timeout=240)
 
@@ -69,34 +61,24 @@ def test_training_with_a_preflight(script_runs):
     ended = script_runs.succeed("checked", PREFLIGHT=1, TRAIN_ITERS=3)
     assert "Preflight: 1 nodes, 1 ranks" in ended.stdout
     before, start, *_ = ended.records("event")
-    assert (before["event"], before["grade"], before["iteration"], before["exclude"]) == (
-        "preflight",
-        "ok",
-        0,
-        [],
-    ), before
+    expected = {"event": "preflight", "grade": "ok", "iteration": 0, "exclude": []}
+    assert {name: before[name] for name in expected} == expected, before
     assert start["event"] == "start"
     assert len(ended.curve("lm_loss")) == 3
 
 
 def test_training_does_not_start_on_a_host_that_multiplies_wrongly(script_runs, sabotage):
     ended = script_runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
-    host = socket.gethostname()
+    host, finding = socket.gethostname(), "rank 0 (cpu): 4 elements of matrix products are wrong"
     assert ended.code == 1, ended.text
-    assert (
-        f"moe-exp: preflight failed: {host} (node 0): rank 0 (cpu): 4 elements of matrix products are wrong"
-        in ended.stderr
-    )
+    assert f"moe-exp: preflight failed: {host} (node 0): {finding}" in ended.stderr
     assert "moe-exp: no training: a node has failed the preflight." in ended.stderr
     (event,) = ended.records("event")
     assert (event["event"], event["grade"]) == ("preflight", "failed")
     assert not ended.folder.config.exists()
     listed = script_runs.run_dir / "exclude_nodes.txt"
     assert read_excluded(listed) == event["exclude"] == [host.partition(".")[0]]
-    assert (
-        "preflight: rank 0 (cpu): 4 elements of matrix products are wrong"
-        in read_reasons(listed)[host.partition(".")[0]]
-    )
+    assert f"preflight: {finding}" in read_reasons(listed)[host.partition(".")[0]]
 
 
 @pytest.mark.slow
@@ -106,10 +88,8 @@ def test_a_rank_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path, sabota
     (node,) = json.loads(ended.stdout)["nodes"]
     assert node["grade"] == "failed"
     # Others may say that it was slow before, on a busy host.
-    starts = [
-        finding["text"].startswith("rank 1 (cpu): step memory: ended there") for finding in node["findings"]
-    ]
-    assert starts.count(True) == 1, node["findings"]
+    texts = [finding["text"] for finding in node["findings"]]
+    assert sum(text.startswith("rank 1 (cpu): step memory: ended there") for text in texts) == 1, texts
 
 
 @pytest.mark.slow
@@ -118,10 +98,8 @@ def test_one_host_with_several_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["grade"], report["exclude"]) == ("ok", [])
-    assert all(
-        report["nodes"][0]["numbers"][name] > 0
-        for name in ("matmul", "memory", "point-to-point", "all-reduce", "all-to-all")
-    )
+    names = ("matmul", "memory", "point-to-point", "all-reduce", "all-to-all")
+    assert all(report["nodes"][0]["numbers"][name] > 0 for name in names)
     assert set(report["all_ranks"]) == {"latency_us", "all_reduce", "all_to_all"}
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +109,5 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         port = other.getsockname()[1]
         ended = preflight(tmp_path, 1, MASTER_PORT=port)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert (
-        f"moe-exp watch: MASTER_PORT={port}: cannot be listened on" in ended.stderr
-        and "Fix: set MASTER_PORT to a free port, for instance " in ended.stderr
-    )
+    assert f"moe-exp watch: MASTER_PORT={port}: cannot be listened on" in ended.stderr
+    assert "Fix: set MASTER_PORT to a free port, for instance " in ended.stderr

@@ -52,9 +52,7 @@ def test_who_does_not_come_is_left_out_and_who_comes_later_sees_it():
 def test_settings_that_do_not_fit_are_named():
     port = free_port()
     with closing(Server(port, 2)), closing(join(port, 0, 2)):
-        with pytest.raises(
-            ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: give every node a number of its own"
-        ):
+        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: give every node"):
             join(port, 0, 2)
         with pytest.raises(ValueError, match=r"NNODES=3: node 0 has NNODES=2\. Fix: give all nodes the same"):
             join(port, 1, 3)
@@ -65,10 +63,8 @@ def test_settings_that_do_not_fit_are_named():
 
 
 def test_no_node_0_is_an_error_that_names_this_host():
-    with pytest.raises(
-        NotReached,
-        match=rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s",
-    ):
+    line = rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s"
+    with pytest.raises(NotReached, match=line):
         join(free_port(), 1, 2, seconds=0.6)
 
 

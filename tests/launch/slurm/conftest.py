@@ -58,24 +58,13 @@ class Submitted:
         self.setup.write_text(f"export PYTHONPATH={str(fake)!r}\necho setting up $NOT_SET\n")
 
     def environ(self, codes: str, **settings: object) -> dict[str, str]:
-        places = {
-            "RUN_DIR": self.folder.parent,
-            "RUN_NAME": self.folder.name,
-            "JOB_NAME": "big-run",
-            "SETUP": self.setup,
-        }
         own = {
-            "CPU_NODES": True,
-            "NNODES": 2,
-            "GPUS_PER_NODE": 1,
-            "WANDB_PROJECT": codes,
-            "WANDB_MODE": "disabled",
-            "PYTHON": sys.executable,
-            "RETRY_SECONDS": 0,
-        }
-        return clean_environ(
-            **{**places, **own, "PATH": self.cluster.path(), "LEAK": "no", "SECRET": "s3cret", **settings}
-        )
+            "RUN_DIR": self.folder.parent, "RUN_NAME": self.folder.name, "JOB_NAME": "big-run",
+            "SETUP": self.setup, "CPU_NODES": True, "NNODES": 2, "GPUS_PER_NODE": 1, "WANDB_PROJECT": codes,
+            "WANDB_MODE": "disabled", "PYTHON": sys.executable, "RETRY_SECONDS": 0,
+            "PATH": self.cluster.path(), "LEAK": "no", "SECRET": "s3cret",
+        }  # fmt: skip
+        return clean_environ(**own | settings)
 
     def submit(self, codes: str, *flags: str, **settings: object) -> subprocess.CompletedProcess[str]:
         """What the script does once it has found a Python; `submit_by_script` starts that."""
@@ -86,10 +75,8 @@ class Submitted:
         self, codes: str, *flags: str, **settings: object
     ) -> subprocess.CompletedProcess[str]:
         # not the checkout, in which `python -m moe_exp` is that one
-        environ, folder = self.environ(codes, **settings), self.setup.parent
-        return subprocess.run(
-            ["bash", str(SCRIPT), *flags], env=environ, cwd=folder, capture_output=True, text=True
-        )
+        command, environ = ["bash", str(SCRIPT), *flags], self.environ(codes, **settings)
+        return subprocess.run(command, env=environ, cwd=self.setup.parent, capture_output=True, text=True)
 
     def log(self, pattern: str) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"slurm/{pattern}")))

@@ -23,13 +23,10 @@ def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
     assert chain.cluster.states() == ["COMPLETED", "PENDING", "PENDING", "PENDING"]
     assert chain.cluster.run() == (102, 0)
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED", "CANCELLED"]
-    for rank, node in enumerate(("localhost", "node-b")):
-        given = (
-            f"NODE_RANK={rank} MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None"
-            " NCCL_DEBUG=WARN s3cret\n"
-        )
-        assert chain.log(f"job101.{node}.log") == given
-        assert chain.log(f"job102.{node}.log") == given
+    given = "MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None NCCL_DEBUG=WARN s3cret\n"
+    for job in (101, 102):
+        for rank, node in enumerate(("localhost", "node-b")):
+            assert chain.log(f"job{job}.{node}.log") == f"NODE_RANK={rank} {given}"
     assert "setting up" in chain.log("job101_1.log")
     assert "s3cret" not in chain.log("*.sbatch")
     outcomes = [line.split("job ")[1] for line in chain.log("jobs.log").splitlines()]
@@ -185,34 +182,17 @@ def test_nodes_that_are_excluded_meanwhile_are_left_out_by_the_rest_of_the_chain
 @pytest.mark.slow
 def test_a_run_of_two_nodes_goes_on_in_the_next_job_and_finishes(chain, runs: Runs):
     settings = TINY | {
-        "NNODES": 2,
-        "EP": 2,
-        "CPU_NODES": True,
-        "TRAIN_ITERS": 60,
-        "RUN_DIR": runs.run_dir,
-        "DATA_DIR": runs.data_dir,
-    }
-    environ = clean_environ(
-        **settings,
-        RUN_NAME="a run",
-        NUM_JOBS=3,
-        PATH=chain.cluster.path(),
-        JOB_NAME="x",
-        PYTHON=sys.executable,
-    )
-    done = subprocess.run(
-        ["bash", str(ROOT / "moe_exp" / "scripts" / "run_slurm.sh")],
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+        "NNODES": 2, "EP": 2, "CPU_NODES": True, "TRAIN_ITERS": 60, "RUN_DIR": runs.run_dir,
+        "DATA_DIR": runs.data_dir, "RUN_NAME": "a run", "NUM_JOBS": 3, "PATH": chain.cluster.path(),
+        "JOB_NAME": "x", "PYTHON": sys.executable,
+    }  # fmt: skip
+    script = ROOT / "moe_exp" / "scripts" / "run_slurm.sh"
+    done = subprocess.run(["bash", script], env=clean_environ(**settings), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     number, process = chain.cluster.start()
     folder = runs.folder("a run")
-    wait_for(
-        lambda: '"iteration": 3,' in (folder.metrics.read_text() if folder.metrics.exists() else ""),
-        timeout=300,
-    )
+    read = lambda: folder.metrics.read_text() if folder.metrics.exists() else ""  # noqa: E731
+    wait_for(lambda: '"iteration": 3,' in read(), timeout=300)
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process, timeout=300) == 0
     outcomes = (folder.path / "slurm" / "jobs.log").read_text()

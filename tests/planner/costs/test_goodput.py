@@ -9,14 +9,8 @@ from moe_exp.planner.costs.goodput import daly_interval, goodput_of, lost_share,
 
 
 def goodput(**changes):
-    settings = {
-        "preset": "cpu",
-        "gpus_per_node": 1,
-        "nnodes": 4,
-        "save_interval": 100,
-        "eval_interval": 100,
-        "eval_iters": 4,
-    } | changes
+    settings = {"preset": "cpu", "gpus_per_node": 1, "nnodes": 4}
+    settings |= {"save_interval": 100, "eval_interval": 100, "eval_iters": 4} | changes
     times = {"iteration_seconds": 2.0, "training_seconds": 100_000.0, "save_seconds": 30.0}
     return goodput_of(load_config(settings, {}), **times, node_mtbf_hours=400, restart_minutes=10)
 

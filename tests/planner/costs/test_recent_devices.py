@@ -29,12 +29,25 @@ MEASURED = {
 GPT = {"preset": "qwen3-30b-a3b", "nnodes": 2, "gpus_per_node": 8, "ep": 8, "gbsz": 64, "mbsz": 1}
 
 
+CONSTANTS = load_constants().time
+
+
 def job(engine=Engine(), **settings):  # noqa: B008
     return replace(Job.of(load_config(GPT | settings, {})), engine=engine)
 
 
 def seconds(of, device="H100"):
-    return time_of(of, load_hardware(device), load_constants().time)
+    return time_of(of, load_hardware(device), CONSTANTS)
+
+
+def layers(of, device="H100"):
+    """Times of its layers."""
+    return layer_times(of, Device(load_hardware(device), "bf16", CONSTANTS), CONSTANTS)
+
+
+def with_and_without(**engine):
+    """Jobs of programs that differ in this."""
+    return job(), job(Engine(**engine))
 
 
 @pytest.mark.parametrize(("device", "ep"), [(device, ep) for device, of in MEASURED.items() for ep in of])
@@ -79,34 +92,21 @@ def test_small_micro_batches_are_bound_by_the_host():
 def test_products_in_fp8_start_more_kernels():
     """Twice the seconds of the host, but for those of router and exchange: 1 local expert."""
     one = {"impl": "te", "ep": 8, "num_experts": 8, "topk": 2}
-    constants, hardware = load_constants().time, load_hardware("H100")
-
-    def started(fp8):
-        of = job(**one, fp8=fp8)
-        return layer_times(of, Device(hardware, "bf16", constants), constants).host_moe
-
-    extra = 0.7 * constants.host_dense + constants.host_expert
-    assert started("hybrid") - started("none") == pytest.approx((constants.host_fp8 - 1) * extra)
+    bf16, fp8 = (layers(job(**one, fp8=fp8)).host_moe for fp8 in ("none", "hybrid"))
+    extra = 0.7 * CONSTANTS.host_dense + CONSTANTS.host_expert
+    assert fp8 - bf16 == pytest.approx((CONSTANTS.host_fp8 - 1) * extra)
 
 
 def test_fsdp_takes_the_host_time_for_each_weight():
     """6 weights, and two of each of 16 local experts."""
-    constants, hardware = load_constants().time, load_hardware("B200")
-    plain, sharded = (
-        layer_times(job(Engine(shards_parameters=shards)), Device(hardware, "bf16", constants), constants)
-        for shards in (False, True)
-    )
-    assert sharded.host_dense - plain.host_dense == pytest.approx(6 * constants.host_sharded)
-    assert sharded.host_moe - plain.host_moe == pytest.approx((6 + 2 * 16) * constants.host_sharded)
+    plain, sharded = (layers(of, "B200") for of in with_and_without(shards_parameters=True))
+    assert sharded.host_dense - plain.host_dense == pytest.approx(6 * CONSTANTS.host_sharded)
+    assert sharded.host_moe - plain.host_moe == pytest.approx((6 + 2 * 16) * CONSTANTS.host_sharded)
 
 
 def test_overlapping_an_exchange_takes_host_time():
-    constants, hardware = load_constants().time, load_hardware("H100")
-    plain, overlapped = (
-        layer_times(job(Engine(overlaps_exchange=overlaps)), Device(hardware, "bf16", constants), constants)
-        for overlaps in (False, True)
-    )
-    assert overlapped.host_moe == pytest.approx(constants.host_overlap * plain.host_moe)
+    plain, overlapped = map(layers, with_and_without(overlaps_exchange=True))
+    assert overlapped.host_moe == pytest.approx(CONSTANTS.host_overlap * plain.host_moe)
     assert overlapped.host_dense == plain.host_dense
 
 
@@ -114,50 +114,41 @@ def test_exponentials_of_attention():
     """32 heads of 4096 queries and keys, half of them masked, in both passes: Blackwell Ultra has 2.14 times
     the special functions of Blackwell, at the same peak of its products.
     """
-    constants = load_constants().time
-    cores = {}
-    for gpu in ("B200", "B300"):
-        hardware = load_hardware(gpu)
-        cores[gpu] = layer_times(job(), Device(hardware, "bf16", constants), constants).parts["core"]
-    slower = 0.5 * 32 * 4096 * 4096 * constants.exponentials * (1 / 5e12 - 1 / 10.7e12)
-    assert cores["B200"].forward - cores["B300"].forward == pytest.approx(slower)
-    assert cores["B200"].backward - cores["B300"].backward == pytest.approx(slower)
+    b200, b300 = (layers(job(), gpu).parts["core"] for gpu in ("B200", "B300"))
+    slower = 0.5 * 32 * 4096 * 4096 * CONSTANTS.exponentials * (1 / 5e12 - 1 / 10.7e12)
+    assert b200.forward - b300.forward == pytest.approx(slower)
+    assert b200.backward - b300.backward == pytest.approx(slower)
 
 
 def test_scaling_by_tensor_reads_it_once_more():
-    constants, hardware = load_constants().time, load_hardware("B200")
-
-    def up(recipe):
-        of = job(impl="te", fp8="e4m3", fp8_recipe=recipe)
-        return layer_times(of, Device(hardware, "bf16", constants), constants).parts["projections"].forward
-
+    tensorwise, mxfp8 = (
+        layers(job(impl="te", fp8="e4m3", fp8_recipe=recipe), "B200").parts["projections"].forward
+        for recipe in ("tensorwise", "mxfp8")
+    )
     # input and weights of [2048 -> 5120] and [4096 -> 2048], 4096 tokens
     elements = 4096 * (2048 + 4096) + 2048 * (5120 + 4096)
-    bandwidth = hardware.memory_bytes_per_second * constants.recent_memory * constants.blackwell_memory
-    assert up("tensorwise") - up("mxfp8") == pytest.approx(2 * elements * constants.cast_bytes / bandwidth)
+    bandwidth = load_hardware("B200").memory_bytes_per_second
+    bandwidth *= CONSTANTS.recent_memory * CONSTANTS.blackwell_memory
+    assert tensorwise - mxfp8 == pytest.approx(2 * elements * CONSTANTS.cast_bytes / bandwidth)
 
 
 def test_overlap_hides_most_of_the_exchange():
-    plain, hidden = (seconds(job(Engine(overlaps_exchange=overlaps))) for overlaps in (False, True))
-    share = load_constants().time.exchange_exposed
-    assert hidden.expert_parallel == pytest.approx(share * plain.expert_parallel)
+    plain, hidden = map(seconds, with_and_without(overlaps_exchange=True))
+    assert hidden.expert_parallel == pytest.approx(CONSTANTS.exchange_exposed * plain.expert_parallel)
 
 
 def test_balanced_tokens_are_faster_than_the_router_s():
-    free, balanced = (seconds(job(Engine(balanced=balanced))) for balanced in (False, True))
-    assert free.expert_parallel == pytest.approx(balanced.expert_parallel * load_constants().time.skew)
-
-
-def test_one_rank_has_all_experts_and_no_skew():
+    free, balanced = map(seconds, with_and_without(balanced=True))
+    assert free.expert_parallel == pytest.approx(balanced.expert_parallel * CONSTANTS.skew)
+    # one rank has all experts
     free, balanced = (seconds(job(Engine(balanced=balanced), ep=1)) for balanced in (False, True))
     assert free == balanced and free.expert_parallel == 0
 
 
 def test_rings_over_the_network_reach_their_share_of_it():
-    group, constants = Group(4, 8, load_hardware("H100"), 8), load_constants().time
-    assert group.bytes_per_second * group.recent_share(constants) == pytest.approx(
-        constants.network_ring * 50e9
-    )
+    group = Group(4, 8, load_hardware("H100"), 8)
+    reached = group.bytes_per_second * group.recent_share(CONSTANTS)
+    assert reached == pytest.approx(CONSTANTS.network_ring * 50e9)
 
 
 def test_fp8_and_nvfp4_by_their_peaks():
@@ -169,19 +160,15 @@ def test_fp8_and_nvfp4_by_their_peaks():
 
 def test_fsdp_shards_weights_and_gradients():
     constants = load_constants().memory
-    plain, sharded = (
-        max(
-            memory_of(job(Engine(shards_parameters=shards)), load_hardware("B200"), constants),
-            key=lambda one: one.total,
-        )
-        for shards in (False, True)
+    [plain], [sharded] = (
+        memory_of(of, load_hardware("B200"), constants) for of in with_and_without(shards_parameters=True)
     )
     assert sharded.weights < 0.62 * plain.weights and sharded.optimizer == plain.optimizer
 
 
 def test_recomputed_modules_keep_less_and_take_longer():
     constants = load_constants().memory
-    plain, repeated = job(), job(Engine(recompute=frozenset({"layernorm", "core_attn"})))
+    plain, repeated = with_and_without(recompute=frozenset({"layernorm", "core_attn"}))
     kept = [memory_of(of, load_hardware("H100"), constants)[0].activations for of in (plain, repeated)]
     assert kept[1] < 0.95 * kept[0] and seconds(repeated).compute > 1.01 * seconds(plain).compute
 
@@ -189,14 +176,13 @@ def test_recomputed_modules_keep_less_and_take_longer():
 def test_published_errors_are_those_of_the_kind():
     errors = {gpu: predict(job(), load_hardware(gpu)).published for gpu in ("H100", "MI300X", "A100")}
     assert errors["MI300X"] is errors["A100"] is None
-    assert (
-        errors["H100"] == load_constants().published["MoE within NVLink, bf16"] and errors["H100"].rows == 50
-    )
+    assert errors["H100"] == load_constants().published["MoE within NVLink, bf16"]
+    assert errors["H100"].rows == 50
     across = predict(job(ep=16, fp8="hybrid", impl="te"), load_hardware("H100")).published
     assert across.kind == "MoE across nodes, FP8" and across.mean_error > errors["H100"].mean_error
 
 
 def test_older_devices_depend_on_no_constant_of_recent_ones():
-    of, a100, constants = job(), load_hardware("A100"), load_constants().time
-    moved = replace(constants, **{name: 2 * getattr(constants, name) for name in RECENT})
-    assert time_of(of, a100, moved) == time_of(of, a100, constants)
+    of, a100 = job(), load_hardware("A100")
+    moved = replace(CONSTANTS, **{name: 2 * getattr(CONSTANTS, name) for name in RECENT})
+    assert time_of(of, a100, moved) == time_of(of, a100, CONSTANTS)

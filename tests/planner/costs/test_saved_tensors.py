@@ -8,6 +8,7 @@ in flight, with the layer that is recomputed.
 from __future__ import annotations
 
 import os
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,13 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense, bf16": DENSE | BF16,
     "tied, short": DENSE | {"tie_embeddings": True, "seq_len": 64, "mbsz": 4, "gbsz": 4},
     "gelu, LayerNorm, biases, norm over all heads": DENSE
-    | {
-        "activation": "gelu",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_norm": True,
-        "qk_norm_scope": "all",
-    },
+    | {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True}
+    | {"qk_norm": True, "qk_norm_scope": "all"},
     "geglu, heads with keys of their own": DENSE | {"activation": "geglu", "num_query_groups": 4},
     "clamped swiglu": DENSE | {"activation": "clamped_swiglu"},
     "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
@@ -178,50 +174,10 @@ def expected(config: Config, stage: int = 0) -> float:
     found = activations_of(Job.of(config), on_cpu=True)
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
-    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe) + (
-        found.embedding if stage == 0 else 0.0
-    )
+    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe)
+    layers += found.embedding if stage == 0 else 0.0
     in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
     return in_flight * layers + max(found.recomputed, found.output if stage == config.pp - 1 else 0.0)
-
-
-@pytest.fixture(scope="module")
-def on_one_rank() -> dict[str, tuple[int, int]]:
-    return dict(
-        zip(
-            MODELS,
-            run_on_ranks(1, saved_on_rank, list(MODELS.values()), [0] * len(MODELS), join=False, timeout=400)[
-                0
-            ],
-            strict=True,
-        )
-    )
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_saved_bytes_of_a_model(name, on_one_rank):
-    peak, left = on_one_rank[name]
-    assert expected(of_settings(MODELS[name], 1)) == pytest.approx(peak, rel=LIMIT)
-    assert left < 0.01 * peak
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, tuple[int, int]]:
-    ports = [free_port() for _ in LAYOUTS]
-    return dict(
-        zip(
-            LAYOUTS,
-            run_on_ranks(2, saved_on_rank, list(LAYOUTS.values()), ports, join=False, timeout=400)[0],
-            strict=True,
-        )
-    )
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_saved_bytes_of_a_rank(name, on_two_ranks):
-    peak, left = on_two_ranks[name]
-    assert expected(of_settings(LAYOUTS[name], 2)) == pytest.approx(peak, rel=LIMIT)
-    assert left < 0.01 * peak
 
 
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -232,16 +188,25 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def in_pipelines() -> dict[str, list[tuple[int, int]]]:
-    ports = [free_port() for _ in PIPELINES]
-    ranks = run_on_ranks(2, saved_on_rank, list(PIPELINES.values()), ports, join=False, timeout=400)
-    return {name: [rank[index] for rank in ranks] for index, name in enumerate(PIPELINES)}
+@cache
+def saved(num_ranks: int) -> list[dict[str, tuple[int, int]]]:
+    """By rank, of all jobs for so many."""
+    jobs = MODELS if num_ranks == 1 else LAYOUTS | PIPELINES
+    ports = [free_port() for _ in jobs]
+    ranks = run_on_ranks(num_ranks, saved_on_rank, list(jobs.values()), ports, join=False, timeout=400)
+    return [dict(zip(jobs, rank, strict=True)) for rank in ranks]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_saved_bytes_of_a_stage(name, stage, in_pipelines):
-    peak, left = in_pipelines[name][stage]
-    assert expected(of_settings(PIPELINES[name], 2), stage) == pytest.approx(peak, rel=LIMIT)
+@pytest.mark.parametrize(
+    ("settings", "name", "num_ranks", "rank"),
+    [
+        *((settings, name, 1, 0) for name, settings in MODELS.items()),
+        *((settings, name, 2, 0) for name, settings in LAYOUTS.items()),
+        *((settings, name, 2, rank) for rank in (0, 1) for name, settings in PIPELINES.items()),
+    ],
+)
+def test_saved_bytes(settings, name, num_ranks, rank):
+    """Rank 1 is that of the second stage."""
+    peak, left = saved(num_ranks)[rank][name]
+    assert expected(of_settings(settings, num_ranks), rank) == pytest.approx(peak, rel=LIMIT)
     assert left < 0.01 * peak

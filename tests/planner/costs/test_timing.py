@@ -9,10 +9,11 @@ from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
-from moe_exp.planner.costs.timing import IterationTime, bubble_seconds, time_of
+from moe_exp.planner.costs.timing import IterationTime, StagePass, bubble_seconds, time_of
 from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants, predict
+from moe_exp.planner.views.timeline import _scheduled as scheduled
 
 A100 = load_hardware("A100-80GB")
 CONSTANTS = load_constants().time
@@ -21,22 +22,10 @@ RUNS = {run.row_id: run for run in read_runs(MEASURED_RUNS)}
 
 def config(**settings) -> Config:
     sizes = {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 11008,
-        "num_heads": 32,
-        "num_query_groups": 8,
-        "seq_len": 4096,
-    }
-    sizes |= {
-        "vocab_size": 32000,
-        "use_moe": False,
-        "gpus_per_node": 8,
-        "nnodes": 8,
-        "mbsz": 1,
-        "gbsz": 256,
-        "dtype": "bf16",
-    }
+        "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_heads": 32,
+        "num_query_groups": 8, "seq_len": 4096, "vocab_size": 32000, "use_moe": False, "gpus_per_node": 8,
+        "nnodes": 8, "mbsz": 1, "gbsz": 256, "dtype": "bf16",
+    }  # fmt: skip
     return Config(**(sizes | settings))
 
 
@@ -48,40 +37,9 @@ MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
 
 
 def simulated(stages: list[float], num_microbatches: int) -> float:
-    """1F1B by its rules: a stage does warm-up forwards, then one forward and one backward in turn; a third of
-    its time is forward.
-    """
-    done: dict[tuple[str, int, int], float] = {}
-    work = []
-    for stage in range(len(stages)):
-        warm_up = min(len(stages) - stage - 1, num_microbatches)
-        order = [("f", i) for i in range(warm_up)]
-        for i in range(num_microbatches - warm_up):
-            order += [("f", warm_up + i), ("b", i)]
-        work.append(order + [("b", i) for i in range(num_microbatches - warm_up, num_microbatches)])
-    clocks = [0.0] * len(stages)
-    while any(work):
-        for stage, order in enumerate(work):
-            while order:
-                kind, i = order[0]
-                other = stage - 1 if kind == "f" else stage + 1
-                is_first = other < 0 or other == len(stages)
-                if not is_first and (kind, i, other) not in done:
-                    break
-                start = max(clocks[stage], 0.0 if is_first else done[kind, i, other])
-                clocks[stage] = done[kind, i, stage] = start + stages[stage] * (
-                    1 / 3 if kind == "f" else 2 / 3
-                )
-                order.pop(0)
-    return max(clocks)
-
-
-@pytest.mark.parametrize("num_microbatches", [4, 9, 32])
-def test_bubble_of_even_stages_is_that_of_the_schedule(num_microbatches):
-    stages = [3.0] * 4
-    assert num_microbatches * 3.0 + bubble_seconds(stages, num_microbatches) == pytest.approx(
-        simulated(stages, num_microbatches)
-    )
+    """1F1B by its rules, of which a third of a stage's time is forward."""
+    passes = [StagePass(seconds / 3, 2 * seconds / 3, 0.0, 0.0) for seconds in stages]
+    return max(event.end for event in scheduled(passes, num_microbatches, 1))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +55,6 @@ def test_bubble_by_hand():
     assert bubble_seconds([2.0] * 4, 10, num_chunks=3) == pytest.approx(2.0)
 
 
-def test_parts_add_up():
-    found = seconds(tp=2, pp=4, ep=2, nnodes=8, **MOE)
-    assert all(value > 0 for name, value in found.parts().items() if name not in ("context_parallel", "host"))
-    assert sum(found.parts().values()) == found.total
-
-
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
@@ -113,9 +65,9 @@ def test_parts_add_up():
     ],
 )
 def test_a_part_is_there_with_its_parallelism_alone(settings, part):
-    alone = seconds(**(MOE if "ep" in settings else {}))
-    assert getattr(alone, part) == 0
-    assert getattr(seconds(**settings), part) > 0
+    alone, split = seconds(**(MOE if "ep" in settings else {})), seconds(**settings)
+    assert getattr(alone, part) == 0 < getattr(split, part)
+    assert sum(split.parts().values()) == split.total
 
 
 def test_context_parallel_ranks_exchange_keys_and_values_of_all_latent_heads():
@@ -174,10 +126,8 @@ def test_reference_runs():
     """Measured: dense 226 to 230 ms, capacity 600 to 638, dropless 494 to 525 with EP=4 and 1532 to 1688 with
     EP=8 on software of 2024.
     """
-    cases = [
-        ({"use_moe": False}, 226, 230),
-        ({"ep": 4, "moe_type": "moe", "expert_backend": "loop"}, 600, 638),
-    ]
+    capacity = {"ep": 4, "moe_type": "moe", "expert_backend": "loop"}
+    cases = [({"use_moe": False}, 226, 230), (capacity, 600, 638)]
     cases += [({"ep": 4}, 416, 525), ({"ep": 8, "mbsz": 4}, 1532, 1688)]
     for settings, low, high in cases:
         job = Job.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))

@@ -32,9 +32,8 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
 def test_all_to_all_by_hand():
     # 16 ranks over two nodes: of 16 equal parts 7 go to others of the node, 8 over the network, which is the
     # slower.
-    assert group(16, 1).all_to_all(1.6e9, 1.0) == pytest.approx(
-        8e8 / A100.network_bytes_per_second + A100.network_latency_seconds
-    )
+    seconds = 8e8 / A100.network_bytes_per_second + A100.network_latency_seconds
+    assert group(16, 1).all_to_all(1.6e9, 1.0) == pytest.approx(seconds)
     assert group(4, 1).all_to_all(4e8, 0.5) == pytest.approx(3e8 / (300e9 * 0.5) + A100.node_latency_seconds)
 
 

@@ -153,19 +153,6 @@ def test_a_profile_is_read_again(tmp_path):
     again = load_constants(path)
     assert again.time.matrix_efficiency == pytest.approx(fitted().constants.time.matrix_efficiency, rel=1e-4)
     assert again.hardware == fitted().hardware
-    path.write_text("{}")
-    load_constants.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"PROFILE=.*profile.json: is no profile that `moe-exp plan calibrate` wrote"
-    ):
-        load_constants(path)
-
-
-def test_no_run_that_ran_is_called_too_large():
-    for run in RUNS:
-        found = predict(run.job, run.hardware)
-        if run.oom is False and run.memory_gib:
-            assert not found.oom or found.is_close, run.row_id
 
 
 def test_how_sure():
@@ -176,11 +163,11 @@ def test_how_sure():
     assert CONSTANTS.name == "constants.json"
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "x", None])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "x", None, {}])
 def test_a_constant_that_is_none_is_refused(tmp_path, value):
     content = json.loads(CONSTANTS.read_text())
     content["constants"]["time"]["matrix_efficiency"] = value
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content if value != {} else value))
     with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: is no profile"):
         load_constants(path)

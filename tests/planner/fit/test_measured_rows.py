@@ -21,61 +21,33 @@ from moe_exp.planner.fit.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import predict
 
-POWERS = st.sampled_from([1, 2, 4])
-FLAGS = st.booleans()
 HARDWARE = load_hardware("A100-80GB")
 # What a dense model does not have.
-OF_MOE = {
-    name
-    for name in Config.model_fields
-    if name.startswith(("moe_", "router_", "shared_expert", "num_router"))
-} | {
-    "num_experts",
-    "topk",
-}
+PREFIXES = ("moe_", "router_", "shared_expert", "num_router")
+OF_MOE = {name for name in Config.model_fields if name.startswith(PREFIXES)} | {"num_experts", "topk"}
 
+FLAGS = dict.fromkeys(
+    ("use_moe", "distributed_optimizer", "tie_embeddings", "add_bias_linear", "qk_norm", "qkv_bias",
+     "multi_latent_attention"), (False, True),
+)  # fmt: skip
+OPTIONAL = FLAGS | {
+    "mbsz": (1, 2), "gbsz": (512, 1024), "dtype": ("fp32", "bf16", "fp16"),
+    "recompute": ("none", "moe_act", "selective", "full"), "normalization": ("RMSNorm", "LayerNorm"),
+    "activation": ("swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"), "moe_type": ("moe", "dmoe"),
+    "capacity_factor": (0.0, 1.25), "shared_expert_size": (0, 1024), "head_dim": (64,),
+    "moe_ffn_hidden_size": (0, 640), "num_experts": (1, 16), "topk": (1, 2), "first_k_dense": (0, 1),
+    "moe_layer_freq": ("1", "2"), "expert_backend": ("auto", "loop"), "overlap": ("auto", "true"),
+    "dropout": (0.1,), "lr": (1e-5,), "run_name": ("x, y",), "first_stage_layers": (0, 3),
+}  # fmt: skip
 settings = st.fixed_dictionaries(
     {
         "preset": st.sampled_from(sorted(PRESETS)),
         "nnodes": st.sampled_from([1, 2]),
-        "gpus_per_node": st.sampled_from([64]),
-        "tp": POWERS,
-        "pp": POWERS,
-        "cp": POWERS,
-        "ep": POWERS,
-        "etp": POWERS,
+        "gpus_per_node": st.just(64),
         "vpp": st.sampled_from(["none", 2]),
+        **dict.fromkeys(("tp", "pp", "cp", "ep", "etp"), st.sampled_from([1, 2, 4])),
     },
-    optional={
-        "mbsz": st.sampled_from([1, 2]),
-        "gbsz": st.sampled_from([512, 1024]),
-        "use_moe": FLAGS,
-        "distributed_optimizer": FLAGS,
-        "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
-        "recompute": st.sampled_from(["none", "moe_act", "selective", "full"]),
-        "activation": st.sampled_from(["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"]),
-        "tie_embeddings": FLAGS,
-        "add_bias_linear": FLAGS,
-        "normalization": st.sampled_from(["RMSNorm", "LayerNorm"]),
-        "moe_type": st.sampled_from(["moe", "dmoe"]),
-        "qk_norm": FLAGS,
-        "capacity_factor": st.sampled_from([0.0, 1.25]),
-        "shared_expert_size": st.sampled_from([0, 1024]),
-        "head_dim": st.just(64),
-        "moe_ffn_hidden_size": st.sampled_from([0, 640]),
-        "num_experts": st.sampled_from([1, 16]),
-        "topk": st.sampled_from([1, 2]),
-        "first_k_dense": st.sampled_from([0, 1]),
-        "moe_layer_freq": st.sampled_from(["1", "2"]),
-        "qkv_bias": FLAGS,
-        "expert_backend": st.sampled_from(["auto", "loop"]),
-        "overlap": st.sampled_from(["auto", "true"]),
-        "dropout": st.just(0.1),
-        "multi_latent_attention": FLAGS,
-        "lr": st.just(1e-5),
-        "run_name": st.just("x, y"),
-        "first_stage_layers": st.sampled_from([0, 3]),
-    },
+    optional={name: st.sampled_from(values) for name, values in OPTIONAL.items()},
 )
 
 
@@ -105,33 +77,18 @@ def test_a_job_written_and_read_is_the_same(chosen, measured_by):
 
 
 def test_settings_that_cost_nothing_are_no_columns():
-    columns = set(
-        row_of_job(
-            Job.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {})),
-            "A100-80GB",
-        )
-    )
-    settings = {
-        "gpus_per_node",
-        "tp",
-        "pp",
-        "ep",
-        "cp",
-        "topk",
-        "recompute",
-        "z_loss_coeff",
-        "expert_backend",
-        "cross_entropy",
-    }
+    job = Job.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {}))
+    columns = set(row_of_job(job, "A100-80GB"))
+    settings = {"gpus_per_node", "tp", "pp", "ep", "cp", "topk", "recompute", "z_loss_coeff"}
+    settings |= {"expert_backend", "cross_entropy"}
     # rows without the last two are of other programs, which fused neither experts nor the loss
     assert columns & set(Config.model_fields) == settings
     assert set(Config.model_fields) >= FREE
 
 
 def write(path, **cells):
-    row = row_of_job(
-        Job.of(load_config({"preset": "reference", "gpus_per_node": 8, "ep": 4}, {})), "A100-80GB"
-    )
+    config = load_config({"preset": "reference", "gpus_per_node": 8, "ep": 4}, {})
+    row = row_of_job(Job.of(config), "A100-80GB")
     row |= {"row_id": "mine", "mem_gb": "33.3", "sec_per_it": "0.5"} | cells
     with path.open("w") as file:
         writer = csv.DictWriter(file, list(row))
@@ -141,43 +98,24 @@ def write(path, **cells):
 
 
 def test_columns_named_as_settings(tmp_path):
-    (run,) = read_runs(
-        write(
-            tmp_path / "runs.csv",
-            etp="2",
-            vpp="none",
-            moe_ffn_hidden_size="640",
-            shared_expert_gate="true",
-            qk_norm="",
-        )
-    )
+    cells = {"etp": "2", "vpp": "none", "moe_ffn_hidden_size": "640", "shared_expert_gate": "true"}
+    (run,) = read_runs(write(tmp_path / "runs.csv", **cells, qk_norm=""))
     config = run.job.config
-    assert (
-        config.etp,
-        config.vpp,
-        config.moe_ffn_hidden_size,
-        config.shared_expert_gate,
-        config.qk_norm,
-    ) == (2, None, 640, True, False)
+    assert (config.etp, config.vpp, config.moe_ffn_hidden_size) == (2, None, 640)
+    assert config.shared_expert_gate and not config.qk_norm
     assert (run.memory_gib, run.seconds, run.job.sharding) == (33.3, 0.5, "distributed")
 
 
 def test_bad_cells_of_settings_are_named_together(tmp_path):
+    bad = {"cp": "0", "vpp": "two", "normalization": "layernorm", "shared_expert_size": "-1"}
     with pytest.raises(ValueError) as error:
-        read_runs(
-            write(
-                tmp_path / "runs.csv", cp="0", vpp="two", normalization="layernorm", shared_expert_size="-1"
-            )
-        )
+        read_runs(write(tmp_path / "runs.csv", **bad))
     lines = str(error.value).splitlines()
-    assert {line.partition("column ")[2].partition(":")[0] for line in lines} == {
-        "shared_expert_size=-1", "normalization=layernorm", "vpp=two", "cp=0",
-    }  # fmt: skip
-    assert len(lines) == 4
-    assert all(
-        line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: correct the cell" in line
-        for line in lines
+    where = f"{tmp_path}/runs.csv, row mine, column "
+    assert sorted(line.partition(":")[0] for line in lines) == sorted(
+        f"{where}{name}={value}" for name, value in bad.items()
     )
+    assert all("Fix: correct the cell" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +125,7 @@ def test_bad_cells_of_settings_are_named_together(tmp_path):
 def test_numbers_that_cannot_be(tmp_path, column, value):
     path = tmp_path / "runs.csv"
     write(path, **{column: str(value)})
-    with pytest.raises(
-        ValueError, match=rf"column {column}=.*: (must be a (whole )?number|is more than hidden)"
-    ):
+    with pytest.raises(ValueError, match=rf"column {column}=.*: (must be|is more than hidden)"):
         read_runs(path)
 
 
@@ -221,13 +157,13 @@ def test_columns_of_other_programs(tmp_path):
     ("column", "value", "rule"),
     [
         ("sharding", "zero3", "must be one of distopt, fsdp"),
-        ("recompute", "router", "must be some of none, full, moe"),
-        ("cuda_graph", "transformer_engine:head", "must be none, full_iteration, local, or"),
-        ("cuda_graph", ":attn", "must be none, full_iteration, local, or"),
-        ("optimizer_dtypes", "bf16", "must be like main_grads=bf16"),
-        ("num_mtp_layers", "1.5", "must be a whole number, 0 or more"),
+        ("recompute", "router", "must be some of"),
+        ("cuda_graph", "transformer_engine:head", "must be none"),
+        ("cuda_graph", ":attn", "must be none"),
+        ("num_mtp_layers", "1.5", "must be a whole number"),
         ("pipeline_layout", "Et*99999999|L", "must be like"),
-        ("optimizer_dtypes", "exp_avg=int8", "must be like main_grads=bf16"),
+        ("optimizer_dtypes", "bf16", "must be like"),
+        ("optimizer_dtypes", "exp_avg=int8", "must be like"),
         ("precision", "fp6", "must be one of fp32"),
     ],
 )

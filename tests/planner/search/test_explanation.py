@@ -61,42 +61,32 @@ def test_flags_that_fix_a_setting_count():
 def test_where_a_layout_stands_and_what_it_loses():
     everything = found(48)
     best, last = everything.ranked[0], everything.ranked[-1]
-    exact = {
-        name: getattr(last.config, name) for name in LAYOUT_SETTINGS if not name.endswith("_stage_layers")
-    }
-    said = told(exact)
+    names = (name for name in LAYOUT_SETTINGS if not name.endswith("_stage_layers"))
+    said = told({name: getattr(last.config, name) for name in names})
     assert said.fits and said.candidate is not None
     assert said.candidate.config == last.config
     assert everything.ranked[said.place - 1].seconds == last.seconds
     assert sum(said.losses.values()) == pytest.approx(last.seconds - best.seconds)
     assert list(said.losses.values()) == sorted(said.losses.values(), reverse=True)
     assert set(said.losses) == set(last.prediction.time.parts())
-
-
-def test_the_best_loses_nothing():
-    best = found(48).ranked[0].config
-    said = told({"tp": best.tp, "pp": best.pp})
-    assert said.place == 1
-    assert not any(said.losses.values())
+    said = told({"tp": best.config.tp, "pp": best.config.pp})
+    assert said.place == 1 and not any(said.losses.values())
 
 
 def test_a_layout_out_of_memory_says_how_far():
     hardware = with_memory(10)
     config = model(LARGE, nnodes=48)
-    said = explain(
-        search(config, hardware, constants=PRIORS), config, hardware, {"tp": 4, "pp": 12}, constants=PRIORS
-    )
+    everything = search(config, hardware, constants=PRIORS)
+    said = explain(everything, config, hardware, {"tp": 4, "pp": 12}, constants=PRIORS)
     assert said.candidate is not None and not said.fits
     assert said.problems[0].startswith("LAYOUT=TP4,PP12,DP8: needs ")
     assert f"{said.candidate.prediction.peak_bytes / 2**30:.1f} of 10.0 GiB" in said.problems[0]
 
 
 def test_bound_and_layout_in_words():
-    one = search(
-        model(SMALL), A100, fixed={"tp": [2], "pp": [2], "ep": [2], "vpp": [2]}, constants=PRIORS
-    ).ranked[0]
-    assert layout_words(one.config).startswith("TP2,PP2,VPP2,EP2,")
-    assert layout_words(one.config).endswith(",DP1")
+    fixed = {"tp": [2], "pp": [2], "ep": [2], "vpp": [2], "etp": [1]}
+    one = search(model(SMALL), A100, fixed=fixed, constants=PRIORS).ranked[0]
+    assert layout_words(one.config) == "TP2,PP2,VPP2,EP2,DP1"
     assert bound_by(one.prediction.time).startswith(one.prediction.time.bound.replace("_", " "))
 
 
@@ -110,13 +100,8 @@ def test_bound_and_layout_in_words():
         {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64},
         {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8},
         # what TRAIN_ITERS would give is 500
-        {
-            "preset": "mixtral-8x7b",
-            "nnodes": 2,
-            "gpus_per_node": 8,
-            "train_iters": 5000,
-            "warmup_iters": 1000,
-        },
+        {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8}
+        | {"train_iters": 5000, "warmup_iters": 1000},
     ],
 )
 def test_training_takes_what_is_exported(base):
@@ -127,15 +112,8 @@ def test_training_takes_what_is_exported(base):
     for one in [*ranked[:2], *uneven, *interleaved]:
         variables = dict(exported_settings(one.config, load_config({"preset": config.preset}, {})))
         # Whatever an earlier layout left in the environment is overridden.
-        old = {
-            "TP": "2",
-            "PIPELINE_LAYERS": "1,2",
-            "FIRST_STAGE_LAYERS": "7",
-            "VPP": "9",
-            "RECOMPUTE": "moe_act",
-            "NNODES": "3",
-            "GBSZ": "48",
-        }
+        old = {"TP": "2", "PIPELINE_LAYERS": "1,2", "FIRST_STAGE_LAYERS": "7", "VPP": "9"}
+        old |= {"RECOMPUTE": "moe_act", "NNODES": "3", "GBSZ": "48"}
         again = load_config({}, old | variables)
         assert again == one.config
         assert check_config(again) == []
@@ -144,10 +122,7 @@ def test_training_takes_what_is_exported(base):
 
 def test_an_empty_setting_cannot_be_exported():
     config = model({"preset": "deepseek-v3-like"}, rampup_batch_size="", gpus_per_node=8)
-    with pytest.raises(
-        ValueError,
-        match=r"^RAMPUP_BATCH_SIZE=: an empty variable would leave what PRESET=deepseek-v3-like has\. Fix: ",
-    ):
+    with pytest.raises(ValueError, match=r"^RAMPUP_BATCH_SIZE=: .* PRESET=deepseek-v3-like .* Fix: "):
         list(exported_settings(config, load_config({"preset": "deepseek-v3-like"}, {})))
 
 
@@ -155,31 +130,21 @@ def test_an_empty_setting_cannot_be_exported():
 
 
 def test_lists_of_values():
-    texts = {
-        "tp": "2, 4",
-        "vpp": "none,2",
-        "recompute": "full",
-        "pipeline_layers": "8,9*10,8",
-        "first_stage_layers": "0",
+    pairs = {
+        "tp": ("2, 4", (2, 4)),
+        "vpp": ("none,2", (None, 2)),
+        "recompute": ("full", ("full",)),
+        "pipeline_layers": ("8,9*10,8", ("8,9*10,8",)),
+        "first_stage_layers": ("0", (0,)),
     }
-    values = {
-        "tp": (2, 4),
-        "vpp": (None, 2),
-        "recompute": ("full",),
-        "pipeline_layers": ("8,9*10,8",),
-        "first_stage_layers": (0,),
-    }
-    assert parse_fixed(texts) == values
+    values = {name: value for name, (_, value) in pairs.items()}
+    assert parse_fixed({name: text for name, (text, _) in pairs.items()}) == values
 
 
 def test_a_layout_in_one_line():
     config = model(LARGE, nnodes=48)
-    assert parse_wanted("TP=4, pp=12,MBS=2,DP=8,vpp=none", config) == {
-        "tp": 4,
-        "pp": 12,
-        "mbsz": 2,
-        "vpp": None,
-    }
+    wanted = {"tp": 4, "pp": 12, "mbsz": 2, "vpp": None}
+    assert parse_wanted("TP=4, pp=12,MBS=2,DP=8,vpp=none", config) == wanted
     assert parse_wanted("PIPELINE_LAYERS=5,6*10,5,PP=12", config) == {"pipeline_layers": "5,6*10,5", "pp": 12}
 
 
@@ -206,41 +171,24 @@ def test_every_part_that_is_no_layout_is_named(text, lines):
 def test_values_that_are_no_sizes(text):
     with pytest.raises(ConfigError, match=r"^TP=.*: must be a whole number of at least 1"):
         parse_fixed({"tp": text})
-
-
-@pytest.mark.parametrize(
-    ("text", "count"), [("300B", 300 * 10**9), ("3e11", 3 * 10**11), ("0.5t", 5 * 10**11), ("7", 7)]
-)
-def test_token_budgets(text, count):
-    assert parse_budget(text, "1.5") == {"num_tokens": count, "price_per_gpu_hour": 1.5}
-
-
-def test_stages_without_end_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers of every stage"
-    ):
+    with pytest.raises(ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers"):
         parse_fixed({"pipeline_layers": "1*99999999999"})
 
 
-def test_budgets_that_are_none():
-    assert parse_budget(None, None) == {"num_tokens": None, "price_per_gpu_hour": None}
+def test_token_budgets():
+    counts = {"300B": 300 * 10**9, "3e11": 3 * 10**11, "0.5t": 5 * 10**11, "7": 7, None: None}
+    for text, count in counts.items():
+        assert parse_budget(text, "1.5") == {"num_tokens": count, "price_per_gpu_hour": 1.5}
+    assert parse_budget("7", None)["price_per_gpu_hour"] is None
     for text in ("0", "-3B", "many", "", "B", "inf", "nan", "1e300"):
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"^TOKENS=.*: must be a number of tokens, more than 0 and at most 1e\+18\. Fix: .*\nPRICE=-1:"
-                r" must be a number"
-            ),
-        ):
+        with pytest.raises(ConfigError, match=r"^TOKENS=.*: must be .*1e\+18\. Fix: .*\nPRICE=-1: must be"):
             parse_budget(text, "-1")
 
 
 def test_gpus_are_whole_nodes():
     assert world_of(384, 8) == {"nnodes": 48, "gpus_per_node": 8}
     assert world_of(4, 8) == {"nnodes": 1, "gpus_per_node": 4}
-    with pytest.raises(
-        ValueError, match=r"^GPUS=12: are not whole nodes of GPUS_PER_NODE=8\. Fix: give 8 or 16"
-    ):
+    with pytest.raises(ValueError, match=r"^GPUS=12: .* GPUS_PER_NODE=8\. Fix: give 8 or 16"):
         world_of(12, 8)
     for gpus, per_node, name in ((0, 8, "GPUS"), (-8, 8, "GPUS"), (8, 0, "GPUS_PER_NODE")):
         with pytest.raises(ValueError, match=f"^{name}=-?[08]: must be a whole number"):

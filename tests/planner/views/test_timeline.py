@@ -40,9 +40,7 @@ def test_a_stage_does_one_thing_at_a_time_and_passes_follow_each_other():
         events = sorted((one.start, one.end) for one in drawn.events if one.stage == stage)
         assert all(first[1] <= second[0] + 1e-12 for first, second in pairwise(events))
     for (kind, place, microbatch), event in ends.items():
-        after = (
-            ("forward", place - 1, microbatch) if kind == "forward" else ("backward", place + 1, microbatch)
-        )
+        after = (kind, place - 1 if kind == "forward" else place + 1, microbatch)
         if after in ends:
             assert event.start >= ends[after].end - 1e-12
 

@@ -21,36 +21,29 @@ from moe_exp.studies.compare.table import plan_text, result_text
 
 def record(iteration: int, loss: float | None, **more) -> dict:
     return {
-        "kind": "train",
-        "iteration": iteration,
-        "consumed_tokens": 100 * iteration,
-        "consumed_flops": 1000 * iteration,
-        "lm_loss": loss,
-        "elapsed_time_per_iteration_ms": 500.0,
-        **more,
-    }
+        "kind": "train", "iteration": iteration, "consumed_tokens": 100 * iteration, "lm_loss": loss,
+        "consumed_flops": 1000 * iteration, "elapsed_time_per_iteration_ms": 500.0, **more,
+    }  # fmt: skip
+
+
+FLAGS = SMALL | {"run_name": "mine", "train_iters": 4, "decay_iters": 4, "warmup_iters": 1}
 
 
 @pytest.fixture
 def comparison(tmp_path):
-    flags = {
-        **SMALL,
-        "run_dir": str(tmp_path),
-        "run_name": "mine",
-        "train_iters": 4,
-        "decay_iters": 4,
-        "warmup_iters": 1,
-    }
-    return Comparison.of(Options(repeats=2), flags, {})
+    return Comparison.of(Options(repeats=2), FLAGS | {"run_dir": str(tmp_path)}, {})
+
+
+def report(comparison):
+    """Of what is in the folders."""
+    return result_text(comparison, [read_ended(run) for run in comparison.runs()])
 
 
 def write_run(run, losses, *, seconds=1.0, status="finished", valid=None):
     run.folder.path.mkdir(parents=True)
+    speed = {"tokens_per_second": 100 / seconds, "peak_memory_bytes": 2**30}
     records = [
-        record(
-            n, loss, training_seconds=n * seconds, tokens_per_second=100 / seconds, peak_memory_bytes=2**30
-        )
-        for n, loss in enumerate(losses, start=1)
+        record(n, loss, training_seconds=n * seconds, **speed) for n, loss in enumerate(losses, start=1)
     ]
     for n, loss in (valid if isinstance(valid, dict) else {len(losses): valid} if valid else {}).items():
         records.append({"kind": "valid", "iteration": n, "lm_loss": loss})
@@ -79,16 +72,13 @@ def test_it_says_what_the_page_says(comparison):
     write_run(dense, [5.0 if n == 5 else 8 - n / 8 for n in range(30)])
     ended = [read_ended(dmoe), read_ended(dense)]
     assert [one.final_loss for one in ended] == [pytest.approx(5.15), pytest.approx(4.4375)]
-    text = result_text(comparison, [*ended, *map(read_ended, comparison.runs()[2:])])
+    text = report(comparison)
     (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
     runs = read_runs([dmoe.folder.path, dense.folder.path])
     assert said == f"- {parity_text(parities(runs)[0])}"
     # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th, so at 5.15 with 24.3: 30 / 24.3,
     # and 60 s / 24.3 s.
-    assert said.endswith(
-        "to its own lowest, 5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens that"
-        " dense needed."
-    )
+    assert "5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens" in said
     rows = dict(overview_rows([one.numbers for one in ended]))
     assert rows["training loss at the end (mean of the last 5%)"] == ["5.1500", "4.4375"]
     assert re.search(r"\| final loss +\| +5.1500 \| +4.4375 \|", text)
@@ -117,7 +107,7 @@ def test_pairs_are_compared_by_validation_where_there_is_one(comparison):
         is_moe = run.config.use_moe
         valid = {2: 5.0, 3: 4.5, 4: 4.0} if is_moe else {2: 5.0, 3: 4.25, 4: 3.75}
         write_run(run, [6.0, 4.0, 3.0, 2.0] if is_moe else [6.0, 5.0, 4.0, 3.0], valid=valid)
-    text = result_text(comparison, [*map(read_ended, comparison.runs())])
+    text = report(comparison)
     line = "to the lowest validation loss that both reach, 4.0000, it needed 114% [114%, 114%] of the FLOPs"
     assert line in text and "At equal tokens, however" not in text
 
@@ -128,12 +118,7 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     write_run(dmoe, [6.0, 4.0, 3.0, 2.0], seconds=2.0, valid=2.5)
     write_run(dense, [6.0, 5.0, 4.0, 3.0], valid=3.5)
     write_run(dmoe2, [6.0, 5.0, 4.0, 1.0], seconds=2.0, valid=1.5)
-    ended = [
-        read_ended(dmoe),
-        read_ended(dense),
-        read_ended(dmoe2),
-        read_ended(dense2, status="failed", reason="it is gone"),
-    ]
+    ended = [*map(read_ended, (dmoe, dense, dmoe2)), read_ended(dense2, status="failed", reason="it is gone")]
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
     way = compared(ended[0], ended[1])
     # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at
@@ -151,54 +136,37 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     assert rows["last validation loss"] == ["2.0000 ± 0.7071", "3.5000"]
     assert rows["loss at 4.0 s of training"] == ["4.5000 ± 0.7071", "3.0000"]
     assert rows["memory of a rank"] == ["1.00 GiB", "1.00 GiB"]
-    assert (
-        "- dmoe reaches the loss of dense (3.0000 nats per token, the lowest that both reach) in 75% of the"
-        " FLOPs, 150% of the time and 75% of the tokens." in text
-    )
+    assert "in 75% of the FLOPs, 150% of the time and 75% of the tokens." in text
     assert "- dense_seed_1235 failed: it is gone" in text
-    assert as_json(comparison, ended)["dense"] == {
-        "settings": {"use_moe": False},
-        "runs": [
-            {
-                "seed": seed,
-                "status": status,
-                "final_loss": loss,
-                "valid_loss": valid,
-                "tokens": tokens,
-                "flops": tokens and 10 * tokens,
-                "seconds": seconds,
-                "tokens_per_second": tokens and 100.0,
-            }
-            for seed, status, loss, valid, tokens, seconds in [
-                (1234, "finished", 3.0, 3.5, 400.0, 4.0),
-                (1235, "failed", None, None, None, None),
-            ]
-        ],
-    }
+    dense = as_json(comparison, ended)["dense"]
+    assert dense["settings"] == {"use_moe": False}
+    numbers = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
+    finished = dict(zip(numbers, (3.0, 3.5, 400.0, 4000.0, 4.0, 100.0), strict=True))
+    failed = dict.fromkeys(numbers)
+    assert dense["runs"] == [
+        {"seed": 1234, "status": "finished", **finished}, {"seed": 1235, "status": "failed", **failed}
+    ]  # fmt: skip
     write_run(dense2, [6.0, 5.0, 4.0, 2.0], valid=3.0)
-    text = result_text(comparison, [*ended[:3], read_ended(dense2)])
+    text = report(comparison)
     # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%,
     # 150% and 183.3%.
     # Student's t at one degree of freedom is 6.3138: intervals are the mean ± 4.4645 standard deviations.
     assert re.search(r"\| validation loss against dmoe +\| +\| \+1\.2500 \[-0\.3284, \+2\.8284\] \|", text)
-    assert (
-        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000"
-        " ± 0.7071, it needed 83% [31%, 136%] of the FLOPs, 167% [61%, 272%] of the time and 83% [31%, 136%]"
-        " of the tokens\n" in text
-    )
+    assert "- dmoe against dense, means of 2 seeds: " in text and "2.5000 ± 0.7071, it needed" in text
+    assert "83% [31%, 136%] of the FLOPs, 167% [61%, 272%] of the time and 83% [31%, 136%] of" in text
 
 
 def test_many_variants_are_rows_of_the_table(tmp_path):
     flags = {**SMALL, "run_dir": str(tmp_path), "train_iters": 4, "warmup_iters": 1}
     variants = tuple(f"lr{n}:LR={n}e-3" for n in range(1, 6))
     comparison = Comparison.of(Options(runs="dmoe,dense", variants=variants), flags, {})
-    text = result_text(comparison, [read_ended(run) for run in comparison.runs()])
+    text = report(comparison)
     table = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     assert table == ["", table[1], "dmoe", "dense", "lr1", "lr2", "lr3", "lr4", "lr5"]
 
 
 def test_nothing_has_run(comparison):
-    text = result_text(comparison, [read_ended(run) for run in comparison.runs()])
+    text = report(comparison)
     assert "left" in text and "final loss" not in text and "reaches" not in text
 
 
@@ -207,10 +175,7 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
     write_run(dmoe, [6.0, None, None, None])
     write_run(dense, [6.0, 5.0, 4.0, 3.0])
     assert read_ended(dmoe).final_loss is None and read_ended(dense).final_loss == 3.0
-    text = result_text(
-        comparison, [read_ended(dmoe), read_ended(dense), *map(read_ended, comparison.runs()[2:])]
-    )
-    assert "- dmoe and dense are not compared: dmoe starts at 6.0000 nats per token or below." in text
+    assert "- dmoe and dense are not compared: dmoe starts at 6.0000" in report(comparison)
 
 
 def test_another_call_with_other_settings_is_refused(comparison):
@@ -218,18 +183,8 @@ def test_another_call_with_other_settings_is_refused(comparison):
     keep(comparison, {"dmoe": 0.5})
     compare_with_before(comparison)
     assert known_pace(comparison) == {"dmoe": 0.5}
-    flags = {
-        **SMALL,
-        "run_dir": str(comparison.folder.parent),
-        "run_name": "mine",
-        "train_iters": 4,
-        "decay_iters": 4,
-        "warmup_iters": 1,
-    }
-    with pytest.raises(
-        ConfigError,
-        match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: set it as it was, or give another RUN_NAME",
-    ):
+    flags = FLAGS | {"run_dir": str(comparison.folder.parent)}
+    with pytest.raises(ConfigError, match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: .* another RUN_NAME"):
         compare_with_before(Comparison.of(Options(), flags | {"lr": 0.1}, {}))
     with pytest.raises(ConfigError, match=r"^MATCH=time: .* was made with flops"):
         compare_with_before(Comparison.of(Options(match="time"), flags, {}))
@@ -237,20 +192,17 @@ def test_another_call_with_other_settings_is_refused(comparison):
     more = Comparison.of(Options(runs="dmoe,dense,moe"), flags | {"wandb_project": "x"}, {})
     compare_with_before(more)
     keep(more, {})
-    assert json.loads((comparison.folder / "compare.json").read_text())["variants"].keys() == {
-        "dmoe",
-        "dense",
-        "moe",
-    }
-    (comparison.folder / "compare.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"compare.json: cannot be read. Fix: remove it"):
-        compare_with_before(comparison)
+    kept = json.loads((comparison.folder / "compare.json").read_text())
+    assert kept["variants"].keys() == {"dmoe", "dense", "moe"}
+    for text in ("{}", "{"):
+        (comparison.folder / "compare.json").write_text(text)
+        with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete it"):
+            compare_with_before(comparison)
 
 
 def test_equal_time(tmp_path):
-    by_time = Comparison.of(
-        Options(match="time"), {**SMALL, "train_iters": 300, "run_dir": str(tmp_path)}, {}
-    )
+    flags = SMALL | {"train_iters": 300, "run_dir": str(tmp_path)}
+    by_time = Comparison.of(Options(match="time"), flags, {})
     paced = by_time.paced({"dmoe": 0.5, "dense": 0.4})
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
     assert [one.config.decay_end for one in paced.variants] == [300, 375]
@@ -258,12 +210,8 @@ def test_equal_time(tmp_path):
     assert "0:02:30 | 0:02:30" in text and text.endswith("times are 0.0% apart")
     for run, seconds in zip(paced.runs(), (1.0, 1.1), strict=True):
         write_run(run, [5.0, 4.0], seconds=seconds)
-    assert "- training times came out 10.0% apart" in result_text(
-        paced, [read_ended(run) for run in paced.runs()]
-    )
-    limited = Comparison.of(Options(match="time", seconds=20.0), {**SMALL, "train_iters": 300}, {}).paced(
-        {"dmoe": 0.5, "dense": 0.3}
-    )
+    assert "- training times came out 10.0% apart" in report(paced)
+    limited = Comparison.of(Options(match="time", seconds=20.0), flags, {}).paced({"dmoe": 0.5, "dense": 0.3})
     assert [one.config.train_iters for one in limited.variants] == [40, 67]
     assert plan_text(limited, {"dmoe": 0.5, "dense": 0.3}, measured=True).endswith("times are 0.5% apart")
 
@@ -271,27 +219,14 @@ def test_equal_time(tmp_path):
 @pytest.mark.parametrize(
     ("options", "flags", "line"),
     [
-        (
-            Options(match="luck"),
-            {},
-            "MATCH=luck: is nothing to match by. Fix: use one of flops, active-params, time.",
-        ),
+        (Options(match="luck"), {}, "MATCH=luck: .* use one of flops, active-params, time"),
         (Options(repeats=0), {}, "REPEATS=0: must be at least 1"),
-        (
-            Options(seconds=5.0),
-            {},
-            "SECONDS=5.0: is a budget of time, but --match is flops. Fix: add --match time.",
-        ),
-        (
-            Options(match="time", seconds=-1.0),
-            {},
-            "SECONDS=-1.0: must be a number from 0 on. Fix: leave it out for none.",
-        ),
+        (Options(seconds=5.0), {}, "SECONDS=5.0: .* add --match time"),
+        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must be a number from 0 on"),
         (Options(timeout=float("nan")), {}, "TIMEOUT=nan: must be a number from 0 on"),
-        (Options(), {"nnodes": 2}, "NNODES=2: runs are started on this node alone. Fix: set NNODES=1."),
+        (Options(), {"nnodes": 2}, "NNODES=2: .* set NNODES=1"),
     ],
 )
 def test_bad_options(options, flags, line):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^{line}[^\n]*$"):
         Comparison.of(options, {**SMALL, **flags}, {})
-    assert len(error.value.problems) == 1 and error.value.problems[0].startswith(line)

@@ -22,6 +22,7 @@ LAWS = {"dense": Law(1.5, 60.0, 0.13), "dmoe": Law(1.5, 80.0, 0.145)}
 RUNGS = tuple({"TRAIN_ITERS": 40 * 3**number} for number in range(5))
 # The rungs set the others.
 MODEL = {name: value for name, value in SMALL.items() if name not in ("train_iters", "eval_interval")}
+CANCELLED = "CANCELLED AT 2026-11-27T10:00:00"
 OFFSETS = (-0.002, 0.0, 0.002)  # of the three seeds
 
 
@@ -60,8 +61,9 @@ def write_rungs(ladder, rungs):
 
 
 def write_one_seed(rungs):
-    for run in (run for comparison in rungs for run in comparison.runs()):
-        write_run(run, LAWS[run.variant].loss(compute_of(run.config)))
+    for comparison in rungs:
+        for run in comparison.runs():
+            write_run(run, LAWS[run.variant].loss(compute_of(run.config)))
 
 
 def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):
@@ -133,9 +135,8 @@ def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
     assert [math.isnan(points.losses[1, 0]) for points in found.points.values()] == [True, True]
     true = LAWS["dmoe"]
     assert found.fit and found.fit.laws["dmoe"].exponent == pytest.approx(true.exponent, rel=0.02)
-    assert "left out: rung_2/dmoe: oom: out of memory" in write_reports(
-        ladder, {"rung_2/dmoe": "oom: out of memory"}
-    )
+    text = write_reports(ladder, {"rung_2/dmoe": "oom: out of memory"})
+    assert "left out: rung_2/dmoe: oom: out of memory" in text
 
 
 def test_too_few_runs_say_what_to_add(tmp_path):
@@ -145,14 +146,10 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     (missing,) = results_of(ladder).missing
     assert missing == "dmoe has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
     assert predict(ladder).startswith("The last rung was not predicted: it has run")
-    pinned = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1, asymptote=1.5), flags, {})
-    (pinned.rungs[1].runs()[0].folder.path / "metrics.jsonl").unlink()
-    (pinned.rungs[1].runs()[1].folder.path / "metrics.jsonl").unlink()
+    for run in ladder.rungs[1].runs():
+        run.folder.metrics.unlink()
     three = Ladder.of(Definition(rungs=RUNGS[:3], repeats=1, asymptote=1.5), flags, {})
-    assert (
-        predict(three)
-        == "The last rung is not predicted: dmoe has 1 finished rungs, a law needs 2: add 1 more rung."
-    )
+    assert predict(three).endswith(": dmoe has 1 finished rungs, a law needs 2: add 1 more rung.")
     write_one_seed(three.rungs[:2])
     assert predict(three) == ""
     write_one_seed(three.rungs[2:])
@@ -182,12 +179,12 @@ def test_a_prediction_of_other_rungs_does_not_count(ladder, tmp_path):
 
 
 def test_a_prediction_is_renewed_until_its_rung_begins(ladder):
-    write_rungs(ladder, ladder.rungs[:3])
-    assert predict(ladder) == ""
-    before = prediction_file(ladder).read_text()
-    write_rungs(ladder, ladder.rungs[3:4])
-    assert predict(ladder) == ""
-    assert json.loads(before)["losses"] != json.loads(prediction_file(ladder).read_text())["losses"]
+    kept = []
+    for rungs in (ladder.rungs[:3], ladder.rungs[3:4]):
+        write_rungs(ladder, rungs)
+        assert predict(ladder) == ""
+        kept.append(json.loads(prediction_file(ladder).read_text())["losses"])
+    assert kept[0] != kept[1]
 
 
 def test_every_run_has_a_validation_at_its_end(tmp_path):
@@ -199,10 +196,8 @@ def test_every_run_has_a_validation_at_its_end(tmp_path):
 def test_a_run_whose_validation_is_no_number_is_left_out(ladder):
     write_rungs(ladder, ladder.rungs)
     run = ladder.rungs[0].runs()[0]
-    run.folder.metrics.write_text(
-        "\n".join(run.folder.metrics.read_text().splitlines()[:-1])
-        + f'\n{{"kind": "valid", "iteration": {run.config.train_iters}, "lm_loss": null}}\n'
-    )
+    with run.folder.metrics.open("a") as file:
+        file.write(f'{{"kind": "valid", "iteration": {run.config.train_iters}, "lm_loss": null}}\n')
     assert results_of(ladder).left_out == ["rung_1/dmoe diverged: its loss is nan"]
 
 
@@ -227,17 +222,9 @@ def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, cap
 @pytest.mark.parametrize(
     ("log", "status", "reason"),
     [
-        (
-            "*** JOB 7 ON n1 CANCELLED AT 2026-11-27T10:00:00 DUE TO TIME LIMIT ***",
-            "timeout",
-            "DUE TO TIME LIMIT",
-        ),
-        (
-            "*** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T10:00:00 DUE TO PREEMPTION ***",
-            "stopped",
-            "PREEMPTION",
-        ),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-27T10:00:00 ***", "stopped", "CANCELLED AT"),
+        (f"*** JOB 7 ON n1 {CANCELLED} DUE TO TIME LIMIT ***", "timeout", "DUE TO TIME LIMIT"),
+        (f"*** STEP 7.0 ON n1 {CANCELLED} DUE TO PREEMPTION ***", "stopped", "PREEMPTION"),
+        (f"*** JOB 7 ON n1 {CANCELLED} ***", "stopped", "CANCELLED AT"),
         ("ValueError: no", "failed", "ValueError: no"),
     ],
 )
@@ -259,29 +246,27 @@ def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
     assert not prediction_file(ladder).exists() and results_of(ladder).predicted is None
 
 
+def beside_dense(variant, runs="dense"):
+    return Definition(sizes=(64, 128), runs=runs, variants=(variant,))
+
+
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
         (Definition(), "SIZES=.*: a ladder needs rungs. Fix: set --sizes"),
         (Definition(sizes=(64,)), "SIZES=1: one size is no ladder. Fix: add larger ones"),
-        (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0. Fix: correct it."),
+        (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0"),
         (Definition(sizes=(128, 64)), r"RUNGS=rung 2: needs .* FLOPs, the one before .*\. Fix: list them"),
         (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: is no variant. Fix: use one of dmoe"),
         (Definition(sizes=(64, 128), asymptote=-1.0), "ASYMPTOTE=-1.0: must be a loss"),
+        (beside_dense("wide:USE_MOE=false,FFN_HIDDEN_SIZE=512"), r"VARIANT=wide of rung 1: has \+.*% FLOPs"),
+        (beside_dense("more:TRAIN_ITERS=9"), "TRAIN_ITERS is the same for all runs"),
         (
-            Definition(sizes=(64, 128), runs="dense", variants=("wide:USE_MOE=false,FFN_HIDDEN_SIZE=512",)),
-            r"VARIANT=wide of rung 1: has \+.*% FLOPs per token against dense",
-        ),
-        (
-            Definition(sizes=(64, 128), runs="dense", variants=("more:TRAIN_ITERS=9",)),
-            "TRAIN_ITERS is the same for all runs",
-        ),
-        (
-            Definition(sizes=(64, 128), runs="dmoe,dense", variants=("huge:SHARED_EXPERT_SIZE=900",)),
-            "huge: cannot have the .* FLOPs per token of dmoe",
+            beside_dense("huge:SHARED_EXPERT_SIZE=900", runs="dmoe,dense"),
+            "huge: has more than the .* of dmoe",
         ),
     ],
-)  # fmt: skip
+)
 def test_refused(definition, message):
     with pytest.raises(ConfigError, match=message):
         Ladder.of(definition, MODEL, {})

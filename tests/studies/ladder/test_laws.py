@@ -65,11 +65,8 @@ def test_a_loss_the_baseline_never_reaches_counts_in_the_trend():
 def test_a_prediction_has_the_noise_of_the_runs_in_its_interval():
     variants = {"dense": points(DENSE, 0.01), "moe": points(MOE, 0.01)}
     fit, noise = fit_laws(variants), Noise.of(variants)
-    law, one, many = (
-        fit.loss("moe", 2e14),
-        fit.prediction("moe", 2e14, noise, 1),
-        fit.prediction("moe", 2e14, noise, 10**6),
-    )
+    law = fit.loss("moe", 2e14)
+    one, many = (fit.prediction("moe", 2e14, noise, num_seeds) for num_seeds in (1, 10**6))
     assert one.high - one.low > 2 * 1.645 * noise.deviation
     assert many.high - many.low == pytest.approx(law.high - law.low, rel=0.05)
 
@@ -80,10 +77,8 @@ def test_the_intervals_cover_the_law_in_90_of_100_draws():
     covered = dict.fromkeys(("asymptote", "coefficient", "exponent", "speedup"), 0)
     true_speedup = DENSE.compute(MOE.loss(COMPUTE[-1])) / COMPUTE[-1]
     for seed in range(100):
-        variants = {
-            "dense": points(DENSE, 0.003, generator=generator),
-            "moe": points(MOE, 0.003, generator=generator),
-        }
+        laws = {"dense": DENSE, "moe": MOE}
+        variants = {name: points(law, 0.003, generator=generator) for name, law in laws.items()}
         fit = fit_laws(variants, num_draws=100, seed=seed)
         for field, found in fit.parameters("moe").items():
             covered[field] += found.low <= getattr(MOE, field) <= found.high
@@ -132,26 +127,19 @@ def test_published_runs_have_their_published_exponent_and_a_gain_that_shrinks():
 def test_speedup_worked_out():
     # dense: L = 1 + 100 / sqrt(C). The variant has dense's losses at four times the compute, then at nine.
     dense = Law(1.0, 100.0, 0.5)
-    compute = np.array([1e4, 1e6])
-    variants = {
-        "dense": Points(compute, np.array([[dense.loss(1e4)], [dense.loss(1e6)]])),
-        "fine": Points(compute, np.array([[dense.loss(4e4)], [dense.loss(9e6)]])),
-    }
+    reached = {"dense": (1e4, 1e6), "fine": (4e4, 9e6)}
+    losses = {name: np.array([[dense.loss(one)] for one in of]) for name, of in reached.items()}
+    variants = {name: Points(np.array([1e4, 1e6]), of) for name, of in losses.items()}
     found = speedups(fit_laws(variants, asymptote=1.0, num_draws=0), variants, "fine", "dense")
     assert [one.value for one in found.rungs] == pytest.approx([4.0, 9.0])
     assert found.trend.value == pytest.approx(math.log(9 / 4) / math.log(100))
     assert not found.rungs[0].has_interval  # one seed
-
-
-def test_a_loss_below_the_asymptote_needs_endless_compute():
-    assert Law(1.0, 100.0, 0.5).compute(0.9) == math.inf
+    assert dense.compute(0.9) == math.inf
 
 
 def test_too_few_rungs_say_what_to_add():
     few = {"dense": Points(COMPUTE[:2], np.array([[3.0], [2.8]]))}
-    assert fit_problem(few, None) == (
-        "dense has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
-    )
+    assert "a law needs 3: add 1 more rung, or set --asymptote" in fit_problem(few, None)
     assert fit_problem(few, 1.0) == ""
     assert fit_problem(few, 2.9) == "--asymptote 2.9 is not below the lowest loss, 2.8000"
     with pytest.raises(ValueError, match="add 1 more rung"):

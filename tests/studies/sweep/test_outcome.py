@@ -43,25 +43,12 @@ Run failed: 0 of 10 iterations in 0:00:05
 @pytest.mark.parametrize(
     "line",
     [
-        (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total"
-            " capacity of 79.15 GiB"
-        ),
-        (
-            "moe-exp: rank 0 on vm failed: RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0."
-            " DefaultCPUAllocator: can't allocate memory: you tried to allocate 134217728 bytes. Error code"
-            " 12 (Cannot allocate memory)"
-        ),
-        (
-            "torch.distributed.DistBackendError: NCCL error: unhandled cuda error, Cuda failure 2 'out of"
-            " memory'"
-        ),
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+        "moe-exp: rank 0 on vm failed: RuntimeError: [enforce] DefaultCPUAllocator: can't allocate memory: 9",
+        "torch.distributed.DistBackendError: NCCL error: unhandled, Cuda failure 2 'out of memory'",
         "MemoryError",
         "terminate called after throwing an instance of 'std::bad_alloc'",
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM"
-            " Killed."
-        ),
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.",
         "OSError: [Errno 12] Cannot allocate memory",
     ],
 )
@@ -72,18 +59,14 @@ def test_out_of_memory(line):
 
 def test_a_killed_rank_counts_as_out_of_memory():
     assert why_it_failed(TORCHRUN_KILLED, 1)[0] == "oom"
-    assert why_it_failed("starting", 137) == (
-        "oom",
-        "a process was killed, as the kernel does when memory is short: starting",
-    )
+    status, reason = why_it_failed("starting", 137)
+    assert status == "oom" and reason.endswith("when memory is short: starting")
     assert why_it_failed("starting", -9)[0] == "oom"
 
 
 def test_the_error_of_the_rank_that_failed_first_is_the_reason():
-    assert why_it_failed(TORCHRUN_ERROR, 1) == (
-        "failed",
-        "rank 1 on node0 failed: RuntimeError: shapes do not match",
-    )
+    reason = "rank 1 on node0 failed: RuntimeError: shapes do not match"
+    assert why_it_failed(TORCHRUN_ERROR, 1) == ("failed", reason)
     # Others that torchrun has had to kill since are no sign of anything.
     assert why_it_failed(TORCHRUN_ERROR + TORCHRUN_KILLED, 1)[0] == "failed"
 
@@ -92,13 +75,8 @@ def test_a_signal_is_the_reason_of_ranks_that_only_lost_a_peer():
     lost = "moe-exp: rank 0 on node0 failed: RuntimeError: [1] Connection closed by peer\n"
     assert why_it_failed(lost + TORCHRUN_KILLED, 1)[0] == "oom"
     # One that torchrun has killed because it did not end by itself.
-    assert (
-        why_it_failed(
-            TORCHRUN_KILLED.replace("-15", "-9").replace("-9 (pid: 7)", "1 (pid: 7)").replace("Signal 9", ""),
-            1,
-        )[0]
-        == "failed"
-    )
+    other = TORCHRUN_KILLED.replace("-15", "-9").replace("-9 (pid: 7)", "1 (pid: 7)").replace("Signal 9", "")
+    assert why_it_failed(other, 1)[0] == "failed"
     aborted = TORCHRUN_KILLED.replace("-9", "-6").replace("9 (SIGKILL)", "6 (SIGABRT)")
     assert why_it_failed(lost + aborted, 1) == ("failed", "Signal 6 (SIGABRT) received by PID 7")
 
@@ -107,14 +85,11 @@ def test_a_signal_is_the_reason_of_ranks_that_only_lost_a_peer():
     ("text", "reason"),
     [
         (
-            "moe-exp: EP=3: must divide NUM_EXPERTS=8. Fix: set EP to 2\nbye\n",
-            "EP=3: must divide NUM_EXPERTS=8. Fix: set EP to 2",
+            "moe-exp: EP=3: must divide NUM_EXPERTS=8. Fix: 2\nbye\n",
+            "EP=3: must divide NUM_EXPERTS=8. Fix: 2",
         ),
         ("moe-exp: stopping: the run saves\nKeyError: 'x'\nlast\n", "KeyError: 'x'"),
-        (
-            "srun: error: node3: task 1: Exited with exit code 1\nbye\n",
-            "srun: error: node3: task 1: Exited with exit code 1",
-        ),
+        ("srun: error: node3: task 1: Exited\nbye\n", "srun: error: node3: task 1: Exited"),
         ("one\n\n  two  \n\n", "two"),
         ("", "exit code 3, and nothing was printed"),
     ],
@@ -130,15 +105,10 @@ def written_run(path: Path, times: list[float], memory: list[int]) -> RunFolder:
         {"kind": "train", "iteration": number, "elapsed_time_per_iteration_ms": ms, "peak_memory_bytes": peak}
         for number, (ms, peak) in enumerate(zip(times, memory, strict=True), start=1)
     ]
-    lines = [
-        {"kind": "event", "iteration": 0, "event": "start"},
-        *records,
-        {"kind": "event", "iteration": 5, "event": "end"},
-    ]
-    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder.provenance.write_text(
-        json.dumps({"starts": [{"device": "old"}, {"device": "NVIDIA H100 80GB HBM3"}]})
-    )
+    start = {"kind": "event", "iteration": 0, "event": "start"}
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in [start, *records]))
+    starts = [{"device": "old"}, {"device": "NVIDIA H100 80GB HBM3"}]
+    folder.provenance.write_text(json.dumps({"starts": starts}))
     return folder
 
 
@@ -157,33 +127,23 @@ def test_the_median_after_the_warm_up(tmp_path):
 def test_a_run_that_ends_early_is_no_measurement(tmp_path):
     folder = written_run(tmp_path / "run", [9000, 8000, 100, 400], [5, 6, 7, 8])
     found = result(folder, tmp_path / "log")
-    assert (found.status, found.reason, found.seconds) == (
-        "failed",
-        "ended with 4 of 5 iterations measured",
-        None,
-    )
+    assert (found.status, found.seconds) == ("failed", None)
+    assert found.reason == "ended with 4 of 5 iterations measured"
+    found = result(RunFolder(tmp_path / "none"), tmp_path / "log", code=2)
+    assert found == Result("failed", "exit code 2, and nothing was printed", flags={"tp": "2"})
 
 
 def test_a_time_out_has_the_last_line(tmp_path):
     (tmp_path / "log").write_text("iteration 1\niteration 2\n\n")
     folder = written_run(tmp_path / "run", [9000, 8000, 100, 400], [5, 6, 7, 8])
     found = result(folder, tmp_path / "log", code=None, timeout=7)
-    assert (found.status, found.reason) == (
-        "timeout",
-        "had not ended after CASE_TIMEOUT=7 s; its last line: iteration 2",
-    )
-    (tmp_path / "log").write_text(
-        "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-21T10:00:00 DUE TO TIME LIMIT ***\n"
-    )
+    reason = "had not ended after CASE_TIMEOUT=7 s; its last line: iteration 2"
+    assert (found.status, found.reason) == ("timeout", reason)
+    (tmp_path / "log").write_text("slurmstepd: error: *** JOB 5 ON n1 CANCELLED DUE TO TIME LIMIT ***\n")
     assert result(folder, tmp_path / "log", code=None).status == "timeout"
     # A job that has gone without its last line has failed, however far it was.
     (tmp_path / "log").write_text("iteration 2\n")
     assert result(folder, tmp_path / "log", code=None).status == "failed"
-
-
-def test_a_case_that_left_nothing(tmp_path):
-    found = result(RunFolder(tmp_path / "none"), tmp_path / "log", code=2)
-    assert found == Result("failed", "exit code 2, and nothing was printed", flags={"tp": "2"})
 
 
 def test_results_are_kept_whole(tmp_path):

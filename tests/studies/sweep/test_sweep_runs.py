@@ -72,17 +72,11 @@ class Sweeps:
 
     def start(self, *flags: str, limit: int = 0, **settings: object) -> subprocess.Popen[str]:
         environ = clean_environ(**{**TINY, **self.places, **settings})
+        limits = {"preexec_fn": partial(limit_memory, limit)} if limit else {}
         with (self.path / "printed").open("a") as printed:
-            return subprocess.Popen(
-                ["bash", str(SCRIPT), *flags],
-                env=environ,
-                cwd=self.path,
-                stdout=printed,
-                stderr=printed,
-                text=True,
-                start_new_session=True,
-                preexec_fn=partial(limit_memory, limit) if limit else None,
-            )
+            place = {"env": environ, "cwd": self.path, "stdout": printed, "stderr": printed}
+            command = ["bash", str(SCRIPT), *flags]
+            return subprocess.Popen(command, **place, text=True, start_new_session=True, **limits)
 
     def run(self, *flags: str, limit: int = 0, **settings: object) -> str:
         """Runs a sweep to its end, exit code 0; returns what it has printed."""
@@ -132,24 +126,15 @@ def name_of(mbs: int, **other: int) -> str:
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
-    settings = {
-        "VOCAB_SIZE": 32768,
-        "MBSZS": "8 64 24",
-        "GBSZ": 64,
-        "SWEEP_ITERS": 2,
-        "SAVE_INTERVAL": 1,
-        "WANDB_PROJECT": "x",
-    }
+    settings = {"VOCAB_SIZE": 32768, "MBSZS": "8 64 24", "GBSZ": 64, "SWEEP_ITERS": 2}
+    settings |= {"SAVE_INTERVAL": 1, "WANDB_PROJECT": "x"}
     sweep = sweeps.start(limit=memory_limit(), **settings)
     sweeps.wait_for(f"logs/{name_of(64)}.log", sweep)
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.wait()
     first = (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes()
-    assert {name: row["status"] for name, row in sweeps.rows().items()} == {
-        name_of(8): "ok",
-        name_of(64): "left",
-        name_of(24): "rejected",
-    }
+    statuses = {name_of(8): "ok", name_of(64): "left", name_of(24): "rejected"}
+    assert {name: row["status"] for name, row in sweeps.rows().items()} == statuses
 
     printed = sweeps.run(limit=memory_limit(), **settings)
     sweeps.wait_until_gone()
@@ -159,19 +144,11 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     assert name_of(24) not in printed
     assert (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes() == first
     done, out_of_memory, rejected = sweeps.rows().values()
-    assert (done["status"], done["oom"], done["mem_kind"], done["device"], done["reason"]) == (
-        "ok",
-        "0",
-        "rss",
-        "CPU",
-        "",
-    )
+    expected = {"status": "ok", "oom": "0", "mem_kind": "rss", "device": "CPU", "reason": ""}
+    assert {name: done[name] for name in expected} == expected
     assert (out_of_memory["status"], out_of_memory["oom"], out_of_memory["sec_per_it"]) == ("oom", "1", "")
     assert "DefaultCPUAllocator: can't allocate memory" in out_of_memory["reason"]
-    assert (rejected["status"], rejected["reason"][:35]) == (
-        "rejected",
-        "GBSZ=64: is not a multiple of MBSZ*",
-    )
+    assert rejected["status"] == "rejected" and rejected["reason"].startswith("GBSZ=64: is not a multiple of")
 
     # What was measured is what the run has written, and it has written nothing else.
     run = sweeps.folder / "runs" / name_of(8)
@@ -187,18 +164,13 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     # It is what calibrate reads, and what stands beside the measurements is what the planner says about their
     # rows.
     measured, *others = read_runs(sweeps.folder / "sweep.csv")
-    assert (measured.job.measured_by, measured.hardware.name, [run.seconds for run in others]) == (
-        "rss",
-        "CPU",
-        [None, None],
-    )
+    assert (measured.job.measured_by, measured.hardware.name) == ("rss", "CPU")
+    assert [run.seconds for run in others] == [None, None]
     predicted = predict(measured.job, measured.hardware)
     assert float(done["predicted_mem_gb"]) == pytest.approx(predicted.peak_bytes / 2**30, rel=1e-5)
     assert float(done["predicted_sec_per_it"]) == pytest.approx(predicted.time.total, rel=1e-5)
-    assert (
-        f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |"
-        in (sweeps.folder / "sweep.md").read_text()
-    )
+    table = (sweeps.folder / "sweep.md").read_text()
+    assert f"| 1 | 1 | 1 | 1 | 8 | 64 | {float(done['mem_gb']):.2f} |" in table
     assert (sweeps.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,10 +215,8 @@ def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys, d
     assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5", *dry_run]) == 1
     lines = capsys.readouterr().err.splitlines()
     folder = tmp_path / "sweeps" / "mine"
-    assert (
-        lines[0]
-        == f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was, or give another"
-        " SWEEP_NAME."
+    assert lines[0].startswith(
+        f"moe-exp sweep: HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was"
     )
     assert [line.partition("=")[0] for line in lines[1:]] == ["SWEEP_ITERS"]
     assert {path: path.read_bytes() for path in folder.iterdir()} == written
@@ -283,11 +253,8 @@ def test_sbatch_that_refuses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, EXECUTOR="slurm", SBATCH="--partition=gpu")
     assert main(["sweep"]) == 1
-    expected = (
-        "sbatch: exit code 1: sbatch: error: invalid partition specified: gpu. Fix: change"
-        " SBATCH=--partition=gpu, or what it names."
-    )
-    assert expected in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "invalid partition specified: gpu. Fix: change SBATCH=--partition=gpu" in error
 
 
 @pytest.mark.slow
@@ -295,40 +262,23 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
     cluster, data = Cluster(tmp_path / "clu ster"), written_tokens(tmp_path)
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
-    settings = {
-        "MBSZS": "1 2",
-        "GBSZ": 4,
-        "EXECUTOR": "slurm",
-        "SBATCH": "--partition=gpu --time=5",
-        "NODES": "1",
-        "CASE_TIMEOUT": 90,
-    }
+    settings = {"MBSZS": "1 2", "GBSZ": 4, "EXECUTOR": "slurm", "SBATCH": "--partition=gpu --time=5"}
+    settings |= {"NODES": "1", "CASE_TIMEOUT": 90}
     in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
     # Stopped after its jobs were submitted: those stay, and the same command waits for them.
-    monkeypatch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(["sweep"]) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["sweep"]) == 130
     assert "its SLURM jobs continue" in capsys.readouterr().out
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
-    in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
     assert len(cluster.jobs()) == 2
     options = cluster.options(cluster.jobs()[0])
-    assert (options["nodes"], options["gpus-per-node"], options["partition"], options["time"]) == (
-        "1",
-        "1",
-        "gpu",
-        "5",
-    )
-    assert options["job-name"] == name_of(1)
+    expected = {"nodes": "1", "gpus-per-node": "1", "partition": "gpu", "time": "5", "job-name": name_of(1)}
+    assert {name: options[name] for name in expected} == expected
 
     # The second job never gets to its end.
     script = cluster.folder / f"{cluster.jobs()[1]}.sh"
-    script.write_text(
-        script.read_text().replace(
-            "srun ", "echo 'slurmstepd: error: *** DUE TO TIME LIMIT ***'; exit 1; srun "
-        )
-    )
+    cut = "echo 'slurmstepd: error: *** DUE TO TIME LIMIT ***'; exit 1; srun "
+    script.write_text(script.read_text().replace("srun ", cut))
     jobs = threading.Thread(target=cluster.run)
     jobs.start()
     assert main(["sweep"]) == 0
@@ -369,9 +319,8 @@ def test_layouts_of_one_two_and_four_processes_with_three_that_fail(sweeps):
     assert by_status["failed"] == {name_of(4, gpus=4, EP=2)}
     assert "Signal 6 (SIGABRT)" in rows[name_of(4, gpus=4, EP=2)]["reason"]
     assert len(rows) == 24
-    assert all(
-        float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0 for name in by_status["ok"]
-    )
+    for name in by_status["ok"]:
+        assert float(rows[name]["mem_gb"]) > 0 and float(rows[name]["tflops"]) > 0
     # Nothing is run again, and the table is the same.
     before = (sweeps.folder / "sweep.csv").read_bytes()
     assert ": 24 cases" in sweeps.run(limit=memory_limit(), **settings, PYTHONPATH=sweeps.path / "site")

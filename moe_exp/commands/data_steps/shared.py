@@ -1,16 +1,38 @@
-"""Arguments of the commands whose tasks datatrove's executors run."""
+"""Arguments that several commands of `moe-exp data` take: how texts are read, and where tasks run."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from typing import Any
+
+from moe_exp.commands.guard import UNDER_WAY
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MOST_DIGITS = 20
 
 
 def add(parser: Any, flag: str, **options: Any) -> None:
     """Adds an argument that may be written with underscores, too."""
     parser.add_argument(flag, *{flag.replace("-", "_").replace("__", "--", 1)} - {flag}, **options)
+
+
+def add_text_documents(parser: Any) -> None:
+    """Adds --text-documents, as TEXT_DOCUMENTS of the training."""
+    about = "what a document of a text file is: the file, or each block between blank lines"
+    parser.add_argument("--text-documents", choices=("file", "block"), default="file", help=about)
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in _UNITS or len(match[1]) > _MOST_DIGITS:
+        rule = "must be a number with KB, MB, GB, MiB or GiB"
+        raise argparse.ArgumentTypeError(f"memory={text}: {rule}. Fix: give 256MB.")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def add_execution(group: Any, what_tasks: str) -> None:
@@ -39,11 +61,14 @@ def execution_of(arguments: argparse.Namespace) -> Any:
     names = ("executor", "workers", "partition", "qos", "cpus_per_task", "max_array_size")
     given = {name: getattr(arguments, name) for name in names}
     given |= {"time_limit": arguments.time, "mem_per_cpu_gb": arguments.mem_per_cpu}
-    return Execution(**given, sbatch=tuple(arguments.sbatch), finish_command=_finish_command())
-
-
-def _finish_command() -> tuple[str, ...]:
-    """This command once more, for the last SLURM job: then it continues from the chunks."""
+    # the last SLURM job calls this command once more, which continues from the chunks
     again = {"--start-over", "--start_over", "--download-again", "--download_again"}
-    program = os.path.abspath(sys.argv[0])  # noqa: PTH100
-    return (sys.executable, program, *(word for word in sys.argv[1:] if word not in again))
+    words = [os.path.abspath(sys.argv[0]), *(word for word in sys.argv[1:] if word not in again)]  # noqa: PTH100
+    return Execution(**given, sbatch=tuple(arguments.sbatch), finish_command=(sys.executable, *words))
+
+
+def under_way(what: str = "") -> int:
+    """Says that SLURM jobs make the output, and returns the exit code for it."""
+    about = "SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are."
+    print(f"{what}: {about}" if what else about)
+    return UNDER_WAY

@@ -1,5 +1,6 @@
-"""Near-duplicates by datatrove's MinHash: signatures, pairs, clusters, and a filter that keeps one of each.
+"""Duplicates, by datatrove's blocks: passes that find them, and filters that keep one of each.
 
+Exact ones are found by a hash of the text. Near-duplicates are found by MinHash: signatures, pairs, clusters.
 Two texts whose sets of word n-grams have the Jaccard similarity s are a pair with probability
 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Of a
 cluster of pairs the longest text stays, of equally long ones that with the smallest hash. So the result
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from moe_exp.data.convert.filters import Filter, word_tokenizer
 from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
+from moe_exp.host.processes import allow_open_files
 
 # Of each document, where only those count that have a signature.
 _RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
@@ -35,6 +37,68 @@ _WORD = re.compile(
     "\U00020000-\U0003ffff]|[^\\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf"
     "\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
 )
+
+
+@dataclass
+class BlockStep:
+    """A step of a pass that runs a block of datatrove's, which is built where it runs."""
+
+    build: Callable[[], Any]
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        allow_open_files()
+        block = self.build()
+        self.stats = block.stats
+        block.run(data, rank, world_size)
+
+
+# Exact duplicates
+
+
+def _text(document: Any) -> bytes:
+    return document.text.encode()  # newer xxhash takes no str
+
+
+def _exact_config() -> Any:
+    from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
+
+    return ExactDedupConfig(content_getter=_text)
+
+
+def sign_documents(folder: str, num_finders: int) -> Any:
+    """Hashes every text, at the end of the first pass, for `num_finders` tasks: ExactDedupSignature."""
+    from datatrove.pipeline.dedup.exact_dedup import ExactDedupSignature
+
+    return ExactDedupSignature(folder, _exact_config(), finder_workers=num_finders)
+
+
+def find_duplicates(signatures_folder: str, duplicates_folder: str) -> Any:
+    """The second pass: which documents have a text that stands before them, by ExactFindDedups."""
+    from datatrove.pipeline.dedup.exact_dedup import ExactFindDedups
+
+    Path(duplicates_folder).mkdir(parents=True, exist_ok=True)  # there may be no duplicate
+    return ExactFindDedups(signatures_folder, duplicates_folder, _exact_config())
+
+
+@dataclass
+class DuplicateFilter(Filter):
+    """Keeps one of each text, with `duplicate_count` in its metadata, by ExactDedupFilter. Its 64-bit hashes
+    take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million documents, 0.03 for a
+    billion.
+    """
+
+    name: str
+    duplicates_folder: str
+
+    def block(self) -> Any:
+        """ExactDedupFilter."""
+        from datatrove.pipeline.dedup.exact_dedup import ExactDedupFilter
+
+        return ExactDedupFilter(self.duplicates_folder, _exact_config())
+
+
+# Near-duplicates
 
 
 @dataclass(frozen=True)
@@ -58,10 +122,6 @@ class NearDuplicates:
             if not isinstance(value, int) or isinstance(value, bool) or value < (name != "seed"):
                 rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
                 raise ValueError(f"near_dedup: {rule}. Fix: the default is {getattr(type(self), name)}.")
-
-    def probability(self, similarity: float) -> float:
-        """Probability that two texts of a similarity are a pair."""
-        return 1 - (1 - similarity**self.hashes_per_bucket) ** self.num_buckets
 
     def config(self) -> Any:
         """datatrove's settings."""
@@ -110,14 +170,14 @@ class SignNearDuplicates:
         block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
         self.stats = block.stats
         with complete_files([_ranks(self.folder, rank)]) as (path,), path.open("wb") as file:
-            block.run(self._ranked(data, file), rank, world_size)
 
-    @staticmethod
-    def _ranked(data: Any, file: Any) -> Iterator[Any]:
-        for document in data:
-            digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
-            file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
-            yield document
+            def ranked() -> Iterator[Any]:
+                for document in data:
+                    digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
+                    file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
+                    yield document
+
+            block.run(ranked(), rank, world_size)
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:

@@ -1,0 +1,194 @@
+"""Settings whose text has a syntax of its own: LR_DECAY_STYLE, WSD_DECAY_ENDS, LR_GROUPS and DATA_STAGES.
+
+Each `read_*` validates a setting: it returns the text to keep, or raises a ValueError with the rule that it
+breaks. A composed LR_DECAY_STYLE is a list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE with commas:
+
+    constant:80%,linear                                 WSD with a final decay over a fifth of the run
+    constant:10000,cosine:14000:10%,constant            down to a tenth of LR, and there to the end
+
+UNTIL is an iteration, or a share of the last one (DECAY_ITERS, or TRAIN_ITERS), and may be left out of the
+last piece. RATE is the learning rate at its end, as a share of LR; without it, decays end at MIN_LR, and
+`constant` stays at the rate before it. LR_GROUPS: see parameter_groups.py, DATA_STAGES: data_stages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, NamedTuple
+
+import yaml
+
+from moe_exp.config.choices import PIECES
+from moe_exp.host.files import expanded, regular, shallow
+
+_SYNTAX = "must be one of the names, or STYLE:UNTIL pieces with commas, such as constant:80%,linear"
+_POINT = r"[1-9][0-9]{0,8}|[0-9]{1,3}(?:\.[0-9]{1,6})?%"
+_PIECE = re.compile(rf"([a-z_-]+)(?::({_POINT})(?::([0-9]{{1,3}}(?:\.[0-9]{{1,6}})?)%)?)?")
+
+
+def is_composed(style: str) -> bool:
+    """Whether LR_DECAY_STYLE is a list of pieces."""
+    return ":" in style or "," in style
+
+
+def iteration_of(point: str, last: int) -> int:
+    """The iteration that `1200` or `75%` stands for; a share is one of `last`. Empty: the last."""
+    if not point:
+        return last
+    return round(last * float(point[:-1]) / 100) if point.endswith("%") else int(point)
+
+
+def scaled_points(text: str, factor: float) -> str:
+    """WSD_DECAY_ENDS or LR_DECAY_STYLE, with all iterations times `factor`; shares stay."""
+    multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
+    return re.sub(r"(?<=[,:])[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
+
+
+def read_composed(value: str) -> str | None:
+    """A composed LR_DECAY_STYLE without its spaces; None if it is a single name."""
+    text = "".join(value.split())
+    if not is_composed(text):
+        return None
+    pieces = composed(text)
+    if any(not until for _, until, _ in pieces[:-1]):
+        raise ValueError("only the last piece may do without the iteration at which it ends")
+    _check_points([until for _, until, _ in pieces])
+    if any(target is not None and target > 1 for _, _, target in pieces):
+        raise ValueError("a piece may end at most at 100% of LR")
+    return text
+
+
+def read_points(value: object) -> str:
+    """WSD_DECAY_ENDS without its spaces."""
+    text = "".join(str(value).split())
+    points = text.split(",") if text else []
+    if not all(re.fullmatch(_POINT, point) for point in points):
+        raise ValueError("must be iterations, or shares such as 25%, with commas")
+    _check_points(points)
+    return text
+
+
+def _check_points(points: list[str]) -> None:
+    if any(point.endswith("%") and not 0 < float(point[:-1]) <= 100 for point in points):
+        raise ValueError("has a share that is not over 0% and up to 100%")
+
+
+@cache  # asked at every step
+def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
+    """Style, end as it is written, and target of each piece; ValueError if that is not what `text` is."""
+    pieces = []
+    for part in text.split(","):
+        match = _PIECE.fullmatch(part)
+        if not match:
+            raise ValueError(_SYNTAX)
+        if match[1] not in PIECES:
+            raise ValueError(f"{match[1]} is no piece: these are {', '.join(PIECES)}")
+        pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
+    return tuple(pieces)
+
+
+_GROUPS = "must be PATTERN:lr=NUMBER,wd=NUMBER with semicolons between, such as '*.router.*:lr=0.5,wd=0'"
+
+
+class Rule(NamedTuple):
+    """A line: multiples for the parameters whose name matches a pattern; None: it does not set this one."""
+
+    setting: str  # that it is from
+    pattern: str
+    lr: float | None = None
+    wd: float | None = None
+
+    def matches(self, name: str) -> bool:
+        """Whether it is about the parameter with this name in checkpoints."""
+        without_layer = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
+        return fnmatchcase(name, self.pattern) or fnmatchcase(without_layer, self.pattern)
+
+
+def read_groups(value: object) -> str:
+    """LR_GROUPS without the spaces that mean nothing."""
+    lines = [" ".join(line.split()) for line in str(value).split(";")]
+    text = ";".join(re.sub(r" ?([:=,]) ?", r"\1", line) for line in lines if line)
+    if text:
+        parsed_groups(text)
+    return text
+
+
+@cache
+def parsed_groups(text: str) -> tuple[Rule, ...]:
+    rules = []
+    for line in text.split(";"):
+        pattern, colon, multiples = line.partition(":")
+        if not (pattern and colon and multiples) or " " in pattern:
+            raise ValueError(_GROUPS)
+        rules.append(Rule("lr_groups", pattern, **dict(_multiples(multiples))))
+    return tuple(rules)
+
+
+def _multiples(text: str) -> Iterator[tuple[str, float]]:
+    seen = set()
+    for part in re.split("[ ,]", text):
+        key, _, number = part.partition("=")
+        if key not in ("lr", "wd") or key in seen:
+            raise ValueError(_GROUPS)
+        seen.add(key)
+        try:
+            multiple = float(number)
+        except ValueError:
+            multiple = -1.0
+        if not 0 <= multiple < math.inf:
+            raise ValueError(f"{part} must be a number of at least 0")
+        yield key, multiple
+
+
+_BEGINS = ("from_samples", "from_tokens")
+_KEYS = (*_BEGINS, "train_data", "seq_len")
+
+
+def read_stages(value: object) -> str:
+    """DATA_STAGES as JSON, from a YAML file, or from YAML in the setting itself."""
+    text = str(value).strip()
+    if not text:
+        return ""
+    if not text.startswith(("[", "-", "{")):
+        try:
+            text = regular(expanded(text)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not text"
+            raise ValueError(f"cannot be read as a file ({reason})") from None
+    try:
+        stages = yaml.safe_load(shallow(text))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(f"is not YAML ({str(error).splitlines()[0][:80]})") from None
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise ValueError("must be a list of stages, each with from_samples or from_tokens")
+    return json.dumps([_read_stage(number, stage) for number, stage in enumerate(stages, 1)])
+
+
+def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
+    if unknown := [name for name in stage if name not in _KEYS]:
+        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, which is none of {', '.join(_KEYS)}")
+    begins = [name for name in _BEGINS if name in stage]
+    if len(begins) != 1:
+        raise ValueError(f"stage {number} must have one of from_samples and from_tokens")
+    numbers = {name: _whole(number, name, stage[name]) for name in (*begins, "seq_len") if name in stage}
+    data = stage.get("train_data")
+    if data is not None and not (isinstance(data, str) and data.strip()):
+        raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
+    if data is None and "seq_len" not in numbers:
+        raise ValueError(f"stage {number} changes nothing: it needs train_data or seq_len")
+    return numbers | ({} if data is None else {"train_data": data.strip()})
+
+
+def _whole(number: int, name: str, value: object) -> int:
+    try:
+        found = float(value)  # type: ignore[arg-type]  # 4e9 is text for YAML
+    except (TypeError, ValueError, OverflowError):
+        found = -1.0
+    if not (1 <= found < 2**53 and found == int(found)):
+        raise ValueError(f"stage {number}: {name}={str(value)[:40]} must be a whole number of at least 1")
+    return int(found)
