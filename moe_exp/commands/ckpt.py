@@ -20,7 +20,6 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp ckpt` and its commands."""
     parser = subparsers.add_parser(
         "ckpt",
         help="inspect, verify, rewrite, average, compare and remove checkpoints",

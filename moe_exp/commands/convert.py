@@ -13,7 +13,6 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds this file's commands."""
     parser = subparsers.add_parser("convert", help="convert checkpoints from and to Hugging Face format")
     commands = add_subcommands(parser, "convert")
     _add_from_hf(commands)

@@ -235,7 +235,6 @@ def check_documents() -> int:
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp doctor`."""
     parser = subparsers.add_parser("doctor", help="show versions and devices, and what is missing")
     kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
     parser.add_argument("--kernels", action="store_true", help=kernels)

@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds this file's commands."""
     score = subparsers.add_parser("score", help="compute the logits of token ids", allow_abbrev=False)
     _add_model(score)
     add = score.add_argument
@@ -225,7 +224,6 @@ def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) ->
 
 
 def _run_job(config: Config, request: str, module: str) -> int:
-    """Runs the ranks of this node."""
     from moe_exp.config import ConfigError
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command

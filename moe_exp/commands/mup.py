@@ -32,7 +32,6 @@ _TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command."""
     about = "check a parametrization over sizes: the size of activations, the best learning rate"
     commands = subparsers.add_parser("mup", help=about, allow_abbrev=False).add_subparsers(
         dest="mup_command", metavar="command", required=True
@@ -76,6 +75,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
+    """Values of a list that may be empty."""
+    if not text and name != "widths":
+        return []
     try:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -87,33 +89,16 @@ def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
 
 
 def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """The models of each axis by size; an axis of one model is left out."""
-    from moe_exp.studies.mup import resized
+    """The models of each axis by size, on the data of the settings."""
+    from moe_exp.studies.mup import models_of_axes
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
     base = load_config(with_file(flags, os.environ), {**_SMALL, **defaults, **os.environ})
     for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError([problem(name, value, "must be 1 or more", "leave it out")])
-    if base.world_size > 1:
-        fix = "set GPUS_PER_NODE=1, NNODES=1"
-        rule = "models are trained by one rank"
-        raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
-    widths = _numbers("widths", arguments.widths)
-    experts = _numbers("experts", arguments.experts) if arguments.experts else []
-    parts = _numbers("granularities", arguments.granularities) if arguments.granularities else []
-    axes = {
-        "width": {width: resized(base, width=width) for width in widths},
-        "experts": {number: resized(base, width=widths[0], num_experts=number) for number in experts},
-        "granularity": {number: resized(base, width=widths[0], granularity=number) for number in parts},
-    }
-    axes = {axis: models for axis, models in axes.items() if len(models) > 1}
-    if not axes:
-        rule, fix = (
-            "there is one model, and nothing to compare it with",
-            "give two widths or more, or --experts",
-        )
-        raise ConfigError([problem("widths", arguments.widths, rule, fix)])
+    names = ("widths", "experts", "granularities")
+    axes = models_of_axes(base, *(_numbers(name, getattr(arguments, name)) for name in names))
     data = base.train_data
     if not data:
         from moe_exp.data.embedded import ensure_embedded_corpus
@@ -177,7 +162,7 @@ def _transfer(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.child_runs import held
     from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, losses_of, moved, optimum, run_key
 
-    given = _numbers("lrs", arguments.lrs, float) if arguments.lrs else []
+    given = _numbers("lrs", arguments.lrs, float)
     axes = _models(arguments, _TRANSFER)
     base = next(iter(next(iter(axes.values())).values()))
     rates = given or [base.lr * 2.0**k for k in range(-3, 4)]

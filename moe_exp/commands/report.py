@@ -15,7 +15,6 @@ _LONGEST_NAME = 255  # of a file, in bytes
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp report`."""
     parser = subparsers.add_parser(
         "report",
         help="compare runs in one HTML page, or in Markdown for a pull request",

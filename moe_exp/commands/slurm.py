@@ -14,7 +14,6 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command."""
     parser = subparsers.add_parser(
         "slurm",
         help="submit a training run as a chain of SLURM jobs",

@@ -13,7 +13,6 @@ _VARIANT = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4;
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands."""
     parser = subparsers.add_parser(
         "compare",
         help="train dense and MoE models under the same budget, and write a report",

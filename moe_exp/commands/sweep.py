@@ -10,7 +10,6 @@ from moe_exp.studies.sweep.settings import SweepSettings
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command."""
     parser = subparsers.add_parser(
         "sweep",
         help="run a few iterations of many layouts, and write a table of memory and time",

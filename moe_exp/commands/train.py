@@ -11,7 +11,6 @@ from moe_exp.config import Config, add_arguments
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp train`."""
     parser = subparsers.add_parser(
         "train",
         help="train a model, or resume a run",

@@ -15,7 +15,6 @@ from moe_exp.config import add_arguments
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp watch` and its commands."""
     parser = subparsers.add_parser(
         "watch",
         help="monitor long runs: hangs, slow or faulty nodes, jobs that stopped",

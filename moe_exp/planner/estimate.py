@@ -44,7 +44,6 @@ class Cost:
 
     @property
     def days(self) -> float:
-        """The same in days."""
         return self.seconds / _SECONDS_PER_DAY
 
 

@@ -61,7 +61,6 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes that they need."""
         return self.stages[self.peak_stage].total
 
     @property
@@ -76,7 +75,6 @@ class Prediction:
 
     @property
     def oom(self) -> bool:
-        """Whether the job runs out of memory."""
         return self.margin_bytes < 0
 
     @property

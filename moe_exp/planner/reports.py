@@ -73,7 +73,6 @@ def _time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[st
 
 
 def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
-    """One layout of a search."""
     config, prediction = candidate.config, candidate.prediction
     best = found.ranked[0].seconds if found.ranked else candidate.seconds
     return {

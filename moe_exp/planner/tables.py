@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress, groupby
 from statistics import fmean
 from typing import Any, Literal, TextIO
 
-from rich.box import HEAVY_HEAD, SIMPLE
+from rich.box import HEAVY_HEAD, SIMPLE, Box
 from rich.table import Table
 
 from moe_exp.host.files import bytes_text, count_text
@@ -54,7 +54,6 @@ class PlanPrinter:
         levers: Sequence[Lever] = (),
         goodput: Goodput | None = None,
     ) -> None:
-        """Prints the cost of a run: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
         of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
@@ -89,7 +88,7 @@ class PlanPrinter:
             self._print(f"{model}; {config.world_size} x {hardware.name}")
             for part, words in counted_as(config, hardware).items():
                 self._print(f"{part}: {words}")
-            self._console.print(self._layouts(found, hardware, top))
+            self._layouts(found, hardware, top)
             if self._console.width >= _WIDE:
                 self._print(f"left: {_LEFT}, as a share of the device's memory")
         elif found.smallest:
@@ -104,20 +103,19 @@ class PlanPrinter:
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
 
-    def _layouts(self, found: Search, hardware: Hardware, top: int) -> Table:
+    def _layouts(self, found: Search, hardware: Hardware, top: int) -> None:
         is_narrow = self._console.width < _WIDE
         title = "layouts by time per iteration; = is within 2% of the best"
         title += "" if is_narrow else ", closer than predictions can distinguish"
-        table = Table(title=title, title_justify="left", box=SIMPLE if is_narrow else HEAVY_HEAD)
         shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
-        for name in compress(_COLUMNS, shown):
-            table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
-        for place, one in enumerate(found.ranked[:top], start=1):
-            table.add_row(*compress(_cells(describe_candidate(one, found, hardware, place), one), shown))
-        return table
+        rows = (
+            compress(_cells(describe_candidate(one, found, hardware, place), one), shown)
+            for place, one in enumerate(found.ranked[:top], start=1)
+        )
+        box = SIMPLE if is_narrow else HEAVY_HEAD
+        self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
 
     def best(self, candidate: Candidate, cost: Cost) -> None:
-        """Prints the cost of a run of the best layout."""
         config, write = candidate.config, self._console.print
         write(f"{layout_words(config)}: {_whole(cost)}")
         write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
@@ -125,7 +123,6 @@ class PlanPrinter:
         write(f"  a checkpoint has {bytes_text(checkpoint_bytes(config))}")
 
     def explanation(self, explained: Explanation, found: Search) -> None:
-        """Why a layout is refused, or where it stands."""
         asked = ", ".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
         if explained.candidate is None:
             self._console.print(f"{asked}: rejected")
@@ -193,7 +190,7 @@ class PlanPrinter:
             sizes = (f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total"))
             rows.append((name, *sizes, peak))
         title = f"memory of a rank, GiB: {_verdict(prediction)}"
-        self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, justify="right")
+        self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
         self._print(f"left: {_LEFT}")
 
     def _activations(self, prediction: Prediction) -> None:
@@ -235,14 +232,16 @@ class PlanPrinter:
     def table(
         self,
         title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
+        columns: Iterable[str],
+        rows: Iterable[Iterable[str]],
         *,
-        justify: Literal["left", "right"] = "left",
+        left: Collection[str] | None = None,
+        box: Box = HEAVY_HEAD,
     ) -> None:
-        """Prints a table; without a header if no columns are given."""
-        table = Table(title=title, title_justify="left", show_header=bool(columns))
+        """Prints a table, without a header if no columns are given. `left`: those aligned left, or all."""
+        table = Table(title=title, title_justify="left", show_header=columns != (), box=box)
         for name in columns:
+            justify: Literal["left", "right"] = "left" if left is None or name in left else "right"
             table.add_column(name, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*row)

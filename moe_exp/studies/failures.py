@@ -70,7 +70,6 @@ def _most_useful(lines: Sequence[str]) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
 
 

@@ -60,6 +60,28 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
     return config
 
 
+def models_of_axes(
+    base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
+) -> dict[str, dict[int, Config]]:
+    """Models by size along each axis: width, experts, and parts of an expert (granularity), the last
+    two at the first width. ConfigError if there is nothing to compare.
+    """
+    if base.world_size > 1:
+        rule, fix = "models are trained by one rank", "set GPUS_PER_NODE=1, NNODES=1"
+        raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
+    axes = {
+        "width": {width: resized(base, width=width) for width in widths},
+        "experts": {number: resized(base, width=widths[0], num_experts=number) for number in experts},
+        "granularity": {number: resized(base, width=widths[0], granularity=number) for number in parts},
+    }
+    axes = {axis: models for axis, models in axes.items() if len(models) > 1}
+    if not axes:
+        rule = "there is one model, and nothing to compare it with"
+        fix = "give two widths or more, or --experts"
+        raise ConfigError([problem("widths", ",".join(map(str, widths)), rule, fix)])
+    return axes
+
+
 # Coordinate check
 
 
@@ -159,7 +181,6 @@ def moved(optima: Sequence[Optimum]) -> float:
 
 
 def seeds(config: Config, repeats: int) -> Iterator[Config]:
-    """The model with each of its seeds."""
     for number in range(repeats):
         yield config.model_copy(update={"seed": config.seed + number})
 
@@ -218,11 +239,9 @@ def draw_transfer(
     path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
     """Draws loss over learning rate, a line per model with its range over seeds, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, by_seed in losses.items():
         table = np.where(np.isfinite(by_seed), by_seed, np.nan)

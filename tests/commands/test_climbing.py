@@ -13,9 +13,9 @@ import time
 import pytest
 
 from helpers.slurm.cluster import Cluster
+from helpers.studies.study_runs import write_tokens
 from helpers.whole_runs import ROOT, SETTINGS, clean_environ
 from moe_exp.cli import main
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.studies.sweep import slurm_cases
 
 TINY = {
@@ -35,11 +35,9 @@ def no_settings(monkeypatch):
 
 def places(path):
     """Settings of a tiny ladder in `path`."""
-    with BinIdxWriter(path / "tokens", vocab_size=2048) as writer:
-        for number in range(50):
-            writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
     (path / "mine.yaml").write_text(RUNGS)
-    return {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
+    tokens = write_tokens(path, 50)
+    return {"TRAIN_DATA": tokens, "VALID_DATA": tokens, "RUN_DIR": path / "runs"}
 
 
 def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):

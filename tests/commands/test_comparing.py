@@ -7,21 +7,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers import whole_runs
-from helpers.warm_runs import answer_warm
-from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
+from helpers.studies.study_runs import StudyRuns, write_tokens
+from helpers.whole_runs import SETTINGS, processes_in
 from moe_exp.cli import main
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
 
 # A run is little more than its imports.
@@ -34,47 +31,13 @@ TINY = whole_runs.TINY | {
 MEMORY_LIMIT = 2000 * 2**20
 
 
-def limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
-
-
-class Comparisons:
+class Comparisons(StudyRuns):
     """Comparisons of a test: `runs/mine` in its folder."""
 
     def __init__(self, path: Path):
-        self.path, self.folder = path, path / "runs" / "mine"
-        self.started: list[subprocess.Popen[bytes]] = []
-        with BinIdxWriter(path / "tokens", vocab_size=2048) as writer:
-            for number in range(200):
-                writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
-        self.places = {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
-
-    def start(self, *flags: str, limited: bool = False, **settings: object) -> subprocess.Popen[bytes]:
-        environ = clean_environ(**{**TINY, **self.places, **settings}) | {"PYTHONPATH": str(ROOT)}
-        with (self.path / "printed").open("w") as printed:
-            command = [sys.executable, "-m", "moe_exp", "compare", *flags]
-            ready = limit_memory if limited else None
-            started = subprocess.Popen(
-                command, env=environ, stdout=printed, stderr=printed, start_new_session=True, preexec_fn=ready
-            )
-        self.started.append(started)
-        return started
-
-    def run(self, *flags: str, code: int = 0, limited: bool = False, **settings: object) -> str:
-        """Runs to the end; returns what was printed."""
-        ended = self.start(*flags, limited=limited, **settings).wait(300)
-        assert ended == code, self.printed()
-        return self.printed()
-
-    def answer(self, code: int = 0, **settings: object) -> str:
-        """The same in a fork."""
-        environ = clean_environ(**{**TINY, **self.places, **settings})
-        ended = answer_warm(["compare"], environ, self.path)
-        assert ended.returncode == code, ended.stdout + ended.stderr
-        return ended.stdout + ended.stderr
-
-    def printed(self) -> str:
-        return (self.path / "printed").read_text()
+        self.folder, tokens = path / "runs" / "mine", write_tokens(path)
+        places = {"TRAIN_DATA": tokens, "VALID_DATA": tokens, "RUN_DIR": path / "runs"}
+        super().__init__(path, [sys.executable, "-m", "moe_exp", "compare"], TINY | places)
 
     def iterations(self, name: str) -> list[int]:
         """Those that are logged."""
@@ -88,20 +51,14 @@ class Comparisons:
         return sum(one["kind"] == "event" and one["event"] == "resume" for one in records)
 
     def wait_for(self, name: str, iteration: int, comparison: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + 300
-        while iteration not in self.iterations(name):
-            assert comparison.poll() is None and time.monotonic() < deadline, self.printed()
-            time.sleep(0.05)
+        self.wait_until(lambda: iteration in self.iterations(name), comparison)
 
 
 @pytest.fixture
 def comparisons(tmp_path: Path) -> Iterator[Comparisons]:
     mine = Comparisons(tmp_path)
     yield mine
-    for comparison in mine.started:
-        if comparison.poll() is None:  # its test has failed; its runs end by themselves when it is gone
-            comparison.kill()
-            comparison.wait()
+    mine.end()
 
 
 @pytest.fixture
@@ -111,7 +68,8 @@ def no_settings(monkeypatch):
 
 
 def test_two_models_are_trained_and_not_again(comparisons):
-    printed = comparisons.answer(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    short = {"TRAIN_ITERS": 4, "DECAY_ITERS": 4, "EVAL_INTERVAL": 4}
+    printed = comparisons.answer("compare", **short)
     assert "[1/2] dmoe: finished, loss " in printed and "[2/2] dense: finished, loss " in printed
     assert "FFN_HIDDEN_SIZE: dmoe 96, dense 192" in printed
     assert comparisons.iterations("dmoe") == comparisons.iterations("dense") == [1, 2, 3, 4]
@@ -119,10 +77,10 @@ def test_two_models_are_trained_and_not_again(comparisons):
     assert re.search(r"\| loss at 1.024K tokens +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
     assert re.search(r"\| last validation loss +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
     before = {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")}
-    again = comparisons.answer(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    again = comparisons.answer("compare", **short)
     assert report in again
     assert {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")} == before
-    refused = comparisons.answer(code=1, TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4, HIDDEN_SIZE=128)
+    refused = comparisons.answer("compare", code=1, HIDDEN_SIZE=128, **short)
     assert "HIDDEN_SIZE=128: " in refused and "holds a dmoe with 64. Fix: set it as it was" in refused
 
 
@@ -153,7 +111,7 @@ def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
 @pytest.mark.slow
 def test_a_model_that_fails_stops_no_other(comparisons):
     flags = "--runs dmoe --variant big:USE_MOE=false,FFN_HIDDEN_SIZE=400000 --variant small:USE_MOE=false"
-    printed = comparisons.run(*flags.split(), code=1, limited=True)
+    printed = comparisons.run(*flags.split(), code=1, limit=MEMORY_LIMIT)
     assert "[2/3] big: oom" in printed and "[3/3] small: finished" in printed
     assert re.search(r"- big oom: .*memory", (comparisons.folder / "report.md").read_text())
 

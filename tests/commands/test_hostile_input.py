@@ -115,11 +115,8 @@ def readers(run: Path, other: Path) -> list[list[str]]:
 
 
 def check(lines: list[list[str]], what: str) -> list[str]:
-    return [
-        f"{what}: moe-exp {' '.join(argv)[:500]}: {found}"
-        for argv in lines
-        if (found := answer(argv).failure)
-    ]
+    answers = [(argv, answer(argv).failure) for argv in lines]
+    return [f"{what}: moe-exp {' '.join(argv)[:500]}: {found}" for argv, found in answers if found]
 
 
 # What has failed before.
@@ -136,18 +133,21 @@ def damages() -> list[tuple[str, str]]:
     return [*FOUND, *(pair for pair in pairs if pair not in FOUND)]
 
 
-def check_damaged(folder: Path, pairs: list[tuple[str, str]]) -> None:
-    other, failures = whole_run(folder / "other"), []
+def shown(failures: list[str]) -> str:
+    return f"{len(failures)} failures\n" + "\n\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    "pairs", [damages()[:6], pytest.param(damages()[6:], marks=pytest.mark.slow)], ids=["6", "all"]
+)
+def test_damaged_run_folders(pairs, tmp_path):
+    other, failures = whole_run(tmp_path / "other"), []
     for number, (piece, kind) in enumerate(pairs):
-        run = whole_run(folder / f"run{number}")
+        run = whole_run(tmp_path / f"run{number}")
         spoil(run / piece, kind)
         failures += check(readers(run, other), f"{piece} is {kind}")
         shutil.rmtree(run)
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
-
-
-def test_6_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[:6])
+    assert not failures, shown(failures)
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", "line\nbreak\x1b[2J[red]a", " ", "-x%s{}*"], ids=repr)
@@ -156,12 +156,7 @@ def test_run_folders_of_hostile_names(name, tmp_path):
     (run / os.fsdecode(b"caf\xe9.log")).write_text("Xid 79\n")
     (run / "checkpoints" / os.fsdecode(b"iter_caf\xe9")).mkdir()
     failures = check(readers(run, other), "")
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
-
-
-@pytest.mark.slow
-def test_all_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[6:])
+    assert not failures, shown(failures)
 
 
 # Random command lines
@@ -184,16 +179,8 @@ def values_of(folder: Path) -> list[str]:
     (folder / "texts").mkdir()
     (folder / "texts/a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (folder / "settings.csv").write_text("a,b\n1,2\n")
-    paths = [
-        folder / name for name in ("run", "run/checkpoints", "run/config.yaml", "texts", "texts/a.jsonl")
-    ]
-    paths += [
-        folder / "settings.csv",
-        folder / "gone",
-        folder / "gone/x.jsonl",
-        Path("/dev/null"),
-        Path("/proc"),
-    ]
+    names = ("run", "run/checkpoints", "run/config.yaml", "texts", "texts/a.jsonl", "settings.csv", "gone")
+    paths = [*(folder / name for name in (*names, "gone/x.jsonl")), Path("/dev/null"), Path("/proc")]
     for kind in ("fifo", "socket", "binary", "deep_lists", "empty", "link_to_itself"):
         spoil(folder / f"{kind}.json", kind)
         spoil(folder / f"{kind}.jsonl", kind)
@@ -214,18 +201,8 @@ def values_of(folder: Path) -> list[str]:
         "~nobody/x",
         "..",
     ]
-    return [
-        *map(str, paths),
-        *numbers,
-        *odd,
-        "a=b",
-        "A=1,B=2",
-        "owner/name",
-        "python_stdlib",
-        "cpu",
-        "none",
-        "8GB",
-    ]
+    words = ["a=b", "A=1,B=2", "owner/name", "python_stdlib", "cpu", "none", "8GB"]
+    return [*map(str, paths), *numbers, *odd, *words]
 
 
 def drawn_line(
@@ -251,26 +228,16 @@ def drawn_line(
     return [*names, *arguments]
 
 
-def check_random_lines(folder: Path, seed: int, count: int) -> None:
-    rng, values, failures = random.Random(seed), values_of(folder), []
-    commands = [
-        leaf for leaf in leaves(whole_parser()) if leaf[0][0] not in LEFT_OUT and leaf[0] != ("data",)
-    ]
-    names = {leaf[0] for leaf in commands}
-    assert len(names) > 25
+@pytest.mark.parametrize(("seed", "count"), [(1, 70), pytest.param(20, 500, marks=pytest.mark.slow)])
+def test_random_command_lines(seed, count, tmp_path, corpus):
+    rng, values, failures = random.Random(seed), values_of(tmp_path), []
+    found = leaves(whole_parser())
+    commands = [leaf for leaf in found if leaf[0][0] not in LEFT_OUT and leaf[0] != ("data",)]
+    assert len({names for names, _ in commands}) > 25
     for number in range(count):
         chosen = commands[number % len(commands)]
         failures += check([drawn_line(rng, *chosen, values)], f"line {number}")
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
-
-
-def test_random_command_lines(tmp_path, corpus):
-    check_random_lines(tmp_path, 1, 70)
-
-
-@pytest.mark.slow
-def test_500_random_command_lines(tmp_path, corpus):
-    check_random_lines(tmp_path, 20, 500)
+    assert not failures, shown(failures)
 
 
 # Inputs of the commands that read what others have made
@@ -339,7 +306,7 @@ def test_20_hostile_texts(part, tmp_path):
         texts = texts_with(tmp_path / f"texts{number}", name, CONTENTS.get(name, b'{"text": "one"}\n'))
         commands = text_commands(texts, tmp_path / f"out{number}")
         failures += check(commands[(number + part) % 8 :: 8], f"{name!r}")
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
+    assert not failures, shown(failures)
 
 
 @pytest.mark.slow
@@ -350,18 +317,13 @@ def test_20_texts_of_the_wrong_kind(tmp_path):
         spoil(texts / "m.jsonl", kind)
         lines = text_commands(texts, tmp_path / f"out{number}")
         failures += check([*lines, *text_commands(texts / "m.jsonl", tmp_path / f"other{number}")], kind)
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
+    assert not failures, shown(failures)
 
 
 def test_20_hostile_models(tmp_path):
     model, rng, failures = hub_model(tmp_path / "model"), random.Random(20), []
-    files = (
-        "config.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    )
+    files = ("config.json", "model.safetensors", "model.safetensors.index.json")
+    files += ("tokenizer.json", "tokenizer_config.json")
     pairs = rng.sample([*itertools.product(files, JUNK_KINDS)], 20)
     for number, (file, kind) in enumerate(pairs):
         source = tmp_path / f"model{number}"
@@ -371,7 +333,7 @@ def test_20_hostile_models(tmp_path):
         tokenize = ["data", "tokenize", "--input", str(tmp_path / "gone.jsonl"), "--output-prefix", "x"]
         lines += [[*tokenize, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]]
         failures += check(lines, f"{file} is {kind}")
-    assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
+    assert not failures, shown(failures)
 
 
 def test_a_name_that_is_not_utf8_is_named_in_one_line(tmp_path):
@@ -392,16 +354,9 @@ def test_from_hf_takes_a_model(tmp_path):
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        ["train", "--dry-run", "--config"],
-        ["plan", "search", "--config"],
-        ["data", "prepare"],
-        ["generate", "--prompt", "a", "--checkpoint"],
-        ["eval", "--checkpoint"],
-    ],
-    ids=" ".join,
+    ["train --dry-run --config", "plan search --config", "data prepare", "generate --prompt a --checkpoint"],
 )
 def test_a_home_folder_of_no_user_is_a_path_that_is_not_there(argv):
-    found = answer([*argv, "~no_such_user/x"])
+    found = answer([*argv.split(), "~no_such_user/x"])
     assert found.code in (1, 2) and found.err.count("\n") == 1, found.err
     assert "~no_such_user/x: does not exist" in found.err or "there is no such file" in found.err

@@ -5,6 +5,7 @@ Starting things:
     preloaded.py          what the processes that ranks.py forks have imported
     whole_runs.py         whole runs with settings from the environment, by the script or by warm_runs.py
     warm_runs.py          a launcher and its ranks without the script, torchrun's agent and the imports
+    studies/study_runs.py a sweep, comparison or ladder: as processes, or in a fork
     under_torchrun.py     tests that are torchrun scripts as well
     net_hosts.py          hosts in network namespaces of this machine; needs root and iproute2
     slurm/stand_in.py     a SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `moe-exp plan` and its commands."""
     parser = subparsers.add_parser(
         "plan",
         help="estimate memory, time and cost of a run, and search for the best layout",

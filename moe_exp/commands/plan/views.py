@@ -33,8 +33,6 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 
 
 def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands."""
-
     def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         parser = subparsers.add_parser(name, help=about, argument_default=argparse.SUPPRESS)
         add_settings(parser)

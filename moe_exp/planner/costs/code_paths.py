@@ -85,12 +85,8 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
             said = f"grouped GEMMs apart from each other, not triton: {why}"
         words["experts"] = f"{said} (its memory; the time is counted the same for all)"
     if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
-        time = (
-            "and the time of a fused kernel"
-            if hardware.is_recent
-            else "of its kernel, the time of Megatron's"
-        )
-        words["cross entropy"] = f"triton: the memory {time}"
+        fused, older = "and the time of a fused kernel", "of its kernel, the time of Megatron's"
+        words["cross entropy"] = f"triton: the memory {fused if hardware.is_recent else older}"
     if config.fp8 != "none":
         what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
         words["FP8"] = f"{what}, by the peak of FP8 and the casts; its memory has not been measured"

@@ -28,7 +28,6 @@ class DiskUse:
 
     @property
     def needed_bytes(self) -> int:
-        """Free disk that it takes."""
         return self.num_new * self.one_bytes + self.records_bytes
 
 
@@ -61,7 +60,6 @@ def disk_use(
 
 
 def _num_saves(config: Config, iteration: int) -> int:
-    """Checkpoints that are written after `iteration`."""
     interval, end = config.save_interval, config.train_iters
     at_interval = max(0, end // interval - iteration // interval) if interval else 0
     at_end = config.save_at_end and end > iteration and not (interval and end % interval == 0)

@@ -92,7 +92,6 @@ class Job:
 
     @cached_property
     def parameters(self) -> list[RankParameters]:
-        """Parameters that a rank of every pipeline stage holds."""
         return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.learned_positions)
 
     @cached_property

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from moe_exp.config import Config, problem
 from moe_exp.planner.costs.code_paths import fp8_parts, planned_loss
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.exchange import skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass, Shape, num_slots, num_tokens, shared_rows
+from moe_exp.planner.costs.traffic import skew_of
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
@@ -60,7 +60,6 @@ class LayerTimes:
     host_moe: float
 
     def layer(self, is_moe: bool) -> Pass:
-        """A layer, with experts or without."""
         starts = self.starts_moe if is_moe else self.starts_dense
         of = [self.parts[name] for name in ATTENTION + (MOE if is_moe else MLP)]
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
@@ -87,7 +86,6 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 
 
 def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
-    """Times of all kinds of layers of a job."""
     config, tokens, nothing = job.config, num_tokens(job.config), Pass(0, 0)
     if any(fp8_parts(config)) and not device.fp8_speedup:
         rule = "the device has no FP8 peak (dense_flops of its profile)"

@@ -31,7 +31,6 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.transformer_layers + self.embedding
 
 
@@ -44,12 +43,10 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """All parameters of the rank."""
         return self.dense + self.expert
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    """Counts the parameters of the whole model."""
     num_moe = sum(config.moe_layers)
     experts = num_moe * config.num_experts * _expert(config)
     dense, moe = (_layer(config, 1, is_moe=is_moe) for is_moe in (False, True))

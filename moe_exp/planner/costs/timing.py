@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import Device, hidden_bytes, num_tokens, projections
-from moe_exp.planner.costs.traffic import Group
+from moe_exp.planner.costs.traffic import Group, exchange_seconds, skew_of
 from moe_exp.planner.hardware import Hardware
 
 __all__ = ["IterationTime", "TimeConstants", "time_of"]
@@ -52,7 +51,6 @@ class IterationTime:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Name of a part to its seconds."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property

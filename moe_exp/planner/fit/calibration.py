@@ -123,7 +123,6 @@ class _Space(Generic[T]):
 
     @property
     def size(self) -> int:
-        """Number of constants that are fitted."""
         return len(self._scales)
 
     def fix_unused(
@@ -140,7 +139,6 @@ class _Space(Generic[T]):
                 self._fixed[name] = hold.get(name, value)
 
     def point(self, constants: T) -> list[float]:
-        """Where these constants are."""
         scales = self._scales.items()
         return [(math.log(getattr(constants, name)) - center) / spread for name, (center, spread) in scales]
 
@@ -170,7 +168,6 @@ class Calibration:
 
     @property
     def constants(self) -> Constants:
-        """The constants that predictions use."""
         memory, time = self.memory, self.time
         return Constants(memory.constants, time.constants, memory.bound, time.bound, self.hardware)
 

@@ -29,15 +29,13 @@ from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
 PUBLIC_RUNS = PROFILES / "public_runs.csv"
-# Required for a prediction. Column to whether it may be 0.
-_SIZES = dict.fromkeys(("layers", "hidden", "heads", "seq", "vocab", "tp", "pp"), False)
-_REQUIRED = ("row_id", "gpu", *_SIZES)
-_OTHER_NUMBERS = {
-    "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False,
-    "mbs": False, "gbs": False, "swiglu": True, "experts": True, "topk": True, "ep": True,
-    "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True, "num_mtp_layers": True,
-    "sliding_window": True,
-}  # fmt: skip
+_REQUIRED = ("row_id", "gpu", "layers", "hidden", "heads", "seq", "vocab", "tp", "pp")  # for a prediction
+# Columns of numbers above 0, and of others.
+_SIZES = (*_REQUIRED[2:], "gpus_per_node", "nodes", "n_gpus", "ffn", "kv_groups", "dp", "mbs", "gbs")
+_NUMBERS = (
+    "swiglu", "experts", "topk", "ep", "pp_balanced_embedding", "mem_gb", "sec_per_it", "num_mtp_layers",
+    "sliding_window",
+)  # fmt: skip
 _MEASURED = ("mem_gb", "sec_per_it")
 _LARGEST = 10**7  # of any number: more is a typo, and that many stages or layers would not fit in memory
 _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
@@ -151,15 +149,14 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
     for name in _REQUIRED:
         if not row.get(name):
             yield f"{where}, column {name}: is empty. Fix: give its value."
-    for name, zero in (_SIZES | _OTHER_NUMBERS).items():
-        if row.get(name) and not _is_number(row[name], zero, whole=name not in _MEASURED):
+    for name in (*_SIZES, *_NUMBERS):
+        if row.get(name) and not _is_number(row[name], name):
             kind = "number" if name in _MEASURED else "whole number"
-            rule = f"{'0 or more' if zero else 'more than 0'}, at most {_LARGEST:.0e}"
+            rule = f"must be a {kind} from {int(name in _SIZES)} to {_LARGEST:.0e}"
             fix = "correct the cell, or leave it empty if it may be"
-            yield f"{where}, column {name}={row[name]}: must be a {kind}, {rule}. Fix: {fix}."
+            yield f"{where}, column {name}={row[name]}: {rule}. Fix: {fix}."
     hidden, heads = (row.get(name) or "" for name in ("hidden", "heads"))
-    are_sizes = all(_is_number(text, False, whole=True) for text in (hidden, heads))
-    if are_sizes and int(heads) > int(hidden):
+    if _is_number(hidden, "hidden") and _is_number(heads, "heads") and int(heads) > int(hidden):
         yield f"{where}, column heads={heads}: is more than hidden={hidden}. Fix: correct the cell."
     for name, (form, rule) in _FORMS.items():
         if row.get(name) and not re.fullmatch(form, row[name]):
@@ -176,12 +173,12 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
             yield f"{where}, column gpu: {error}"
 
 
-def _is_number(text: str, zero: bool, *, whole: bool) -> bool:
+def _is_number(text: str, column: str) -> bool:
     try:
-        number = int(text) if whole else float(text)
+        number = float(text) if column in _MEASURED else int(text)
     except ValueError:
         return False
-    return 0 < number <= _LARGEST or (zero and number == 0)
+    return int(column in _SIZES) <= number <= _LARGEST
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:
@@ -347,7 +344,6 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _has_engine(row: Mapping[str, str]) -> bool:
-    """Whether a row says anything about the program."""
     modules = set((row.get("recompute") or "").split(";"))
     return (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))
@@ -374,7 +370,6 @@ def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _engine_of(row: Mapping[str, str]) -> Engine:
-    """The program of a row."""
     if not _has_engine(row):
         return OURS
     types = dict(part.split("=") for part in (row.get("optimizer_dtypes") or "").split(";") if part)

@@ -60,15 +60,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search."""
-
     ranked: list[Candidate]  # layouts that fit, fastest first
     rejected: Counter[str]  # layouts refused per reason; each counts once
     smallest: Candidate | None  # the one out of memory that needs least
 
     @property
     def num_tried(self) -> int:
-        """Number of layouts in the space."""
         return len(self.ranked) + self.rejected.total()
 
     def runner_ups(self) -> list[Candidate]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import MLP, MOE, layer_times
 from moe_exp.planner.costs.products import Device
+from moe_exp.planner.costs.traffic import exchange_seconds, skew_of
 from moe_exp.planner.hardware import Hardware
 
 

@@ -34,8 +34,6 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """An iteration."""
-
     events: list[Event]
     num_stages: int
     after: float  # seconds after the last pass: gradients and weights of data parallel ranks, optimizer

@@ -43,7 +43,6 @@ class Options:
     timeout: float = 0.0
 
     def problems(self) -> list[str]:
-        """Invalid options."""
         found = []
         if self.match not in MATCHES:
             fix = f"use one of {', '.join(MATCHES)}"

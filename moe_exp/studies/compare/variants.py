@@ -52,7 +52,6 @@ class Variant:
         return cls(name, dict(own), flags, load_config(flags, {}))
 
     def having(self, **settings: Any) -> Variant:
-        """A copy with other settings."""
         flags = {**self.flags, **settings}
         return Variant(self.name, self.own, flags, load_config(flags, {}))
 

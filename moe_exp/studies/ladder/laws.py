@@ -50,7 +50,6 @@ class Points:
             return np.asarray(np.where(known, self.losses, 0.0).sum(axis=1) / known.sum(axis=1))
 
     def until(self, num_rungs: int) -> Points:
-        """The first rungs."""
         return Points(self.compute[:num_rungs], self.losses[:num_rungs])
 
 

@@ -54,7 +54,6 @@ def plan_text(ladder: Ladder) -> str:
 
 
 def result_text(ladder: Ladder, results: Results) -> str:
-    """The Markdown report."""
     parts = [f"# {ladder.folder.name}", ladder.definition.about, *_lines(ladder, results)]
     parts.insert(2, "\n".join(aligned(_result_rows(ladder, results), num_left=0)))
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -38,7 +38,7 @@ from moe_exp.studies.child_runs import (
     given_settings,
     run_environment,
     run_to_end,
-)  # fmt: skip
+)
 from moe_exp.studies.sweep.outcome import Result, result_of
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
@@ -51,7 +51,7 @@ from moe_exp.studies.sweep.table import (
     prediction_of,
     to_csv,
     to_markdown,
-)  # fmt: skip
+)
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {

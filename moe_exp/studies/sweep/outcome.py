@@ -37,7 +37,6 @@ class Result:
     flags: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))
 

@@ -8,13 +8,12 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.planner.costs.constants import RECENT, TimeConstants
-from moe_exp.planner.costs.exchange import exchange_seconds
 from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.layer_time import layer_times
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.products import Device
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.costs.traffic import Group
+from moe_exp.planner.costs.traffic import Group, exchange_seconds
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants, predict
 

@@ -70,29 +70,51 @@ def test_a_part_is_there_with_its_parallelism_alone(settings, part):
     assert sum(split.parts().values()) == split.total
 
 
-def test_context_parallel_ranks_exchange_keys_and_values_of_all_latent_heads():
-    latent = {
-        "multi_latent_attention": True, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_head_dim": 128,
-        "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_heads": 16,
-    }  # fmt: skip
-    plain = {"num_heads": 16, "num_query_groups": 16, "head_dim": 160}
-    assert seconds(cp=2, **latent).context_parallel == pytest.approx(seconds(cp=2, **plain).context_parallel)
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_heads": 16, "cp": 2,
+}  # fmt: skip
+ALL_HEADS = {"num_heads": 16, "num_query_groups": 16, "head_dim": 160, "cp": 2}
+FEW_ROWS = {"use_moe": True, "topk": 4, "ffn_hidden_size": 1408}
+SPREAD = {"use_moe": True, "num_experts": 64, "topk": 4, "ep": 32}
 
 
-def test_recompute_costs_a_forward_pass():
-    plain, full = seconds(), seconds(recompute="full")
-    assert 1.25 < full.compute / plain.compute < 1.36  # the output layer is not computed again
-    moe, selective = seconds(**MOE), seconds(recompute="selective", **MOE)
-    assert moe.compute < selective.compute < seconds(recompute="full", **MOE).compute
+@pytest.mark.parametrize(
+    ("part", "settings", "others", "ratio", "error"),
+    [
+        # keys and values of all latent heads
+        ("context_parallel", LATENT, ALL_HEADS, 1.0, 1e-6),
+        ("pipeline", {"pp": 4, "vpp": 4}, {"pp": 4}, 4.0, 1e-6),
+        # a shared expert gathers its tokens
+        ("tensor_parallel", MOE | {"tp": 2, "shared_expert_size": 1024}, MOE | {"tp": 2}, 2.0, 1e-6),
+        # a forward pass more, but for the output layer
+        ("compute", {"recompute": "full"}, {}, 1.305, 0.042),
+        # 273.07 rows each, three tiles instead of two: but what a product sums over needs no alignment
+        ("compute", FEW_ROWS | {"num_experts": 60}, FEW_ROWS | {"num_experts": 64}, 1.0, 0.2),
+        # once to each of 4 * (1 - (3/4)^4) nodes instead of 4 times
+        ("expert_parallel", SPREAD | {"dispatcher": "deepep"}, SPREAD, 2.73 / 4, 0.02),
+    ],
+)
+def test_parts_in_proportion(part, settings, others, ratio, error):
+    mine, theirs = (getattr(seconds(**of), part) for of in (settings, others))
+    assert mine / theirs == pytest.approx(ratio, rel=error)
 
 
-def test_interleaved_stages_have_a_smaller_bubble():
-    assert seconds(pp=4, vpp=4).bubble < seconds(pp=4).bubble
-    assert seconds(pp=4, vpp=4).pipeline == pytest.approx(4 * seconds(pp=4).pipeline)
+@pytest.mark.parametrize(
+    ("part", "less", "more"),
+    [
+        ("bubble", {"pp": 4, "vpp": 4}, {"pp": 4}),
+        ("data_parallel", {"overlap": "true", "gbsz": 64}, {"overlap": "false", "gbsz": 64}),
+        ("compute", MOE, MOE | {"recompute": "selective"}),
+        ("compute", MOE | {"recompute": "selective"}, MOE | {"recompute": "full"}),
+        ("expert_parallel", SPREAD, SPREAD | {"dispatcher": "allgather"}),  # rings to all 31 ranks
+    ],
+)
+def test_parts_that_take_less(part, less, more):
+    assert getattr(seconds(**less), part) < getattr(seconds(**more), part)
 
 
-def test_overlap_hides_the_reduce():
-    assert seconds(overlap="true", gbsz=64).data_parallel < seconds(overlap="false", gbsz=64).data_parallel
+def test_one_rank_reduces_nothing():
     assert seconds(nnodes=1, gpus_per_node=1).data_parallel == 0
 
 
@@ -135,14 +157,6 @@ def test_reference_runs():
         assert 0.9 * low < milliseconds < 1.1 * high, settings
 
 
-def test_any_number_of_tokens_per_expert_is_as_fast():
-    """60 experts get 273.07 rows each, three tiles instead of two: but what a product sums over needs no
-    alignment.
-    """
-    even, odd = (seconds(**MOE | {"num_experts": n, "topk": 4}, ffn_hidden_size=1408) for n in (64, 60))
-    assert odd.compute == pytest.approx(even.compute, rel=0.2)
-
-
 def test_selective_recompute_leaves_dense_layers_alone():
     def extra(**settings) -> float:
         return seconds(**MOE, **settings, recompute="selective").compute - seconds(**MOE, **settings).compute
@@ -150,27 +164,9 @@ def test_selective_recompute_leaves_dense_layers_alone():
     assert extra(first_k_dense=16) == pytest.approx(extra() / 2, rel=1e-6)
 
 
-def test_a_shared_expert_gathers_its_tokens():
-    with_tp, without = (seconds(**MOE, tp=2, shared_expert_size=size).tensor_parallel for size in (1024, 0))
-    assert with_tp == pytest.approx(2 * without, rel=1e-6)
-
-
-def test_dispatchers_send_different_amounts():
-    """All-to-all sends a token 4 times, DeepEP once to each of 4 * (1 - (3/4)^4) = 2.7 nodes, and an
-    all-gather's rings to all 31 ranks.
-    """
-    sent = {
-        name: seconds(use_moe=True, num_experts=64, topk=4, ep=32, dispatcher=name).expert_parallel
-        for name in ("alltoall", "allgather", "deepep")
-    }
-    assert sent["deepep"] == pytest.approx(2.73 / 4 * sent["alltoall"], rel=0.02)
-    assert sent["allgather"] > 1.2 * sent["alltoall"]
-
-
 def test_latent_experts_exchange_the_latent_width():
     """Seconds are linear in it, and at the model's width those of tokens that are sent as they are."""
-    moe = {"use_moe": True, "num_experts": 64, "topk": 4, "ep": 32}
-    whole, *parts = (seconds(**moe, moe_latent_size=size) for size in (0, 4096, 3072, 1024))
+    whole, *parts = (seconds(**SPREAD, moe_latent_size=size) for size in (0, 4096, 3072, 1024))
     sent = [part.expert_parallel for part in parts]
     assert sent[0] == whole.expert_parallel
     assert sent[0] - sent[2] == pytest.approx(3 * (sent[0] - sent[1]), rel=1e-6)

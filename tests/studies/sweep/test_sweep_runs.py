@@ -7,23 +7,22 @@ from __future__ import annotations
 import csv
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from helpers.slurm.cluster import Cluster
-from helpers.warm_runs import answer_warm
-from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
+from helpers.studies.study_runs import StudyRuns, write_tokens
+from helpers.whole_runs import ROOT, SETTINGS, processes_in
 from moe_exp.cli import main
 from moe_exp.config import load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.prediction import predict
@@ -51,61 +50,25 @@ def memory_limit() -> int:
     return int(found.stdout.partition("VmData:")[2].split()[0]) * 1024 + ABOVE_IMPORTS
 
 
-def limit_memory(num_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
-
-
-def written_tokens(folder: Path) -> Path:
-    """Training data of a few thousand tokens."""
-    with BinIdxWriter(folder / "tokens", vocab_size=2048) as writer:
-        for number in range(200):
-            writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
-    return folder / "tokens"
-
-
-class Sweeps:
+class Sweeps(StudyRuns):
     """Sweeps of a test: `sweeps/mine` in its folder."""
 
-    def __init__(self, folder: Path):
-        self.path, self.folder = folder, folder / "sweeps" / "mine"
-        self.places = {"SWEEP_DIR": folder / "sweeps", "TRAIN_DATA": written_tokens(folder)}
-
-    def start(self, *flags: str, limit: int = 0, **settings: object) -> subprocess.Popen[str]:
-        environ = clean_environ(**{**TINY, **self.places, **settings})
-        limits = {"preexec_fn": partial(limit_memory, limit)} if limit else {}
-        with (self.path / "printed").open("a") as printed:
-            place = {"env": environ, "cwd": self.path, "stdout": printed, "stderr": printed}
-            command = ["bash", str(SCRIPT), *flags]
-            return subprocess.Popen(command, **place, text=True, start_new_session=True, **limits)
-
-    def run(self, *flags: str, limit: int = 0, **settings: object) -> str:
-        """Runs a sweep to its end, exit code 0; returns what it has printed."""
-        (self.path / "printed").write_text("")
-        code = self.start(*flags, limit=limit, **settings).wait(900)
-        assert code == 0, self.printed()
-        return self.printed()
+    def __init__(self, path: Path):
+        self.folder = path / "sweeps" / "mine"
+        places = {"SWEEP_DIR": path / "sweeps", "TRAIN_DATA": write_tokens(path)}
+        super().__init__(path, ["bash", str(SCRIPT)], TINY | places)
 
     def dry_run(self, *flags: str, **settings: object) -> str:
-        """What a dry run prints, in a fork."""
-        environ = clean_environ(**{**TINY, **self.places, **settings})
-        ended = answer_warm(["sweep", "--dry-run", *flags], environ, self.path)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout + ended.stderr
-
-    def printed(self) -> str:
-        return (self.path / "printed").read_text()
+        return self.answer("sweep", "--dry-run", *flags, **settings)
 
     def rows(self) -> dict[str, dict[str, str]]:
-        return {
-            row["row_id"]: row for row in csv.DictReader((self.folder / "sweep.csv").read_text().splitlines())
-        }
+        lines = (self.folder / "sweep.csv").read_text().splitlines()
+        return {row["row_id"]: row for row in csv.DictReader(lines)}
 
-    def wait_for(self, name: str, sweep: subprocess.Popen[str]) -> None:
+    def wait_for(self, name: str, sweep: subprocess.Popen[bytes]) -> None:
         """Returns once a file of the sweep is there and has something in it."""
-        deadline = time.monotonic() + 120
-        while not ((self.folder / name).exists() and (self.folder / name).stat().st_size):
-            assert sweep.poll() is None and time.monotonic() < deadline, self.printed()
-            time.sleep(0.05)
+        path = self.folder / name
+        self.wait_until(lambda: path.exists() and path.stat().st_size > 0, sweep)
 
     def wait_until_gone(self) -> None:
         deadline = time.monotonic() + 60
@@ -115,8 +78,10 @@ class Sweeps:
 
 
 @pytest.fixture
-def sweeps(tmp_path: Path) -> Sweeps:
-    return Sweeps(tmp_path)
+def sweeps(tmp_path: Path) -> Iterator[Sweeps]:
+    mine = Sweeps(tmp_path)
+    yield mine
+    mine.end()
 
 
 def name_of(mbs: int, **other: int) -> str:
@@ -259,7 +224,7 @@ def test_sbatch_that_refuses(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsys):
-    cluster, data = Cluster(tmp_path / "clu ster"), written_tokens(tmp_path)
+    cluster, data = Cluster(tmp_path / "clu ster"), write_tokens(tmp_path)
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
     settings = {"MBSZS": "1 2", "GBSZ": 4, "EXECUTOR": "slurm", "SBATCH": "--partition=gpu --time=5"}
