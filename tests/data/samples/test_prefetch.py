@@ -24,7 +24,7 @@ from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.engine.optimizer_setup import BatchSchedule
+from moe_exp.engine.optimizer_setup import next_batch
 
 SEQ_LEN = 16
 
@@ -62,7 +62,7 @@ def schedule(*, dp_size, mbsz, rampup=""):
         },
         {},
     )
-    return BatchSchedule(config).at
+    return partial(next_batch, config, seq_len=config.seq_len)
 
 
 def read_ahead(samples, *, dp_rank=0, dp_size=1, mbsz=4, rampup="", num_workers=2):

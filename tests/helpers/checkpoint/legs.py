@@ -115,7 +115,7 @@ def build_job(config: Config, rank: Any) -> Any:
     from moe_exp import train
     from moe_exp.checkpoint.state import Trained
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
     from moe_exp.runs.run_folder import RunFolder
     from moe_exp.training.samples import build_data
 
@@ -124,9 +124,7 @@ def build_job(config: Config, rank: Any) -> Any:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.set_megatron_hooks(model, trained.optimizer)
     samples, _ = build_data(config)
-    return train.Job(
-        config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config)
-    )
+    return train.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None)
 
 
 def start_job(settings: dict[str, Any], port: int) -> Any:
