@@ -39,7 +39,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_classes import Adam
-from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, start, stop
 from moe_exp.host.processes import free_port
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -72,9 +72,7 @@ class Ours:
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
         train.set_megatron_hooks(model, trained.optimizer)
-        self.job = train.Job(
-            config, rank, RunFolder.of(config), trained, train_stream, None, BatchSchedule(config)
-        )
+        self.job = train.Job(config, rank, RunFolder.of(config), trained, train_stream, None)
         self.progress = Progress()
         self.interval = Interval(config, rank, model)
 

@@ -52,10 +52,10 @@ from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.kernel_checks import KernelFailure, check_run, tune_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
-    BatchSchedule,
     base_learning_rate,
     build_optimizer,
     build_scheduler,
+    next_batch,
     set_megatron_hooks,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
@@ -100,7 +100,6 @@ class Job:
     trained: Trained
     train_stream: Samples
     valid_stream: Samples | None
-    batches: BatchSchedule
     source: Source | None = None  # that training resumes from
     changes: Sequence[Change] = ()  # of the sample order since then
     bytes_per_token: float | None = None  # of the validation data, on rank 0 if the tokenizer is known
@@ -226,7 +225,6 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     sample_order, changes = compare_data(files, checkpoint)
     samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
     compare_stages(files, samples.skipped, checkpoint)
-    batches = BatchSchedule(config)
     measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
 
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
@@ -239,9 +237,9 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     set_megatron_hooks(model, optimizer)
     # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
     skip_steps_not_finite(optimizer, model)
-    train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
+    train_stream = read_ahead(config, rank, samples) if config.num_workers else samples
     job = Job(
-        config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
+        config, rank, folder, trained, train_stream, valid_stream, source, changes, measured,
         kernel_failures, eod_id,
     )  # fmt: skip
 
@@ -311,7 +309,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
 
         # What all ranks agree on, by the only collective of the loop itself.
-        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.is_writing)
+        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
         is_last = bool(end.stop) or iteration == config.train_iters
         if is_last and not is_logged:  # else no record would have these iterations
             log(job, progress, interval, metrics, step)
@@ -319,7 +317,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if end.stop and metrics is not None and iteration < config.train_iters:
             logger.info("the run ends after iteration %d: %s", iteration, faults.stop_in_words(end.stop))
             metrics.event("stop", iteration, reason=end.stop)
-        if saves.is_pending and not end.is_writing:
+        if saver.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
 
         # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
@@ -362,7 +360,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     seq_len = job.train_stream.stage_at(first_sample).seq_len
-    num_microbatches, _, batch_size = job.batches.at(first_sample, seq_len)
+    num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
     heartbeat.begin(progress.iteration + 1, num_microbatches)
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -447,15 +445,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
     for chunk in model:
         chunk.train()
     if metrics is not None:
-        metrics.valid(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            consumed_flops=progress.consumed_flops,
-            lm_loss=loss,
-            ema_lm_loss=ema_loss,
-            bytes_per_token=job.bytes_per_token,
-        )
+        metrics.valid(progress, loss, ema_lm_loss=ema_loss, bytes_per_token=job.bytes_per_token)
     return loss, time.monotonic() - start
 
 

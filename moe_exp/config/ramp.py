@@ -2,7 +2,7 @@
 
 The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over
 SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here
-because Megatron-Core has no such calculator from 0.18 on. Used by training (`BatchSchedule`) and the planner.
+because Megatron-Core has no such calculator from 0.18 on. Used by training (`next_batch`) and the planner.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def restart_average(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
-    """Updates the moving average of the weights for the `number`-th time: n, with d = `decay`, as above."""
+    """Updates the moving average of the weights: the n-th update, `number`, with d = `decay`."""
     if pairs := _pairs(optimizer):
         weights, averages = zip(*pairs, strict=True)
         torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay**number))

@@ -252,20 +252,14 @@ def base_learning_rate(scheduler: LearningRateScheduler) -> float:
     return scheduler.get_lr({})
 
 
-class BatchSchedule:
-    """Micro-batches by consumed samples: constant, or ramped up by RAMPUP_BATCH_SIZE (`config.ramp`)."""
+def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int, int, int]:
+    """Micro-batches per data parallel rank, samples of one, and of all, in the next iteration.
 
-    def __init__(self, config: Config):
-        self._config = config
-
-    def at(self, consumed_samples: int, seq_len: int | None = None) -> tuple[int, int, int]:
-        """Micro-batches per data parallel rank, samples of one, and of all, in the next iteration. Samples
-        have `seq_len` tokens (DATA_STAGES), but are counted in SEQ_LEN.
-        """
-        config = self._config
-        size = microbatch_samples(config, seq_len or config.seq_len)
-        batch_size = batch_size_at(config, consumed_samples)
-        return batch_size // (size * config.data_parallel_size), size, batch_size
+    Constant, or ramped up by RAMPUP_BATCH_SIZE. Samples have `seq_len` tokens (DATA_STAGES), but are counted
+    in SEQ_LEN.
+    """
+    size, batch_size = microbatch_samples(config, seq_len), batch_size_at(config, consumed_samples)
+    return batch_size // (size * config.data_parallel_size), size, batch_size
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:

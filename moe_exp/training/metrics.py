@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from moe_exp.checkpoint.hf.choice import exports_as
+from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config
 from moe_exp.runs.records import (
     EXPERT_KEYS,
@@ -86,23 +87,20 @@ class Metrics:
 
     def valid(
         self,
-        *,
-        iteration: int,
-        consumed_samples: int,
-        consumed_tokens: int,
-        consumed_flops: int,
+        progress: Progress,
         lm_loss: float,
+        *,
         ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:
         """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
         record: Record = {
             "kind": "valid",
-            "iteration": iteration,
-            "consumed_samples": consumed_samples,
-            "consumed_tokens": consumed_tokens,
-            "consumed_flops": consumed_flops,
-            "training_seconds": self._time.until(iteration),
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            "consumed_flops": progress.consumed_flops,
+            "training_seconds": self._time.until(progress.iteration),
             "lm_loss": lm_loss,
             "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # this order keeps NaN
             "lm_loss_bits_per_byte": lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe_exp.config import Config
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler, set_megatron_hooks
+from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler, next_batch, set_megatron_hooks
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
@@ -32,7 +32,6 @@ class Proxy:
         skip_steps_not_finite(self._optimizer, self.model)
         self._samples, _ = build_data(config)
         self._eod_id, _ = describe_documents(config)
-        self._batches = BatchSchedule(config)
         self._consumed_samples = 0
 
     def microbatches(self, count: int) -> list[dict[str, Any]]:
@@ -45,7 +44,7 @@ class Proxy:
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
         """One iteration on the next samples, or on one micro-batch; its loss, nats per token."""
-        count, _, batch_size = self._batches.at(self._consumed_samples)
+        count, _, batch_size = next_batch(self.config, self._consumed_samples, self.config.seq_len)
         microbatches = self.microbatches(count) if batch is None else [batch]
         weigh_microbatches(microbatches, self._runtime.groups.dp)
         self.model[0].zero_grad_buffer()

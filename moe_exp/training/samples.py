@@ -30,7 +30,7 @@ from moe_exp.data.tokens.document_ends import (
 from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend
-from moe_exp.engine.optimizer_setup import BatchSchedule
+from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import EXIT_CODE_FILE
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
@@ -218,12 +218,12 @@ def _compared(config: Config, source: Path | None) -> tuple[dict[str, Any], list
     return order.facts(), changes
 
 
-def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
+def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:
     """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
     place = {"dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
 
     def schedule(consumed_samples: int) -> tuple[int, int, int]:
-        return batches.at(consumed_samples, samples.stage_at(consumed_samples).seq_len)
+        return next_batch(config, consumed_samples, samples.stage_at(consumed_samples).seq_len)
 
     def starts(first: int) -> Iterator[tuple[int, int]]:
         size = microbatch_samples(config, samples.stage_at(first).seq_len)

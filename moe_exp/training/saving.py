@@ -48,16 +48,6 @@ class CheckpointManager:
         # of the newest checkpoint of this start; the same on every rank
         self.last_iteration: int | None = None
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a save was begun and not finished; the same on every rank."""
-        return self._saver.is_pending
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its files."""
-        return self._saver.is_writing
-
     @heartbeat.during("checkpoint")
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.

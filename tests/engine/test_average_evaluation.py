@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
+from helpers.checkpoint.saving import save
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import free_port, in_turn, run_on_ranks
+from moe_exp import train
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.optimizer_state import owned_state
+from moe_exp.checkpoint.state import parameters_in_sync, rng_state
+from moe_exp.checkpoint.tools.average import average
+from moe_exp.engine import runtime
+from moe_exp.training.interval import Interval
 
 DECAY = 0.6
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -34,15 +42,12 @@ class Records:
     def __init__(self) -> None:
         self.losses: list[tuple[float, float | None]] = []
 
-    def valid(self, *, lm_loss: float, ema_lm_loss: float | None, **others: Any) -> None:
+    def valid(self, progress: Any, lm_loss: float, *, ema_lm_loss: float | None, **_: Any) -> None:
         self.losses.append((lm_loss, ema_lm_loss))
 
 
 def state_of(job: Any) -> dict[str, list[bytes]]:
     """Weights, the optimizer's state and the random streams, to the bit."""
-    from moe_exp.checkpoint.optimizer_state import owned_state
-    from moe_exp.checkpoint.state import parameters_in_sync, rng_state
-
     with parameters_in_sync(job.trained.model):
         weights = [parameter.detach() for chunk in job.trained.model for parameter in chunk.parameters()]
     states = [owned.values for owned in owned_state(job.trained.optimizer)]
@@ -55,11 +60,6 @@ def state_of(job: Any) -> dict[str, list[bytes]]:
 
 def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     """On one rank: some iterations with an evaluation after each second, and perhaps a save."""
-    from helpers.checkpoint.saving import save
-    from moe_exp import train
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-
     job, progress = build_small(settings, port)
     interval, records, norms = Interval(job.config, job.runtime, job.trained.model), Records(), []
     # fp16 begins with steps that are skipped, until the loss scale fits
@@ -77,11 +77,6 @@ def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
 
 def validated(settings: dict[str, Any], port: int, folder: str) -> float:
     """On one rank: the loss of what `moe-exp ckpt average --ema` makes of a checkpoint, as a start."""
-    from moe_exp import train
-    from moe_exp.checkpoint.format.folders import one_checkpoint
-    from moe_exp.checkpoint.tools.average import average
-    from moe_exp.engine import runtime
-
     if int(os.environ["RANK"]) == 0:
         average([one_checkpoint(Path(folder))], Path(folder) / "mean", [1.0], of_ema=True)
         (Path(folder) / "done").touch()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.ramp import ramp_steps
-from moe_exp.engine.optimizer_setup import BatchSchedule
+from moe_exp.engine.optimizer_setup import next_batch
 
 
 def config_of(rampup: str, gbsz: int = 64) -> Config:
@@ -19,20 +19,19 @@ def config_of(rampup: str, gbsz: int = 64) -> Config:
     return load_config({**SMALL, **sizes, "rampup_batch_size": rampup}, {})
 
 
-def schedule(rampup: str, gbsz: int = 64) -> BatchSchedule:
-    return BatchSchedule(config_of(rampup, gbsz))
+def at(config: Config, consumed: int) -> tuple[int, int, int]:
+    return next_batch(config, consumed, config.seq_len)
 
 
 def test_by_hand():
-    ramped = schedule("16 16 300")
+    ramped = config_of("16 16 300")
     # Three steps of 100 samples each.
     sizes = [(0, 16), (99, 16), (100, 32), (199, 32), (200, 48), (299, 48), (300, 64), (10_000, 64)]
-    assert [(consumed, ramped.at(consumed)[-1]) for consumed, _ in sizes] == sizes
-    assert ramped.at(100)[0] == 32 // 4
-    assert schedule("").at(7) == (16, 2, 64)
-    assert schedule("64 16 300").at(7) == (16, 2, 64)
+    assert [(consumed, at(ramped, consumed)[-1]) for consumed, _ in sizes] == sizes
+    assert at(ramped, 100)[0] == 32 // 4
+    assert at(config_of(""), 7) == at(config_of("64 16 300"), 7) == (16, 2, 64)
     # samples of four times the length count as four, and two of SEQ_LEN are less than one of them
-    assert schedule("").at(7, 4 * SMALL["seq_len"]) == (8, 4, 64)
+    assert next_batch(config_of(""), 7, 4 * SMALL["seq_len"]) == (8, 4, 64)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def megatrons() -> Any:
 def test_against_megatron(megatrons, consumed, samples):
     theirs = megatrons(64, 2, 2, False, 1, 8, 8, samples)
     theirs.update(consumed, consistency_check=True)
-    ours = schedule(f"8 8 {samples}").at(consumed)
+    ours = at(config_of(f"8 8 {samples}"), consumed)
     assert ours[::2] == (theirs.get(), theirs.get_current_global_batch_size())
 
 
@@ -59,12 +58,12 @@ def test_sample_for_sample_through_a_whole_ramp(megatrons, rampup, gbsz):
     iterations.
     """
     start, increment, samples = map(int, rampup.split())
-    ours, theirs = schedule(rampup, gbsz), megatrons(gbsz, 2, 2, False, 1, start, increment, samples)
+    config, theirs = config_of(rampup, gbsz), megatrons(gbsz, 2, 2, False, 1, start, increment, samples)
     for consumed in range(samples + 2 * gbsz):
         theirs.update(consumed, consistency_check=True)
-        assert ours.at(consumed)[::2] == (theirs.get(), theirs.get_current_global_batch_size())
+        assert at(config, consumed)[::2] == (theirs.get(), theirs.get_current_global_batch_size())
     consumed = 0
-    for step in ramp_steps(config_of(rampup, gbsz), samples + 2 * gbsz):
+    for step in ramp_steps(config, samples + 2 * gbsz):
         for _ in range(step.num_iterations):
             theirs.update(consumed, consistency_check=True)
             assert step.batch_size == theirs.get_current_global_batch_size()

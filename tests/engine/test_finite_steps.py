@@ -9,9 +9,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
+from moe_exp import train
+from moe_exp.checkpoint.state import unwrapped
+from moe_exp.engine import runtime
+from moe_exp.training.interval import Interval
+from moe_exp.training.microbatch import lm_loss
 
 FRACTIONS = {"router_score": "sigmoid", "aux_loss_type": "global_aux_loss", "aux_loss_coeff": "0.01"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -28,18 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 BAD_ITERATION = 3
 
 
-def trained(jobs: list[tuple[dict[str, Any], str, int]]) -> list[dict[str, Any]]:
-    return in_turn(_trained, jobs)
-
-
-def _trained(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
+def trained(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
     """Five iterations; in the third, the last rank has the `fault`, or it is not made at all."""
-    import torch
-
-    from moe_exp import train
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-
     job, progress = build_small(settings, port)
     config, is_last = job.config, torch.distributed.get_rank() == job.config.world_size - 1
     job.trained.optimizer.zero_grad()
@@ -75,8 +71,6 @@ def _trained(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
 
 def _state(job: Any) -> list[bytes]:
     """Weights, what the routers keep, and the optimizer's tensors, to the bit."""
-    import torch
-
     values = [value for chunk in job.trained.model for value in chunk.module.state_dict().values()]
     for part in job.trained.optimizer.chained_optimizers:
         for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
@@ -91,7 +85,6 @@ def _broken(job: Any, fault: str) -> Any:
     """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last
     layer.
     """
-    from moe_exp.checkpoint.state import unwrapped
 
     def spoil(x: Any) -> Any:
         x = x.clone()
@@ -120,10 +113,9 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case no
 def test_no_rank_makes_the_step(layout, fault, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run") | LAYOUTS[layout]
-    num_ranks = settings["gpus_per_node"]
     names = {"faulty": fault, "without": "left out"}
-    jobs = [(settings | {"run_name": name}, what, free_port()) for name, what in names.items()]
-    of_ranks = run_on_ranks(num_ranks, trained, jobs, join=False)
+    jobs = [(settings | {"run_name": name}, what) for name, what in names.items()]
+    of_ranks = list(zip(*run_jobs(settings["gpus_per_node"], trained, jobs), strict=True))
     if settings.get("router_score") == "relu":  # over TOPK on average, none in the last layer
         factors = [factor for faulty, _ in of_ranks for factor in faulty["l1_factors"]]
         assert len(factors) == settings["num_layers"] and len(set(factors)) == 1 and factors[0] > 1
@@ -142,10 +134,6 @@ def test_no_rank_makes_the_step(layout, fault, tmp_path):
 
 
 def test_an_infinite_loss_has_no_finite_gradient():
-    import torch
-
-    from moe_exp.training.microbatch import lm_loss
-
     losses, mask = torch.tensor([[1.0, torch.inf]], requires_grad=True), torch.ones(1, 2)
     loss, shown = lm_loss(mask, torch.tensor(2), losses)
     loss.backward()

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from helpers.checkpoint.legs import MODEL, Leg, run_legs, start_job, write_data
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from helpers.relative_error import relative_error
+from moe_exp import train
 from moe_exp.checkpoint.format.naming import logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.state import Progress
 from moe_exp.config import load_config
 from moe_exp.config.parameter_groups import multiples_of, parameter_sizes
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.planner.costs.params import count_parameters
+from moe_exp.training.interval import Interval
+from moe_exp.training.replica_checks import replica_problems
 
 ONE: dict[str, Any] = {"gpus_per_node": 1, "warmup_iters": 0, "num_layers": 2}
 MLA: dict[str, Any] = {
@@ -35,16 +42,8 @@ MODELS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def sizes_by_name(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, int]]:
+def sizes_by_name(settings: dict[str, Any], port: int) -> dict[str, int]:
     """The names that training gives to this rank's parameters, and their numbers of values."""
-    return in_turn(_sizes, jobs)
-
-
-def _sizes(settings: dict[str, Any], port: int) -> dict[str, int]:
-    from moe_exp.engine import runtime
-    from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import parameter_names
-
     config = load_config(MODEL | settings, {})
     os.environ["MASTER_PORT"] = str(port)
     model = build_model(config, runtime.start(config))
@@ -55,9 +54,8 @@ def _sizes(settings: dict[str, Any], port: int) -> dict[str, int]:
 
 
 def test_names_and_sizes_are_those_of_the_model():
-    jobs = [(ONE | model, free_port()) for model in MODELS]
-    (found,) = run_on_ranks(1, sizes_by_name, jobs, join=False)
-    for (settings, _), sizes in zip(jobs, found, strict=True):
+    jobs = [(ONE | model,) for model in MODELS]
+    for (settings,), (sizes,) in zip(jobs, run_jobs(1, sizes_by_name, jobs), strict=True):
         c = load_config(MODEL | settings, {})
         assert parameter_sizes(c) == sizes
         assert sum(sizes.values()) == count_parameters(c).total
@@ -65,10 +63,10 @@ def test_names_and_sizes_are_those_of_the_model():
 
 def test_names_are_the_same_on_every_stage_and_that_of_a_tied_embedding():
     settings = {"gpus_per_node": 2, "pp": 2, "vpp": 2, "tie_embeddings": True, "gbsz": 8, "mbsz": 2}
-    first, last = run_on_ranks(2, sizes_by_name, [(settings, free_port())], join=False)
+    ((first, last),) = run_jobs(2, sizes_by_name, [(settings,)])
     expected = parameter_sizes(load_config(MODEL | settings, {}))
-    assert first[0].keys() | last[0].keys() == expected.keys()
-    assert first[0].keys() & last[0].keys() == {"embedding.word_embeddings.weight"}
+    assert first.keys() | last.keys() == expected.keys()
+    assert first.keys() & last.keys() == {"embedding.word_embeddings.weight"}
 
 
 GROUPS = (
@@ -126,18 +124,8 @@ def test_weights_are_the_same_in_every_layout(settings, names, tmp_path):
         assert found[name].keys() == one.keys() and worst < 1e-5, name
 
 
-def updates_of(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, tuple[Tensor, Tensor]]]:
+def updates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Each parameter of a single rank before the first iteration, and its update in that."""
-    return in_turn(_update, jobs)
-
-
-def _update(settings: dict[str, Any], port: int) -> dict[str, tuple[Tensor, Tensor]]:
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.engine.optimizer_setup import parameter_names
-    from moe_exp.training.interval import Interval
-
     job = start_job(settings, port)
     names, parameters = parameter_names(job.trained.model), list(job.trained.model[0].parameters())
     before = [parameter.detach().double() for parameter in parameters]
@@ -156,12 +144,8 @@ def test_weight_decay_by_group(tmp_path):
     settings["distributed_optimizer"] = False
     settings["lr_groups"] = "*.router.*:wd=0;*.experts.*:wd=3,lr=0.5;*linear_proj*:lr=2"
     optimizers = ("adam", "sgd", "muon")
-    jobs = [
-        (settings | {"optimizer": optimizer, "weight_decay": decay}, free_port())
-        for optimizer in optimizers
-        for decay in (0.0, 0.2)
-    ]
-    (found,) = run_on_ranks(1, updates_of, jobs, join=False)
+    kinds = [{"optimizer": name, "weight_decay": decay} for name in optimizers for decay in (0.0, 0.2)]
+    found = [ranks[0] for ranks in run_jobs(1, updates_of, [(settings | kind,) for kind in kinds])]
     of = load_config(MODEL | settings, {})
     for optimizer, plain, decayed in zip(optimizers, found[::2], found[1::2], strict=True):
         for name, (weight, update) in plain.items():
@@ -177,8 +161,6 @@ def test_weight_decay_by_group(tmp_path):
 
 def wrong_groups(settings: dict[str, Any], port: int) -> list[list[str]]:
     """Problems of sound groups, and of those whose learning rate, and then whose decay, is another one."""
-    from moe_exp.training.replica_checks import replica_problems
-
     job = start_job(settings, port)
     groups, lr = job.trained.optimizer.param_groups, job.config.lr
     (routers,) = [group for group in groups if group["params"] and group["max_lr"] == 4 * lr]
@@ -194,8 +176,7 @@ def wrong_groups(settings: dict[str, Any], port: int) -> list[list[str]]:
 def test_groups_that_are_not_those_of_the_settings_are_found(tmp_path):
     settings = ONE | {"train_data": str(write_data(tmp_path)), "lr": 1e-3}
     settings["lr_groups"] = "*.router.*:lr=4,wd=0"
-    (found,) = run_on_ranks(1, wrong_groups, settings, free_port(), join=False)
-    sound, rates, decays = found
+    (((sound, rates, decays),),) = run_jobs(1, wrong_groups, [(settings,)])
     routers = [f"decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1)]
     assert sound == []
     line = "optimizer: %s has %s, on rank 0 (HOST)"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import initial_weights
@@ -79,12 +79,8 @@ def settings_of(variant: str, num_ranks: int, layout: str) -> dict[str, Any]:
     return MODEL | {"gpus_per_node": num_ranks} | VARIANTS[variant] | LAYOUTS[num_ranks][layout]
 
 
-def build_all(jobs: list[tuple[list[dict[str, Any]], int]]) -> list[list[dict[str, Any]]]:
-    """On one rank: builds the models of every job (settings of each, all of one layout, and a port)."""
-    return in_turn(_build, jobs)
-
-
-def _build(models: list[dict[str, Any]], port: int) -> list[dict[str, Any]]:
+def build(models: list[dict[str, Any]], port: int) -> list[dict[str, Any]]:
+    """On one rank: builds models, all of one layout."""
     from moe_exp.engine import runtime
 
     os.environ["MASTER_PORT"] = str(port)
@@ -157,10 +153,10 @@ def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
         jobs, places = [], {}
         for job, layout in enumerate(LAYOUTS[num_ranks]):
             names = [variant for variant, ranks, of in CASES if (ranks, of) == (num_ranks, layout)]
-            jobs.append(([settings_of(variant, num_ranks, layout) for variant in names], free_port()))
+            jobs.append(([settings_of(variant, num_ranks, layout) for variant in names],))
             places |= {(variant, layout): (job, place) for place, variant in enumerate(names)}
-        by_rank = run_on_ranks(num_ranks, build_all, jobs, join=False, timeout=240)
-        return {key: [found[job][place] for found in by_rank] for key, (job, place) in places.items()}
+        found = run_jobs(num_ranks, build, jobs)
+        return {key: [rank[place] for rank in found[job]] for key, (job, place) in places.items()}
 
     return lambda variant, num_ranks, layout: all_of(num_ranks)[variant, layout]
 
@@ -176,9 +172,8 @@ def test_same_initial_weights(variant, num_ranks, layout, built):
 
 def test_another_seed_draws_other_weights():
     settings = settings_of("moe_shared", 1, "one")
-    jobs = [([settings | {"seed": seed}], free_port()) for seed in (1, 2)]
-    (both,) = run_on_ranks(1, build_all, jobs, join=False)
-    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for (built,) in both), strict=True):
+    both = run_jobs(1, build, [([settings | {"seed": seed}],) for seed in (1, 2)])
+    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for ((built,),) in both), strict=True):
         assert torch.equal(one, other) == (one.dim() == 1), name  # norms begin at 1
 
 
@@ -188,8 +183,7 @@ def test_mup_scales_them():
     """
     settings = settings_of("moe_shared", 1, "one")
     mup = {"parametrization": "mup", "mup_base_hidden_size": 8}
-    jobs = [([settings, settings | mup], free_port())]
-    (((plain, scaled),),) = run_on_ranks(1, build_all, jobs, join=False)
+    (((plain, scaled),),) = run_jobs(1, build, [([settings, settings | mup],)])
     for (name, _, one), (_, _, other) in zip(plain["pieces"], scaled["pieces"], strict=True):
         factor = 0.25 if "output_layer" in name else 1.0 if "embedding" in name or one.dim() == 1 else 0.5
         torch.testing.assert_close(other, one * factor, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.checkpoint.small_job import build_small, records, small_settings, write_tokens
+from helpers.checkpoint.small_job import build_small, records, small_settings, train_whole, write_tokens
 from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp import train
 from moe_exp.config import Config, ConfigError, load_config
@@ -73,12 +73,6 @@ def built(settings: dict[str, Any], broken_rank: int | None, port: int) -> tuple
 def trained(settings: dict[str, Any], port: int) -> None:
     pretend(0)
     train_whole(settings, port)
-
-
-def train_whole(settings: dict[str, Any], port: int) -> None:
-    os.environ["MASTER_PORT"] = str(port)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    assert train.main(flags) == 0
 
 
 def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from helpers.checkpoint.legs import MODEL, start_job, write_data
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from helpers.relative_error import relative_error
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress
 from moe_exp.config.parametrization import KINDS, kind_of
+from moe_exp.engine import runtime
+from moe_exp.engine.optimizer_setup import base_learning_rate
+from moe_exp.training.interval import Interval
 
 # Without momentum, decay and clipping an update is the gradient times the learning rate.
 SGD: dict[str, Any] = {
@@ -26,7 +31,7 @@ def test_factors_of_mup_are_in_the_optimizer(tmp_path):
     settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "shared_expert_size": 24}
     settings |= {"shared_expert_gate": True, "distributed_optimizer": False, "router_lr_mult": 0.5}
     mup = {"parametrization": "mup", "mup_base_hidden_size": MODEL["hidden_size"] // 4}
-    (found,) = run_on_ranks(1, rates_of, settings | mup, free_port(), join=False)
+    ((found,),) = run_jobs(1, rates_of, [(settings | mup,)])
     kinds = {kind_of(name) for name in found if "norm" not in name}
     assert kinds == set(KINDS)
     for name, (rate, decay) in found.items():
@@ -48,18 +53,8 @@ def rates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[float, floa
     return {name.removeprefix("module."): found[id(parameter)] for name, parameter in named}
 
 
-def updates_of(jobs: list[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, Tensor], float]]:
+def updates_of(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], float]:
     """This rank's update of every parameter in one iteration, and the learning rate that is logged."""
-    return in_turn(_update, jobs)
-
-
-def _update(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], float]:
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.engine.optimizer_setup import base_learning_rate
-    from moe_exp.training.interval import Interval
-
     job = start_job(settings, port)
     parameters = dict(job.trained.model[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -73,8 +68,8 @@ def _update(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], flo
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {"ep": 2})], ids=["one rank", "EP 2"])
 def test_updates_are_multiplied(num_ranks, layout, tmp_path):
     settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": num_ranks} | layout
-    jobs = [(settings, free_port()), (settings | MULTIPLES, free_port())]
-    for (plain, rate), (multiplied, other_rate) in run_on_ranks(num_ranks, updates_of, jobs, join=False):
+    of_jobs = run_jobs(num_ranks, updates_of, [(settings,), (settings | MULTIPLES,)])
+    for (plain, rate), (multiplied, other_rate) in zip(*of_jobs, strict=True):
         assert rate == other_rate  # of the parameters without a multiple
         seen = set()
         for name, update in plain.items():
@@ -88,8 +83,8 @@ def test_updates_are_multiplied(num_ranks, layout, tmp_path):
 
 def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path):
     settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
-    jobs = [(settings | {"clip_grad": clip}, free_port()) for clip in (0.0, 0.1, 1e6)]
-    ((plain, _), (clipped, _), (not_clipped, _)) = run_on_ranks(1, updates_of, jobs, join=False)[0]
+    jobs = [(settings | {"clip_grad": clip},) for clip in (0.0, 0.1, 1e6)]
+    plain, clipped, not_clipped = (updates for ((updates, _),) in run_jobs(1, updates_of, jobs))
     norm = torch.cat([update.flatten() for update in plain.values()]).norm() / SGD["lr"]
     assert norm > 0.2
     for name, update in plain.items():
@@ -104,7 +99,7 @@ def test_norms_and_biases_have_no_weight_decay(tmp_path):
         "train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "add_bias_linear": True,
         "weight_decay": 0.1, "distributed_optimizer": False,
     }  # fmt: skip
-    (found,) = run_on_ranks(1, rates_of, settings, free_port(), join=False)
+    ((found,),) = run_jobs(1, rates_of, [(settings,)])
     assert any(".mlp.experts.bias" in name for name in found)
     for name, (_, decay) in found.items():
         assert decay == (0.0 if "bias" in name or "norm" in name else 1.0), name

@@ -7,23 +7,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import run_jobs
+from moe_exp import train
+from moe_exp.engine import runtime
+from moe_exp.training.interval import Interval
+
+from megatron.core.utils import get_model_config
 
 
 def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     """On one rank: iterations on one batch until a step is made, two where a dense gradient of the last rank
     overflows, one more.
     """
-    import torch
-
-    from moe_exp import train
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-
-    from megatron.core.utils import get_model_config
-
     job, progress = build_small(settings, port)
     interval = Interval(job.config, job.runtime, job.trained.model)
     model_settings = get_model_config(job.trained.model[0])
@@ -68,7 +66,7 @@ def test_a_part_that_overflows_alone_takes_all_others_along(tmp_path, layout):
     found = {}
     for dtype in ("fp16", "fp32"):
         settings = small_settings(tmp_path, f"run_{dtype}", dtype=dtype, num_workers=0, **layout)
-        found[dtype] = run_on_ranks(settings["gpus_per_node"], train_some, settings, free_port(), join=False)
+        (found[dtype],) = run_jobs(settings["gpus_per_node"], train_some, [(settings,)])
     for rank in found["fp16"]:
         assert len(rank["scales"][0]) == 2  # dense parameters and experts
         assert all(len(set(scales)) == 1 for scales in rank["scales"])

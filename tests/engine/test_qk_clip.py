@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from helpers.checkpoint.legs import Leg, deviations, run_legs, start_job, write_data
-from helpers.ranks import free_port, in_turn, run_on_ranks
-from moe_exp.engine.qk_clip import _scale_rows
+from helpers.ranks import run_jobs
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress
+from moe_exp.engine import runtime
+from moe_exp.engine.qk_clip import _scale_rows, attention_cores
+from moe_exp.training.interval import Interval
 from moe_exp.training.metrics import curves
 
 BASE: dict[str, Any] = {"distributed_optimizer": False, "qk_clip": 0.02, "warmup_iters": 0}
@@ -19,21 +23,11 @@ MLA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def clipped(jobs: list[tuple[dict[str, Any], int]]) -> list[Any]:
-    return in_turn(_clipped, jobs)
-
-
-def _clipped(settings: dict[str, Any], port: int) -> Any:
+def clipped(settings: dict[str, Any], port: int) -> Any:
     """Largest logits of the first layer's heads, before and after a step that only clips, whether the model's
     weights are the rounded main weights and projections of values (8 rows a head) did not change, and the
     record.
     """
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.engine.qk_clip import attention_cores
-    from moe_exp.training.interval import Interval
-
     job = start_job(BASE | {"gpus_per_node": 1, "lr": 1e-12, "min_lr": 0} | settings, port)
     config, model = job.config, job.trained.model
     parameters = dict(model[0].named_parameters())
@@ -75,9 +69,8 @@ MODELS: list[dict[str, Any]] = [
 def test_a_step_brings_the_largest_logit_to_the_limit(tmp_path):
     """gbsz = mbsz: the step and the passes around it have the same samples."""
     data = {"train_data": str(write_data(tmp_path)), "gbsz": 2, "mbsz": 2, "adam_eps": 1.0}
-    jobs = [(data | model, free_port()) for model in MODELS]
-    (found,) = run_on_ranks(1, clipped, jobs, join=False)
-    for model, (before, after, is_right, record) in zip(MODELS, found, strict=True):
+    found = run_jobs(1, clipped, [(data | model,) for model in MODELS])
+    for model, ((before, after, is_right, record),) in zip(MODELS, found, strict=True):
         assert record[0] == pytest.approx(max(before)) and len(record) == 4
         size = 1 if model.get("multi_latent_attention") else 2  # heads of a group
         for start in range(0, len(before), size):

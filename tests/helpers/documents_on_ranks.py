@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from helpers.model_on_ranks import EOD, TINY, Found, assembled_job, draw_vectors, parameter_pieces
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from moe_exp.config import load_config
 from moe_exp.data.samples.dataset import Stage
 
@@ -52,28 +52,14 @@ def packed_models(
     num_ranks: int, jobs: list[dict[str, Any]], *, without_mask: bool = False, timeout: float = 240.0
 ) -> list[Found]:
     """One global batch of each job on `num_ranks` processes; `without_mask`: attention crosses documents."""
-    ports = [free_port() for _ in jobs]
-    by_rank = run_on_ranks(num_ranks, _all_packed, jobs, ports, without_mask, join=False, timeout=timeout)
-    return [assembled_job([found[index] for found in by_rank]) for index in range(len(jobs))]
+    given = [(settings, without_mask) for settings in jobs]
+    return [assembled_job(ranks) for ranks in run_jobs(num_ranks, _packed, given, timeout=timeout)]
 
 
 def documents_alone(jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
     """The same batches on one process, by a model without DOCUMENT_MASK that gets one document at a time."""
-    ports = [free_port() for _ in jobs]
-    (found,) = run_on_ranks(1, _all_alone, jobs, ports, join=False, timeout=timeout)
-    return [assembled_job([one]) for one in found]
-
-
-def _all_packed(jobs: list[dict[str, Any]], ports: list[int], without_mask: bool) -> list[dict[str, Any]]:
-    if without_mask:
-        from moe_exp.layers.megatron.documents import Documents
-
-        Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    return in_turn(_packed, zip(map(dict, jobs), ports, strict=True))
-
-
-def _all_alone(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]]:
-    return in_turn(_alone, zip(map(dict, jobs), ports, strict=True))
+    given = [(settings,) for settings in jobs]
+    return [assembled_job(ranks) for ranks in run_jobs(1, _alone, given, timeout=timeout)]
 
 
 def _in_float64() -> None:
@@ -115,10 +101,13 @@ def built(settings: dict[str, Any], port: int) -> Any:
     return SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
 
 
-def _packed(settings: dict[str, Any], port: int) -> dict[str, Any]:
+def _packed(settings: dict[str, Any], without_mask: bool, port: int) -> dict[str, Any]:
     from moe_exp import train
     from moe_exp.engine import runtime
+    from moe_exp.layers.megatron.documents import Documents
 
+    if without_mask:
+        Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
     job = built(settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     train.set_megatron_hooks(model, job.trained.optimizer)

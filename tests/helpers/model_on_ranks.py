@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.data.samples.dataset import Stage
@@ -87,14 +87,8 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
             and `iterations`, which are 0 and 2.
         timeout: seconds.
     """
-    ports = [free_port() for _ in jobs]
-    by_rank = run_on_ranks(num_ranks, run_all, jobs, ports, join=False, timeout=timeout)
-    return [assembled_job([found[index] for found in by_rank]) for index in range(len(jobs))]
-
-
-def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]]:
-    """On one rank: every job, one after the other."""
-    return in_turn(_run, zip(map(dict, jobs), ports, strict=True))
+    given = [(dict(settings),) for settings in jobs]
+    return [assembled_job(ranks) for ranks in run_jobs(num_ranks, _run, given, timeout=timeout)]
 
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:

@@ -86,6 +86,20 @@ def run_on_ranks(
                 process.join()
 
 
+def run_jobs(
+    num_ranks: int, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], *, timeout: float = 240.0
+) -> list[list[Any]]:
+    """Calls `function(*job, port)` of every job on each of `num_ranks` processes, one after the other, see
+    `in_turn`. A process group that the function makes is at the port.
+
+    Returns:
+        For each job what the ranks returned, in order of rank.
+    """
+    given = [(*job, free_port()) for job in jobs]
+    by_rank = run_on_ranks(num_ranks, in_turn, function, given, join=False, timeout=timeout)
+    return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
 def run_script_on_ranks(
     num_ranks: int, main: Callable[..., int], *args: Any, **environment: object
 ) -> tuple[list[int], str]:

@@ -14,10 +14,14 @@ from torch import Tensor
 
 from helpers.documents_on_ranks import built
 from helpers.model_on_ranks import EOD, Found, assembled_job, parameter_pieces
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import run_jobs
 from helpers.relative_error import assert_equal_to
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress
 from moe_exp.data.samples.batch import filler_mask
 from moe_exp.data.samples.dataset import Stage
+from moe_exp.engine import runtime
+from moe_exp.training.interval import Interval
 
 LIMIT = 1e-10
 MODEL = {
@@ -64,17 +68,8 @@ class Rows:
         return self.tokens[first : first + count]
 
 
-def on_rank(jobs: list[tuple[dict[str, Any], Tensor, bool]], ports: list[int]) -> list[tuple[Any, ...]]:
-    return in_turn(_one_batch, [(*job, port) for job, port in zip(jobs, ports, strict=True)])
-
-
 def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port: int) -> tuple[Any, ...]:
     """Gradients of a global batch, its train record, and its loss as guard and validation have it."""
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-
     job = built(MODEL | settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     job.valid_stream = Rows(tokens, has_filler=has_filler)
@@ -98,8 +93,7 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
 
 def run(num_ranks: int, *jobs: tuple[Any, Tensor, bool]) -> list[tuple[Found, dict[str, Any], Any]]:
     """Gradients, train record, losses of guard and validation of each job."""
-    by_rank = run_on_ranks(num_ranks, on_rank, list(jobs), [free_port() for _ in jobs], join=False)
-    of_jobs = zip(*by_rank, strict=True)
+    of_jobs = run_jobs(num_ranks, _one_batch, jobs)
     return [(assembled_job([one[0] for one in of]), of[0][1], of[0][2:]) for of in of_jobs]
 
 

@@ -15,12 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.model_on_ranks import RandomTokens
+from helpers.ranks import run_jobs, run_on_ranks
 from helpers.whole_runs import SMALL
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.training.interval import IterationEnd, end_of_iteration
+from moe_exp.training.interval import Interval, IterationEnd, _expert_record, end_of_iteration
 
 ITERATIONS = 2
 SETTINGS = {
@@ -56,22 +62,8 @@ def job_settings(layout: str, kind: str, accumulation: int) -> dict[str, Any]:
     return SETTINGS | KINDS[kind] | sizes | {"gbsz": SETTINGS["mbsz"] * data_parallel * accumulation}
 
 
-def records_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[dict[str, Any], int]]:
-    """On one rank: per job the train record of the first interval, and the rows that this rank's experts
-    computed.
-    """
-    return in_turn(_record, zip(jobs, ports, strict=True))
-
-
-def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
-    from helpers.model_on_ranks import RandomTokens
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress, Trained
-    from moe_exp.engine import runtime
-    from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
-    from moe_exp.training.interval import Interval
-
+def record_on_rank(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
+    """On one rank: the train record of the first interval, and the rows that this rank's experts computed."""
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})
     rank = runtime.start(config)
@@ -80,10 +72,7 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.set_megatron_hooks(model, trained.optimizer)
     stream = RandomTokens(config.seq_len, config.vocab_size)
-    batches = BatchSchedule(config)
-    job: Any = SimpleNamespace(
-        config=config, runtime=rank, trained=trained, train_stream=stream, batches=batches, eod_id=None
-    )
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, train_stream=stream, eod_id=None)
     interval, progress = Interval(config, rank, model), Progress()
     rows, counts = _count_rows(interval), _counts_of_microbatches(interval)
     for _ in range(ITERATIONS):
@@ -144,17 +133,17 @@ def found(num_ranks: int) -> dict[tuple[str, str, int], tuple[dict[str, Any], in
     them.
     """
     keys = [case for case in CASES if LAYOUTS[case[0]][0] == num_ranks]
-    jobs, ports = [job_settings(*key) for key in keys], [free_port() for _ in keys]
-    by_rank = run_on_ranks(num_ranks, records_on_rank, jobs, ports, join=False, timeout=240)
-    return {key: (by_rank[0][i][0], sum(ranks[i][1] for ranks in by_rank)) for i, key in enumerate(keys)}
+    found = run_jobs(num_ranks, record_on_rank, [(job_settings(*key),) for key in keys])
+    pairs = zip(keys, found, strict=True)
+    return {key: (ranks[0][0], sum(rows for _, rows in ranks)) for key, ranks in pairs}
 
 
 @cache
 def on_one_rank(kind: str) -> dict[int, dict[str, Any]]:
     """By global batch: the record of one rank."""
-    jobs = [SETTINGS | KINDS[kind] | {"gbsz": gbsz} for gbsz in (2, 4, 8)]
-    (records,) = run_on_ranks(1, records_on_rank, jobs, [free_port() for _ in jobs], join=False)
-    return {job["gbsz"]: record for job, (record, _) in zip(jobs, records, strict=True)}
+    sizes = (2, 4, 8)
+    found = run_jobs(1, record_on_rank, [(SETTINGS | KINDS[kind] | {"gbsz": size},) for size in sizes])
+    return {size: record for size, ((record, _),) in zip(sizes, found, strict=True)}
 
 
 @pytest.mark.parametrize(("layout", "kind", "accumulation"), CASES)
@@ -190,16 +179,13 @@ def test_the_numbers_are_those_of_one_rank(layout, kind, accumulation):
 
 
 def test_a_dense_model_has_no_expert_records():
-    jobs = [SETTINGS | {"use_moe": False, "gbsz": 4}]
-    ((record, rows),) = run_on_ranks(1, records_on_rank, jobs, [free_port()], join=False)[0]
+    (((record, rows),),) = run_jobs(1, record_on_rank, [(SETTINGS | {"use_moe": False, "gbsz": 4},)])
     assert (record["experts"], record["aux_losses"], rows) == ([], {}, 0)
     assert record["load_balancing_loss"] is record["z_loss"] is None
     assert record["lm_loss"] > 0
 
 
 def test_dead_experts_and_top1_weight_by_hand():
-    from moe_exp.training.interval import _expert_record
-
     settings = {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}
     config = load_config(SETTINGS | settings, {})
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
@@ -223,11 +209,6 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     """On each of two data parallel ranks: the record of the ten iterations of a ramp, of which two have
     losses that are not finite.
     """
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.engine.model import build_model
-    from moe_exp.training.interval import Interval
-
     os.environ["MASTER_PORT"] = str(port)
     dense = {"use_moe": False, "first_k_dense": 0, "aux_loss_type": "none"}
     ramp = {"gpus_per_node": 2, "train_iters": 30, "gbsz": 8, "rampup_batch_size": "4 4 40"}
@@ -245,7 +226,7 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
 
 
 def test_an_iteration_is_bad_once_and_the_ramp_is_in_the_eta():
-    for record in run_on_ranks(2, bad_iterations_on_rank, free_port(), join=False):
+    for record in run_jobs(2, bad_iterations_on_rank, [()])[0]:
         assert record["nan_iterations"] == 2
         # 40 samples are done; the 20 iterations to come have 8 each.
         seconds_per_sample = record["elapsed_time_per_iteration_ms"] / 1e3 * 10 / 40

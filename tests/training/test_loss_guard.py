@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
+from helpers.checkpoint.small_job import records, run_to_end, small_settings, train_whole, write_tokens
 from helpers.ranks import free_port, run_on_ranks
 from helpers.token_files import GBSZ, corrupt, spiking_settings, write_corpus
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
@@ -18,7 +18,7 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import Stage
+from moe_exp.data.samples.dataset import SampleStream, Stage
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import IterationEnd
@@ -39,14 +39,6 @@ def corrupted_corpus(folder: Path, *iterations: int) -> list[list[int]]:
     return [corrupt(prefix, range((iteration - 1) * GBSZ, iteration * GBSZ)) for iteration in iterations]
 
 
-def start(settings: dict[str, Any]) -> tuple[int, str]:
-    """One start of a run, to its end: exit code of the ranks, and what they printed."""
-    printed = Path(settings["run_dir"]) / "printed"
-    printed.write_text("")
-    (code,) = set(end_run(start_run(settings, printed), printed))
-    return code, printed.read_text()
-
-
 def curve(folder: Path) -> list[tuple[int, float, float]]:
     return [(one["iteration"], one["lm_loss"], one["grad_norm"]) for one in records(folder, "train")]
 
@@ -57,23 +49,16 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def run_without(settings: dict[str, Any], skipped: list[int], port: int) -> None:
     """On a rank: a run in whose order these samples never were."""
-    import os
-
-    from moe_exp import train
-    from moe_exp.data.samples.dataset import SampleStream
-
     sample, left = SampleStream.sample, [number for number in range(4000) if number not in skipped]
     SampleStream.sample = lambda self, index: sample(self, left[index])  # type: ignore[method-assign]
-    os.environ["MASTER_PORT"] = str(port)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    assert train.main(flags) == 0
+    train_whole(settings, port)
 
 
 @pytest.mark.slow
 def test_log_names_the_batch(tmp_path):
     (documents,) = corrupted_corpus(tmp_path, CORRUPT)
     settings = spiking_settings(tmp_path, "run", train_iters=80, spike_action="log")
-    code, printed = start(settings)
+    code, printed = run_to_end(settings)
     assert code == FINISHED
     assert f"iteration {CORRUPT}: a spike, loss " in printed
     (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
@@ -92,7 +77,7 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     values = {"train_iters": 44, "save_interval": 20, "spike_action": "rollback"}
     settings = spiking_settings(tmp_path, "run", **values) | LAYOUTS[layout]
     folder = RunFolder(tmp_path / "run")
-    code, printed = start(settings)
+    code, printed = run_to_end(settings)
     assert code == START_AGAIN
     assert "back to iteration 20, before the spike: samples 156 to 163 of iterations 40 to 41 are" in printed
     (rollback,) = events(folder.path, "rollback")
@@ -101,7 +86,7 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     assert rollback["samples"] == [[156, 164]]
     assert latest_iteration(folder.checkpoints) == 20
     assert Manifest.read(iteration_folder(folder.set_aside / "1", 40)) is not None
-    assert start(settings)[0] == FINISHED
+    assert run_to_end(settings)[0] == FINISHED
     reference = settings | {"run_name": "reference", "spike_action": "none", "async_save": False}
     skipped = list(range(156, 164))
     run_on_ranks(settings["gpus_per_node"], run_without, reference, skipped, free_port(), join=False)
@@ -115,7 +100,7 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     folder.skipped_samples.unlink()
     iteration_folder(folder.checkpoints, 44).rename(tmp_path / "away")
     (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("40")
-    assert start(settings)[0] == FINISHED
+    assert run_to_end(settings)[0] == FINISHED
     assert curve(folder.path) == curve(tmp_path / "reference")
 
 
@@ -125,8 +110,8 @@ def test_the_last_rollback_ends_the_run(tmp_path):
     settings = spiking_settings(
         tmp_path, "run", train_iters=90, save_interval=20, spike_action="rollback", max_rollbacks=1
     )
-    assert start(settings)[0] == START_AGAIN
-    code, printed = start(settings)
+    assert run_to_end(settings)[0] == START_AGAIN
+    code, printed = run_to_end(settings)
     assert code == FAILED
     # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by
     # samples of the stream.
@@ -137,8 +122,8 @@ def test_the_last_rollback_ends_the_run(tmp_path):
     assert second["samples"] == [[80 * GBSZ, 81 * GBSZ]]
     assert len(json.loads((tmp_path / "run" / "skipped_samples.json").read_text())["rollbacks"]) == 1
     # With another one, the two are skipped together.
-    assert start(settings | {"max_rollbacks": 2})[0] == START_AGAIN
-    assert start(settings | {"max_rollbacks": 2})[0] == FINISHED
+    assert run_to_end(settings | {"max_rollbacks": 2})[0] == START_AGAIN
+    assert run_to_end(settings | {"max_rollbacks": 2})[0] == FINISHED
     reference = settings | {"run_name": "reference", "spike_action": "none"}
     skipped = [number for number in range(400) if number // GBSZ + 1 in (70, 71, 80, 81)]
     run_on_ranks(1, run_without, reference, skipped, free_port(), join=False)
@@ -149,7 +134,7 @@ def test_the_last_rollback_ends_the_run(tmp_path):
 def test_no_checkpoint_from_before_the_spike(tmp_path):
     corrupted_corpus(tmp_path, CORRUPT)
     settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=80, spike_action="rollback")
-    assert start(settings)[0] == FINISHED
+    assert run_to_end(settings)[0] == FINISHED
     (refused,) = events(tmp_path / "run", "no_rollback")
     assert refused["reason"] == "there is no whole checkpoint of this run from before iteration 70"
     assert not (tmp_path / "run" / "skipped_samples.json").exists()
@@ -164,7 +149,7 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
         tmp_path, "run", lr=1e30, min_lr=1e30, warmup_iters=0, train_iters=50, decay_iters=50,
         max_bad_steps=4, save_interval=1, keep_last=1, gpus_per_node=num_ranks, ep=num_ranks,
     )  # fmt: skip
-    code, printed = start(settings)
+    code, printed = run_to_end(settings)
     folder = RunFolder(tmp_path / "run")
     assert code == FAILED
     (row,), (end,) = events(folder.path, "bad_step"), events(folder.path, "too_many_bad_steps")
@@ -178,7 +163,7 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert manifest is not None and manifest.iteration == 5
     # The same again, from the newest checkpoint: it stays, whatever KEEP_LAST says.
     before = {path.name: path.read_bytes() for path in where.iterdir()}
-    assert start(settings)[0] == FAILED
+    assert run_to_end(settings)[0] == FAILED
     assert {path.name: path.read_bytes() for path in where.iterdir()} == before
     assert len(list(folder.bad_steps.glob("1/iter_*"))) + len(list(folder.bad_steps.glob("2/iter_*"))) == 2
 
@@ -233,7 +218,7 @@ def test_a_stage_of_other_data_is_no_spike(consumed, tmp_path):
 def test_the_history_of_losses_is_saved(tmp_path):
     """A restart would otherwise judge no loss for a window's length."""
     write_tokens(tmp_path)
-    assert start(small_settings(tmp_path, "run", train_iters=5, decay_iters=5))[0] == FINISHED
+    assert run_to_end(small_settings(tmp_path, "run", train_iters=5, decay_iters=5))[0] == FINISHED
     folder = iteration_folder(RunFolder(tmp_path / "run").checkpoints, 5)
     saved = CheckpointReader(folder).common()["progress"]["spike_windows"]
     detector = SpikeDetector()
@@ -253,7 +238,7 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     folder.path.mkdir()
     folder.exit_file.touch()
     values = {"lr": 1e30, "min_lr": 1e30, "warmup_iters": 0, "max_bad_steps": 1, "init_std": 1e30}
-    code, printed = start(small_settings(tmp_path, "run", **values))
+    code, printed = run_to_end(small_settings(tmp_path, "run", **values))
     assert code == FAILED
     assert "MAX_BAD_STEPS=1: no step could be made in iterations 1 to 1" in printed
     assert not folder.exit_file.exists()
@@ -314,6 +299,6 @@ def test_the_loss_scaler_at_work_is_no_bad_step(tmp_path):
     """Megatron begins with a scale of 2^32, and fp16 overflows until it is small enough."""
     write_tokens(tmp_path)
     values = {"dtype": "fp16", "max_bad_steps": 2, "train_iters": 5, "decay_iters": 5}
-    assert start(small_settings(tmp_path, "run", **values))[0] == FINISHED
+    assert run_to_end(small_settings(tmp_path, "run", **values))[0] == FINISHED
     assert sum(record["skipped_iterations"] for record in records(tmp_path / "run", "train")) == 5
     assert not events(tmp_path / "run", "bad_step")

@@ -17,6 +17,7 @@ import pytest
 
 from helpers.checkpoint.file_limit import no_file_over
 from moe_exp.checkpoint.hf.choice import exports_as
+from moe_exp.checkpoint.state import Progress
 from moe_exp.host.devices import device_label
 from moe_exp.runs import records
 from moe_exp.runs.records import iter_metrics, read_metrics
@@ -65,11 +66,6 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
         "peak_memory_bytes": 401_000_000, "experts": experts, "timers": None,
     } | changes  # fmt: skip
-
-
-def add_valid(writer: Metrics, iteration: int, lm_loss: float = 1.0, **values: Any) -> None:
-    consumed = {"consumed_samples": 1, "consumed_tokens": 1, "consumed_flops": 1}
-    writer.valid(**consumed | {"iteration": iteration, "lm_loss": lm_loss} | values)
 
 
 def numbers(folder: RunFolder) -> list[dict[str, Any]]:
@@ -139,7 +135,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config, folder
     writer = Metrics(config, folder)
     writer.train(train_record())
     consumed = {"consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15}
-    add_valid(writer, 40, 2.0, **consumed, ema_lm_loss=1.5, bytes_per_token=4.0)
+    writer.valid(Progress(40, **consumed), 2.0, ema_lm_loss=1.5, bytes_per_token=4.0)
     writer.event("checkpoint", 40, path="iter_0000040")
     start, train, valid, event = read_metrics(folder.metrics)
     assert (start["kind"], start["event"], start["iteration"]) == ("event", "start", 0)
@@ -161,7 +157,7 @@ def test_nan_infinity_and_array_values_stay_valid_json(config, folder):
     layer |= {"router_entropy": math.nan, "tokens_per_expert": np.array([3, 4])}
     with Metrics(config, folder) as writer:
         writer.train(train_record(**values, experts=[layer]))
-        add_valid(writer, 40, math.nan)
+        writer.valid(Progress(40), math.nan)
     lines = folder.metrics.read_text().splitlines()
     _, train, valid = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert (train["lm_loss"], train["grad_norm"], train["params_norm"]) == (None, None, 0.5)
@@ -198,7 +194,7 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config, folder):
     with Metrics(config, folder) as writer:
         for iteration in (20, 40, 60):
             writer.train(train_record(iteration=iteration))
-        add_valid(writer, 60)
+        writer.valid(Progress(60), 1.0)
         writer.event("checkpoint_failed", 60)
     with folder.metrics.open("a") as file:
         file.write('{"kind": "train", "itera')
@@ -219,10 +215,10 @@ def test_training_time_goes_on_from_the_last_kept_record(config, folder):
         return [record["training_seconds"] for record in numbers(folder)]
 
     with Metrics(config, folder) as writer:
-        add_valid(writer, 10)
+        writer.valid(Progress(10), 1.0)
         for iteration, milliseconds in ((20, 100.0), (40, 300.0), (60, 900.0)):
             writer.train(train_record(iteration=iteration, elapsed_time_per_iteration_ms=milliseconds))
-        add_valid(writer, 65)
+        writer.valid(Progress(65), 1.0)
     assert seconds() == [None, 2.0, 8.0, 26.0, pytest.approx(30.5)]
     # From the checkpoint of iteration 50: 41 to 60 are counted once, at the new speed.
     with Metrics(config, folder, start_iteration=50) as writer:
@@ -304,7 +300,7 @@ def test_a_terminal_shows_short_lines_and_the_log_megatrons(folder, config, clea
         logging.getLogger("moe_exp.train").info("hello")
         with Metrics(config, folder) as writer:
             writer.train(train_record(timers={"optimizer": 1.5}))
-            add_valid(writer, 40, 2.0)
+            writer.valid(Progress(40), 2.0)
         shown = b""
         while shown.count(b"\n") < 4:
             shown += os.read(terminal, 10000)

@@ -20,6 +20,7 @@ import pytest
 from test_metrics import train_record
 
 from helpers.checkpoint.file_limit import no_file_over
+from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
@@ -68,7 +69,7 @@ def _write(
             place |= {"consumed_tokens": iteration * 64 * 2048, "consumed_flops": iteration * 10**12}
             timers = {"data": 1.5, "forward_backward": 60.0, "experts": 20.25}
             writer.train(train_record(lm_loss=loss + iteration / 100, timers=timers, **place))
-            writer.valid(lm_loss=loss + 1, **place)
+            writer.valid(Progress(**place), loss + 1)
 
 
 def tensorboard_events(path: Path) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_interval import ITERATIONS, SETTINGS, records_on_rank
+from test_interval import ITERATIONS, SETTINGS, record_on_rank
 
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import run_jobs
 from moe_exp.training.interval import PHASES, PhaseTimers, timed
 
 DEVICES = [
@@ -48,9 +48,8 @@ def test_a_phase_that_fails_is_ended():
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(1, {}), (2, {"ep": 2})])
 def test_phases_of_a_model(num_ranks, sizes):
-    jobs = [SETTINGS | sizes | {"gbsz": 8, "log_timers": log_timers} for log_timers in (True, False)]
-    by_rank = run_on_ranks(num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False)
-    (timed_record, _), (plain, _) = by_rank[0]
+    jobs = [(SETTINGS | sizes | {"gbsz": 8, "log_timers": log_timers},) for log_timers in (True, False)]
+    (timed_record, _), (plain, _) = (ranks[0] for ranks in run_jobs(num_ranks, record_on_rank, jobs))
     timers = timed_record["timers"]
     assert plain["timers"] is None and tuple(timers) == PHASES
     # Each phase lies inside the one that it is said to be part of.

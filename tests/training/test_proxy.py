@@ -10,8 +10,13 @@ import pytest
 
 from helpers.checkpoint.legs import MODEL, start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress
 from moe_exp.cli import main
 from moe_exp.config import Config
+from moe_exp.engine import runtime
+from moe_exp.training.interval import Interval
+from moe_exp.training.proxy import Proxy, coordinates
 
 NUM_STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -23,12 +28,6 @@ SETTINGS: dict[str, Any] = {
 
 def losses_of(settings: dict[str, Any], port: int) -> tuple[list[float], list[float], list[dict[str, Any]]]:
     """Losses of the training loop, of the proxy, and the proxy's coordinates."""
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress
-    from moe_exp.engine import runtime
-    from moe_exp.training.interval import Interval
-    from moe_exp.training.proxy import Proxy, coordinates
-
     job, progress = start_job(settings, port), Progress()
     interval, expected = Interval(job.config, job.runtime, job.trained.model), []
     for _ in range(NUM_STEPS):

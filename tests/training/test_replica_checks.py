@@ -12,7 +12,11 @@ import torch
 
 from helpers.checkpoint.legs import start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.training.replica_checks import is_norm_or_bias
+from moe_exp import train
+from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
+from moe_exp.engine.initial_weights import global_name
+from moe_exp.training.interval import Interval
+from moe_exp.training.replica_checks import is_norm_or_bias, named_parameters, replica_problems
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
 NORM = "decoder.layers.2.pre_mlp_layernorm.weight"
@@ -22,8 +26,6 @@ BIAS = "decoder.layers.0.mlp.router.expert_bias"
 
 
 def problems_of(job: Any) -> list[str]:
-    from moe_exp.training.replica_checks import replica_problems
-
     lines = replica_problems(job.config, job.runtime, job.trained)
     return [line.replace(job.runtime.host, "HOST") for line in lines]
 
@@ -34,12 +36,6 @@ def found_on_rank(
     """The problems before any change, after `steps`, and with one bit of the first value flipped on a rank,
     change by change.
     """
-    from moe_exp import train
-    from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
-    from moe_exp.engine.initial_weights import global_name
-    from moe_exp.training.interval import Interval
-    from moe_exp.training.replica_checks import named_parameters
-
     job = start_job(settings, port)
     found = [problems_of(job)]
     interval, progress = Interval(job.config, job.runtime, job.trained.model), Progress()

@@ -279,44 +279,32 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     assert line.startswith(f"the checkpoint at iteration 6 of {source} does not say what data")
 
 
-@pytest.mark.slow  # test_endings has such kills with MAX_RESTARTS
-def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(runs):
+@slow  # test_endings has kills of ranks with MAX_RESTARTS
+@pytest.mark.parametrize("killed", ["ranks", "launcher"])
+def test_the_same_command_goes_on_after_a_kill(killed, runs):
+    """Killed ranks cost the iterations since the last checkpoint; without a launcher, they save and end."""
     settings = {"TRAIN_ITERS": 40, "SAVE_INTERVAL": 5}
     whole = runs.succeed("whole", **settings)
     process = runs.start("killed", **settings)
     runs.wait_for_iteration("killed", process, 1)
-    pids = ranks_of(process)
-    runs.wait_for_iteration("killed", process, 7)
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-    killed = runs.end("killed", process)
-    assert killed.code not in (0, 2)
-    last = killed.curve("iteration")[-1]
-    assert 7 <= last < 40
-    assert json.loads(killed.folder.summary.read_text())["status"] == "failed"
-    again = runs.succeed("killed", **settings)
-    resume = again.events("resume")[0]
-    assert resume["iteration"] % 5 == 0
-    assert last - 5 <= resume["iteration"] <= last
-    assert resume["num_removed_records"] >= last - resume["iteration"]
-    assert again.curve("iteration") == list(range(1, 41))
-    for name in CURVES:
-        assert again.curve(name) == whole.curve(name), name
-
-
-@pytest.mark.slow
-def test_killed_launcher(runs):
-    """torchrun sees that its launcher has gone and ends the ranks, which save before they do."""
-    settings = {"TRAIN_ITERS": 40, "SAVE_INTERVAL": 5}
-    whole = runs.succeed("whole", **settings)
-    process = runs.start("killed", **settings)
-    runs.wait_for_iteration("killed", process, 6)
     ranks = ranks_of(process)
-    process.kill()
-    process.wait()
-    wait_until_gone(ranks.values())
+    runs.wait_for_iteration("killed", process, 7)
+    if killed == "launcher":
+        process.kill()
+        process.wait()
+        wait_until_gone(ranks.values())
+    else:
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGKILL)
+        ended = runs.end("killed", process)
+        last = ended.curve("iteration")[-1]
+        assert ended.code not in (0, 2) and 7 <= last < 40
+        assert json.loads(ended.folder.summary.read_text())["status"] == "failed"
     again = runs.succeed("killed", **settings)
-    assert "resumed from iteration" in again.stdout
     assert again.curve("iteration") == list(range(1, 41))
     for name in CURVES:
         assert again.curve(name) == whole.curve(name), name
+    resume = again.events("resume")[0]
+    if killed == "ranks":
+        assert resume["iteration"] % 5 == 0 and last - 5 <= resume["iteration"] <= last
+        assert resume["num_removed_records"] >= last - resume["iteration"]

@@ -23,7 +23,7 @@ from moe_exp.data.samples import corpus
 from moe_exp.data.samples.corpus import shuffled
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
-from moe_exp.engine.optimizer_setup import BatchSchedule
+from moe_exp.engine.optimizer_setup import next_batch
 
 SEQ_LEN = 16
 
@@ -43,7 +43,8 @@ def samples(request, prefix, tmp_path):
 def schedule(*, dp_size, mbsz, rampup=""):
     """(micro-batches, global batch size) by samples consumed, GBSZ=16."""
     batch = {"gpus_per_node": dp_size, "mbsz": mbsz, "gbsz": 16, "rampup_batch_size": rampup}
-    return BatchSchedule(load_config({**SMALL, **batch, "use_moe": "false"}, {})).at
+    config = load_config({**SMALL, **batch, "use_moe": "false"}, {})
+    return partial(next_batch, config, seq_len=config.seq_len)
 
 
 def read_ahead(samples, *, dp_rank=0, dp_size=1, mbsz=4, rampup="", num_workers=2):

@@ -26,7 +26,7 @@ from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import BatchSchedule, base_learning_rate, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import base_learning_rate, build_optimizer, build_scheduler
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import Interval
 from moe_exp.training.samples import build_data
@@ -125,9 +125,7 @@ def build_job(config: Config, rank: Any) -> Any:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.set_megatron_hooks(model, trained.optimizer)
     samples, _ = build_data(config)
-    return train.Job(
-        config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config)
-    )
+    return train.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None)
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:

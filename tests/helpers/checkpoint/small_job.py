@@ -53,6 +53,14 @@ def build_small(settings: dict[str, Any], port: int) -> Any:
     return train.build(config, runtime.start(config))
 
 
+def train_whole(settings: dict[str, Any], port: int) -> None:
+    """On a rank: a run to its end."""
+    from moe_exp import train
+
+    os.environ["MASTER_PORT"] = str(port)
+    assert train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]) == 0
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """The tensors of a checkpoint, file by file."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
@@ -94,6 +102,14 @@ def end_run(processes: list[Any], printed: Path, *, timeout: float = 120.0) -> l
     kill_run(processes)
     assert all(ended), f"did not end in {timeout} s:\n{printed.read_text()}"
     return [process.exitcode for process in processes]
+
+
+def run_to_end(settings: dict[str, Any]) -> tuple[int, str]:
+    """A whole run: the exit code of all of its ranks, and what they printed."""
+    printed = Path(settings["run_dir"]) / f"{settings['run_name']}.printed"
+    printed.write_text("")
+    (code,) = set(end_run(start_run(settings, printed), printed))
+    return code, printed.read_text()
 
 
 def kill_run(processes: list[Any]) -> None:
