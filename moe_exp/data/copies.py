@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from moe_exp.data.download.sources import check_names
-from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
+from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs, locked
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host.files import has_hash, read_json, write_atomically
 from moe_exp.host.object_store import Store, fetch, send
@@ -72,20 +70,20 @@ def pull(url: str, folder: Path) -> list[Path]:
     store, names = _manifests(url)
     paths: list[Path] = []
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):  # two would write the same parts
+    fix = "choose another folder, or remove it"
+    with locked(
+        folder, f"waiting for the process that pulls into {folder}"
+    ):  # both would write the same parts
         for name in names:
             content = store.read(name)
             manifest = _parsed(f"{store.url}/{name}", content)
             target = folder / name
             if target.is_file() and target.read_bytes() != content:
-                fix = "choose another folder, or remove it"
                 raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
             begun = folder / f".{name}.pulled"
             if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
                 outputs = [folder / one["name"] for one in manifest["outputs"]]
                 if foreign := [path for path in outputs if path.exists()]:
-                    fix = "choose another folder, or remove it"
                     raise ValueError(f"{foreign[0]}: is there, and was not pulled. Fix: {fix}.")
                 folder.mkdir(exist_ok=True)
                 write_atomically(begun, content.decode())

@@ -52,6 +52,12 @@ BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 _MOST_NAMED = 5
 _COUNT_BYTES = 2**22
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
+_FIXES = {
+    **dict.fromkeys(_OFFICE_SUFFIXES, "save it as {}.txt, in UTF-8"),
+    **dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with a field text per line"),
+    **dict.fromkeys((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"), "unpack it"),
+}
+_RENAME = "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
 # files that lie beside data and are none: about it, or of the programs that made it
 _BESIDE_DATA = re.compile(
     r"(.*/)?(datatrove/.*|[^/]*\.(idx|lock|tmp)|(readme|licen[cs]e|copying|notice|citation|changelog|state"
@@ -223,9 +229,7 @@ def _has_field(folder: Path, text_field: str, name: str) -> bool:
 
 def files_below(root: Path) -> Iterator[Path]:
     """Files of a folder and its subfolders, links followed; each folder once, by its own name if it can."""
-    seen: set[Path] = set()
-    folders: list[Path] = [root]
-    links: list[Path] = []
+    seen, folders, links = set[Path](), [root], list[Path]()
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         real = folder.resolve()
@@ -238,10 +242,10 @@ def files_below(root: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir()):
             if path.name.startswith("."):
                 continue
-            if not path.is_dir():
-                yield path
-            else:
+            if path.is_dir():
                 (links if path.is_symlink() else folders).append(path)
+            else:
+                yield path
 
 
 def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
@@ -282,7 +286,8 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             raise ValueError(f"{what}={path}: {rule}. Fix: give it once.")
     for path in found:
         if not ending(path):
-            raise ValueError(f"{what}={path}: does not end with {KINDS}. Fix: {_fix_of_suffix(path)}.")
+            fix = _FIXES.get(path.suffix.lower(), _RENAME).format(path.stem)
+            raise ValueError(f"{what}={path}: does not end with {KINDS}. Fix: {fix}.")
         if is_validation_file(path) and len(found) > 1:
             logger.warning("%s is for validation, by its name, and is read with the others", path)
     return found
@@ -300,17 +305,6 @@ def _no_files(folder: Path, text_field: str) -> str:
     if others:
         rule += f", only {', '.join(others[:_MOST_NAMED])}"
     return f"{rule}. Fix: give a folder with such files, or convert its files to .txt"
-
-
-def _fix_of_suffix(path: Path) -> str:
-    suffix = path.suffix.lower()
-    if suffix in _OFFICE_SUFFIXES:
-        return f"save it as {path.with_suffix('.txt').name}, in UTF-8"
-    if suffix in (".csv", ".tsv"):
-        return f"convert it to {path.with_suffix('.jsonl').name}, one object with a field text per line"
-    if suffix in (".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"):
-        return "unpack it"
-    return "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import ROOT
+from helpers.jsonl import read_jsonl
 
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
@@ -40,7 +41,7 @@ def run(tmp_path: Path, *command: object, **variables: str) -> str:
 
 
 def texts(*paths: Path) -> Counter[str]:
-    return Counter(json.loads(line)["text"] for path in paths for line in path.read_bytes().split(b"\n")[:-1])
+    return Counter(one["text"] for one in read_jsonl(*paths))
 
 
 def test_from_a_name_to_a_run(tmp_path, runs):
@@ -56,6 +57,8 @@ def test_from_a_name_to_a_run(tmp_path, runs):
         "fineweb_edu_10bt --revision main --nchunks 3 --workers 1",
     ]
     with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
+        assert "2 files" in run(tmp_path, *prepare, "--dry-run", HF_ENDPOINT=server.url)
+        assert not (tmp_path / "data").exists()
         server.faults += [Fault(status=429, headers={"Retry-After": "0"}), Fault(status=503, where="/api/")]
         server.faults += [Fault(cut_after=20_000), Fault(reset_after=5_000)]
         run(tmp_path, *prepare, HF_ENDPOINT=server.url)
@@ -63,7 +66,18 @@ def test_from_a_name_to_a_run(tmp_path, runs):
         asked = len(server.requests)
         run(tmp_path, *prepare, HF_ENDPOINT=server.url)
         assert len(server.requests) - asked <= 2
-    shuffled = tmp_path / "data/fineweb_edu_10bt_shuffled"
+    chunks, shuffled = tmp_path / "data/fineweb_edu_10bt", tmp_path / "data/fineweb_edu_10bt_shuffled"
+    names = [path.name for path in sorted(chunks.glob("*.jsonl"))]
+    assert names == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(2)]
+    made = {path.name for path in (chunks / "datatrove").iterdir()}
+    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= made
+    first = read_jsonl(chunks / names[0])[0]
+    assert list(first) == ["text", "id", "metadata"]
+    fields = ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
+    assert list(first["metadata"]) == fields
+    names = [path.name for path in sorted(shuffled.glob("*.jsonl"))]
+    shards = [f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(3)]
+    assert names == [*shards, "fineweb_edu_10bt.val.jsonl"]
     valid = shuffled / "fineweb_edu_10bt.val.jsonl"
     names = "--valid_file_name fineweb_edu_10bt.val --output_file_name merged"
     run(tmp_path, "-m moe_exp data merge --input_dir", shuffled, names)
@@ -82,7 +96,7 @@ def test_from_a_name_to_a_run(tmp_path, runs):
     assert np.count_nonzero(tokens == tokenizer.eod_id) == sum(texts(train).values())
     inspected = json.loads(run(tmp_path, "-m moe_exp data inspect data/train_text_document --json"))
     assert inspected["documents"] == sum(texts(train).values())
-    for path in (shuffled, tmp_path / "data/fineweb_edu_10bt", train, tmp_path / "data/valid_text_document"):
+    for path in (shuffled, chunks, train, tmp_path / "data/valid_text_document"):
         run(tmp_path, "-m moe_exp data verify", path)
 
     # A model for which a run is little more than its imports.

@@ -15,20 +15,20 @@ import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 import zstandard
 
 from helpers import ROOT
+from helpers.jsonl import read_jsonl, write_jsonl
 
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
 from helpers.ranks import run_on_ranks
-from helpers.servers.hub import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from helpers.servers.hub import leave_host_settings, write_fineweb_parquet
 from helpers.slurm.cluster import Cluster
 from moe_exp import cli
 from moe_exp.commands.data import main
@@ -48,13 +48,7 @@ def clean_environment(tmp_path, monkeypatch):
 
 
 def texts(*paths: Path) -> Counter[str]:
-    return Counter(json.loads(line)["text"] for path in paths for line in path.read_bytes().split(b"\n")[:-1])
-
-
-def write_jsonl(path: Path, documents: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in documents))
-    return path
+    return Counter(one["text"] for one in read_jsonl(*paths))
 
 
 def local_folder(tmp_path: Path, num_files: int = 2) -> Path:
@@ -66,41 +60,6 @@ def local_folder(tmp_path: Path, num_files: int = 2) -> Path:
         ]
         write_jsonl(tmp_path / "pages" / f"{index}.jsonl", documents)
     return tmp_path / "pages"
-
-
-def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
-    names = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
-    for number, name in enumerate(names):
-        write_fineweb_parquet(tmp_path / "hub" / name, num_documents=40 * (number + 1))
-    documents = [text for _, text in islice(python_stdlib_documents(), 120)]
-    expected = Counter(text for number in (40, 80, 120) for text in documents[:number] if text)
-    data = tmp_path / "data"
-    command = ["fineweb_edu_10bt", "--revision", "main", "--data_dir", str(data), "--nchunks", "4", *SMALL]
-    with HubServer(tmp_path / "hub", repository="HuggingFaceFW/fineweb-edu") as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        assert main("prepare", [*command, "--dry-run"]) == 0
-        assert not data.exists()
-        assert "3 files" in capsys.readouterr().out
-        server.faults.append(Fault(cut_after=1000))
-        assert main("prepare", command) == 0
-        for flags in ([], ["--dry-run"]):
-            server.requests.clear()
-            assert main("prepare", [*command, *flags]) == 0
-            assert len(server.requests) <= 2
-    chunks = data / "fineweb_edu_10bt"
-    made = sorted(path.name for path in chunks.glob("*.jsonl"))
-    assert made == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(3)]
-    made = {path.name for path in (chunks / "datatrove").iterdir()}
-    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= made
-    shards = data / "fineweb_edu_10bt_shuffled"
-    made = sorted(path.name for path in shards.glob("*.jsonl"))
-    names = [f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(4)]
-    assert made == [*names, "fineweb_edu_10bt.val.jsonl"]
-    assert texts(*chunks.glob("*.jsonl")) == texts(*shards.glob("*.jsonl")) == expected
-    first = json.loads((chunks / "fineweb_edu_10bt.chunk.00000.jsonl").read_bytes().split(b"\n")[0])
-    assert list(first) == ["text", "id", "metadata"]
-    fields = ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
-    assert list(first["metadata"]) == fields
 
 
 def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys):
@@ -138,10 +97,8 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     path = write_jsonl(folder / "2.jsonl", [{"text": "a"}, {"no": "text"}])
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
     assert main("prepare", command) == 1
-    fix = (
-        "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts such"
-    )
-    fix += " lines and continues."
+    fix = "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts"
+    fix += " such lines and continues."
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
     assert main("prepare", [*command, "--skip-bad"]) == 0
     made = list((tmp_path / "data").rglob("manifest.json"))
@@ -218,14 +175,14 @@ def test_flags_are_not_abbreviated(tmp_path, capsys):
 
 def test_python_stdlib(tmp_path):
     path = write_stdlib(tmp_path / "raw")
-    written = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    written = read_jsonl(path)
     assert [(one["id"], one["text"]) for one in written] == list(python_stdlib_documents())
     before = path.stat()
     assert write_stdlib(tmp_path / "raw").stat() == before
     command = ["python_stdlib", "--data-dir", str(tmp_path / "data"), "--limit", "30", *SMALL]
     assert main("prepare", command) == 0
-    lines = (tmp_path / "data/python_stdlib/python_stdlib.chunk.00000.jsonl").read_bytes().split(b"\n")[:-1]
-    assert [json.loads(line) for line in lines] == [one for one in written if one["text"]][:30]
+    chunk = tmp_path / "data/python_stdlib/python_stdlib.chunk.00000.jsonl"
+    assert read_jsonl(chunk) == [one for one in written if one["text"]][:30]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ _LM_EVAL = "lm-eval:"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of
-    lm-evaluation-harness.
+    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of that package.
 
     Args:
         given: as the user wrote it.
@@ -35,11 +34,7 @@ class Benchmark:
     given: str
 
     def __post_init__(self) -> None:
-        if self.task:
-            is_missing = self.task.endswith((".yaml", ".yml")) and not expanded(self.task).is_file()
-        else:
-            is_missing = not self.path.is_file()
-        if is_missing:
+        if not all(path.is_file() for path in self.files):
             fix = "give a JSONL file of benchmark texts, or lm-eval:TASK"
             raise ValueError(f"decontaminate={self.given}: there is no such file. Fix: {fix}.")
 
@@ -49,16 +44,10 @@ class Benchmark:
         return self.given.removeprefix(_LM_EVAL) if self.given.startswith(_LM_EVAL) else ""
 
     @property
-    def path(self) -> Path:
-        """The JSONL file."""
-        return expanded(self.given)
-
-    @property
     def files(self) -> list[Path]:
         """Files that it is read from, as far as they are known."""
-        if not self.task:
-            return [self.path]
-        return [expanded(self.task)] if self.task.endswith((".yaml", ".yml")) else []
+        is_file = not self.task or self.task.endswith((".yaml", ".yml"))
+        return [expanded(self.task or self.given)] if is_file else []
 
     def facts(self) -> dict[str, Any]:
         """Facts that identify it."""
@@ -77,8 +66,9 @@ class Benchmark:
         if self.task:
             yield from _lm_eval_texts(self)
         else:
-            for _, text in read_documents(self.path, Tally()):
-                yield self.path.name.partition(".")[0], text
+            (path,) = self.files
+            for _, text in read_documents(path, Tally()):
+                yield path.name.partition(".")[0], text
 
 
 def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
@@ -119,38 +109,30 @@ def _answers(task: Any, document: Any) -> list[str]:
 
 @dataclass
 class ContaminationFilter(Filter):
-    """Drops documents that share an n-gram of words with a benchmark, by NGramsDecontFilter. The reason is
-    the name of the benchmark, samples show the words.
-    """
-
-    name: str
-    index_folder: str
-
-    def block(self) -> Any:
-        """NGramsDecontFilter."""
-        from datatrove.pipeline.decont import NGramsDecontFilter
-
-        block = NGramsDecontFilter(self.index_folder, _ngrams_config(), language=word_tokenizer())
-        decide = block.filter
-
-        def decided(document: Any) -> Any:
-            keeps = decide(document)
-            return keeps if keeps is True else (False, document.metadata["contaminated_task"])
-
-        block.filter = decided
-        return block
+    """A filter by `contamination_block` whose samples show the words."""
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
         """The words that it shares."""
         return {"words": document.metadata["contaminated_ngram"]}
 
 
-def _ngrams_config() -> Any:
+def contamination_block(index_folder: Path) -> Any:
+    """NGramsDecontFilter: drops documents that share words with a benchmark, whose name is the reason."""
+    from datatrove.pipeline.decont import NGramsDecontFilter
     from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
     from datatrove.utils.hashing import HashConfig
 
     # datatrove gives its n-grams to the hash as str, which newer xxhash does not take.
-    return NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
+    config = NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
+    block = NGramsDecontFilter(str(index_folder), config, language=word_tokenizer())
+    decide = block.filter
+
+    def decided(document: Any) -> Any:
+        keeps = decide(document)
+        return keeps if keeps is True else (False, document.metadata["contaminated_task"])
+
+    block.filter = decided
+    return block
 
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
@@ -172,7 +154,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
     if summary.is_file():
         known: dict[str, Any] = read_json(summary, fix=MAKE_AGAIN)
         return known
-    block = ContaminationFilter("contaminated", str(folder)).block()
+    block = contamination_block(folder)
     hashes, tasks = dict[str, set[int]](), dict[str, dict[str, int]]()
     for benchmark in benchmarks:
         read = dict[str, dict[str, int]]()

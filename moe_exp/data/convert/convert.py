@@ -18,20 +18,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.benchmarks import Benchmark, ContaminationFilter, write_contamination_index
+from moe_exp.data.convert.benchmarks import (
+    Benchmark,
+    ContaminationFilter,
+    contamination_block,
+    write_contamination_index,
+)
 from moe_exp.data.convert.duplicates import (
     BlockStep,
     ClusterNearDuplicates,
-    DuplicateFilter,
     NearDuplicateFilter,
     NearDuplicates,
     SignNearDuplicates,
+    exact_filter,
     find_duplicates,
+    near_filter,
     pair_near_duplicates,
     sign_documents,
 )
-from moe_exp.data.convert.filters import Counts, Filter, RuleFilter, has_field, has_length
-from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
+from moe_exp.data.convert.filters import Counts, Filter, filter_by, has_field, has_length
+from moe_exp.data.convert.named_filters import NamedFilter, filter_of
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
 from moe_exp.data.kinds import FILES, KINDS, TextRule
@@ -225,7 +231,7 @@ def _passes(
         passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
         find = [BlockStep(partial(find_duplicates, signatures, duplicates))]
         passes.append(Pass(find, finders, logs / "exact_find"))
-        filters = [*filters, DuplicateFilter("duplicate", duplicates)]
+        filters = [*filters, Filter("duplicate", partial(exact_filter, duplicates))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
         sign = [reader("near"), *filters, SignNearDuplicates(how, folder)]
@@ -233,9 +239,10 @@ def _passes(
         pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
         passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
-        filters = [*filters, NearDuplicateFilter("near duplicate", folder)]
+        filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
-        filters = [*filters, ContaminationFilter("contaminated", str(temporary / "benchmarks"))]
+        build = partial(contamination_block, temporary / "benchmarks")
+        filters = [*filters, ContaminationFilter("contaminated", build)]
     write(stage.folder, f"{stage.output.name}.chunk", logs, filters)
     return passes, counted
 
@@ -258,7 +265,8 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
     if settings.min_chars is not None or settings.max_chars is not None:
         limits: dict[str, Any] = {"min_chars": settings.min_chars or 0, "max_chars": settings.max_chars}
         rules["length"] = partial(has_length, **limits)
-    return [*(RuleFilter(name, keeps) for name, keeps in rules.items()), *map(BlockFilter, settings.filters)]
+    by_rule = [Filter(name, partial(filter_by, keeps)) for name, keeps in rules.items()]
+    return [*by_rule, *map(filter_of, settings.filters)]
 
 
 def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:

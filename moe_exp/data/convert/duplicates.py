@@ -81,21 +81,15 @@ def find_duplicates(signatures_folder: str, duplicates_folder: str) -> Any:
     return ExactFindDedups(signatures_folder, duplicates_folder, _exact_config())
 
 
-@dataclass
-class DuplicateFilter(Filter):
-    """Keeps one of each text, with `duplicate_count` in its metadata, by ExactDedupFilter. Its 64-bit hashes
-    take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million documents, 0.03 for a
-    billion.
+def exact_filter(duplicates_folder: str) -> Any:
+    """ExactDedupFilter: keeps one of each text, with `duplicate_count` in its metadata.
+
+    Its 64-bit hashes take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million
+    documents, 0.03 for a billion.
     """
+    from datatrove.pipeline.dedup.exact_dedup import ExactDedupFilter
 
-    name: str
-    duplicates_folder: str
-
-    def block(self) -> Any:
-        """ExactDedupFilter."""
-        from datatrove.pipeline.dedup.exact_dedup import ExactDedupFilter
-
-        return ExactDedupFilter(self.duplicates_folder, _exact_config())
+    return ExactDedupFilter(duplicates_folder, _exact_config())
 
 
 # Near-duplicates
@@ -278,18 +272,18 @@ def smallest_labels(
         labels = hooked
 
 
+def near_filter(folder: str) -> Any:
+    """Keeps one document of each cluster: MinhashDedupFilter."""
+    from datatrove.pipeline.dedup import MinhashDedupFilter
+
+    return MinhashDedupFilter(f"{folder}/removed", lines_to_buffer=_LINES_AT_ONCE)
+
+
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Keeps one document of each cluster, by MinhashDedupFilter; its samples are whole clusters."""
+    """A filter by `near_filter` whose samples are whole clusters."""
 
-    name: str
     folder: str
-
-    def block(self) -> Any:
-        """MinhashDedupFilter."""
-        from datatrove.pipeline.dedup import MinhashDedupFilter
-
-        return MinhashDedupFilter(f"{self.folder}/removed", lines_to_buffer=_LINES_AT_ONCE)
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         shown = {

@@ -5,7 +5,6 @@ Each runs a block of datatrove's. The sums of all must agree with what was read 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,17 @@ _MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, of all task
 _KEPT = ("num_documents", "num_text_bytes", "text_hash")
 
 
-class Filter(ABC):
+@dataclass
+class Filter:
     """A step that drops or edits documents by a block of datatrove's.
 
-    Subclasses are dataclasses with `name`, which the manifest has, and `block()`, which builds datatrove's.
+    Args:
+        name: of it, in the manifest.
+        build: makes the block where the step runs; its `run` forwards or drops one document at a time.
     """
 
     name: str
+    build: Callable[[], Any]
 
     def __post_init__(self) -> None:
         self.stats: Any = None
@@ -38,12 +41,8 @@ class Filter(ABC):
         self._inside: Any = None
         self._text = self._reason = ""
 
-    @abstractmethod
-    def block(self) -> Any:
-        """A datatrove step with `run`, which forwards or drops one document at a time."""
-
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        block = self.block()
+        block = self.build()
         self._reset()
         self.stats = block.stats
         if decide := getattr(block, "filter", None):  # it leaves here why it drops a document
@@ -160,7 +159,6 @@ class Counts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values for a file."""
         return {
             "read": self.read.to_json(),
             "written": self.written.to_json(),
@@ -172,7 +170,6 @@ class Counts:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Counts:
-        """The other way round."""
         filtered = {name: Tally.from_json(one) for name, one in content["filtered"].items()}
         edited = {
             name: (Tally.from_json(before), Tally.from_json(after))
@@ -183,18 +180,11 @@ class Counts:
         return cls(read, written, filtered, reasons, edited, content.get("samples", []))
 
 
-@dataclass
-class RuleFilter(Filter):
-    """Keeps documents for which a function returns true, not False or (False, reason); by LambdaFilter."""
+def filter_by(keeps: Callable[[Any], Any]) -> Any:
+    """LambdaFilter: keeps documents for which a function returns true, not False or (False, reason)."""
+    from datatrove.pipeline.filters import LambdaFilter
 
-    name: str
-    keeps: Callable[[Any], Any]
-
-    def block(self) -> Any:
-        """LambdaFilter."""
-        from datatrove.pipeline.filters import LambdaFilter
-
-        return LambdaFilter(self.keeps)
+    return LambdaFilter(keeps)
 
 
 def has_field(

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.filters import Filter, word_tokenizer
+from moe_exp.data.convert.filters import Filter, filter_by, word_tokenizer
 from moe_exp.data.stage import fingerprint
 
 # Name to module and class of datatrove's filters and formatters, and the packages that they need.
@@ -94,9 +94,7 @@ class NamedFilter:
         """
         if self._is_function:
             self._check_options(())
-            from datatrove.pipeline.filters import LambdaFilter
-
-            return LambdaFilter(self._function())
+            return filter_by(self._function())
         if self.name == LANGUAGE:
             return self._language_block()
         if self.name not in BLOCKS:
@@ -164,20 +162,10 @@ class NamedFilter:
         return block
 
 
-@dataclass
-class BlockFilter(Filter):
+def filter_of(named: NamedFilter) -> Filter:
     """A step that runs a named filter."""
-
-    named: NamedFilter
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """Its name in the manifest, which no filter by a field of the documents has."""
-        return "identified language" if self.named.name == LANGUAGE else self.named.name
-
-    def block(self) -> Any:
-        """datatrove's block."""
-        return self.named.build()
+    # a name in the manifest that no filter by a field of the documents has
+    return Filter("identified language" if named.name == LANGUAGE else named.name, named.build)
 
 
 @cache
@@ -190,8 +178,6 @@ def language_identifier() -> Any:
 
 def _langid_block(languages: list[str], threshold: float) -> Any:
     """A filter by py3langid, whose model is part of the package; writes language and language_score."""
-    from datatrove.pipeline.filters import LambdaFilter
-
     identifier = language_identifier()
 
     def keeps(document: Any) -> bool | tuple[bool, str]:
@@ -201,7 +187,7 @@ def _langid_block(languages: list[str], threshold: float) -> Any:
             return False, language
         return (True, "") if score > threshold else (False, f"{language}, unsure")
 
-    return LambdaFilter(keeps)
+    return filter_by(keeps)
 
 
 def sentences_of(text: str) -> list[str]:

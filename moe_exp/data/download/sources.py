@@ -164,8 +164,7 @@ def resolve_source(
         raise ValueError(f"source=: is empty. Fix: {fix}.")
     source = SOURCES.get(name_or_path) or _source_of(name_or_path)
     if source is None:
-        is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
-        if is_path or ending(name_or_path):
+        if "/" in name_or_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
             raise ValueError(f"source={name_or_path}: {rule}. Fix: correct the path.")
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]

@@ -101,10 +101,8 @@ def _removed(part: Part) -> list[tuple[str, str, str]]:
     rows += [(f"skipped: {why}", f"{count:,}", "") for why, count in converted["read"]["skipped"].items()]
     for name, tally in converted["filtered"].items():
         rows.append(row(f"removed: {name}", tally))
-        reasons = converted.get("reasons", {}).get(name, {})
-        rows += [
-            (f"removed: {name}: {why or 'no reason'}", f"{count:,}", "") for why, count in reasons.items()
-        ]
+        for why, count in converted.get("reasons", {}).get(name, {}).items():
+            rows.append((f"removed: {name}: {why or 'no reason'}", f"{count:,}", ""))
     for name, (before, after) in converted.get("edited", {}).items():
         change = after["num_text_bytes"] - before["num_text_bytes"]
         rows.append((f"edited: {name}", f"{before['num_documents']:,}", f"{change:+,} bytes"))
@@ -116,18 +114,18 @@ def _lengths(parts: Sequence[Part]) -> list[str]:
     """Tokens per document, and how many documents there are of each length."""
     bounds = [TokenFiles(part.prefix).document_bounds for part in parts]
     names, found = [part.name for part in parts], [length_summary(np.diff(one)) for one in bounds]
-    rows = []
+    rows = list[tuple[str, ...]]()
     for name, one in zip(names, found, strict=True):
         middle = f"{one['median']:,.0f}", f"{one['mean']:,.0f}"
         rows.append((name, f"{one['min']:,}", *middle, f"{one['max']:,}"))
     ends = {begin: end for one in found for begin, end, _ in one["histogram"]}
     counts = [{begin: count for begin, _, count in one["histogram"]} for one in found]
-    histogram = [
-        (f"{begin:,} to {ends[begin]:,}", *(f"{one.get(begin, 0):,}" for one in counts))
-        for begin in sorted(ends)
-    ]
     lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
-    return lines + _table(("tokens", *names), histogram)
+    rows = [
+        (f"{begin:,} to {end:,}", *(f"{one.get(begin, 0):,}" for one in counts))
+        for begin, end in sorted(ends.items())
+    ]
+    return lines + _table(("tokens", *names), rows)
 
 
 def _has_langid() -> bool:

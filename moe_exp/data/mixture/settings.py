@@ -146,9 +146,8 @@ def read_mixture(path: Path) -> Mixture:
     except ValidationError as error:
         first = error.errors()[0]
         rule = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        rule = rule.replace("Extra inputs are not permitted", "is not a setting").replace(
-            "Field required", "is missing"
-        )
+        rule = rule.replace("Extra inputs are not permitted", "is not a setting")
+        rule = rule.replace("Field required", "is missing")
         place = ".".join(str(one) for one in first["loc"]) or "settings"
         given = "" if isinstance(first["input"], dict) else f"={first['input']}"
         raise ValueError(f"{path}: {place}{given}: {rule}. Fix: see docs/corpus.md.") from None
@@ -173,10 +172,10 @@ def effective_weights(
     Raises:
         ValueError: all sources together are too few.
     """
-    limits = [
-        float("inf") if limit is None or not total_tokens else limit * count / total_tokens
-        for limit, count in zip(max_epochs, tokens, strict=True)
-    ]
+    limits = [float("inf")] * len(weights)
+    if total_tokens:
+        epochs = zip(max_epochs, tokens, strict=True)
+        limits = [limit * count / total_tokens if limit else float("inf") for limit, count in epochs]
     if sum(limits) < 1:
         most = sum(limits) * (total_tokens or 0)
         rule = f"total_tokens={total_tokens:.4g}: the sources with their max_epochs give {most:.4g}"

@@ -74,11 +74,6 @@ class Prepared:
         """The tokenizer that was trained on the text, or the one that was given."""
         return self.facts["tokenizer_path"] or str(self.folder / "tokenizer")
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
-        return int(self.facts["vocab_size"])
-
 
 # Finding what is prepared
 
@@ -178,7 +173,7 @@ def _summary(made: Prepared) -> str:
     if facts.get("valid"):
         valid = facts["valid"]
         text += f", {valid['num_tokens']:,} of {valid['num_documents']:,} held out for validation"
-    own = "" if facts["tokenizer_path"] else f", a tokenizer of {made.vocab_size:,} tokens"
+    own = "" if facts["tokenizer_path"] else f", a tokenizer of {facts['vocab_size']:,} tokens"
     return f"{text}{own}, in {made.folder}"
 
 
@@ -189,8 +184,9 @@ def _log_changes(source: TextSource, data_dir: Path) -> None:
         return
     before = {file["name"]: file for file in earlier.facts["files"]}
     now = {file["name"]: file for file in source.listing()}
+    kept = [name for name in now if name in before]
     kinds = {
-        "changed": [name for name in now if name in before and _differs(now[name], before[name])],
+        "changed": [name for name in kept if now[name].items() - before[name].items()],
         "new": [name for name in now if name not in before],
         "gone": [name for name in before if name not in now],
     }
@@ -200,10 +196,6 @@ def _log_changes(source: TextSource, data_dir: Path) -> None:
     if parts:
         what = "%s: prepared again, files differ from those of %s: %s"
         logger.warning(what, source.name, earlier.folder, "; ".join(parts))
-
-
-def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return any(one[key] != other[key] for key in ("bytes", "mtime_ns"))
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:

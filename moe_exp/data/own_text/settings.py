@@ -188,17 +188,13 @@ def _remote_tokens(config: Config) -> list[str]:
 
 
 def _resolved(
-    config: Config,
-    prepare: Callable[[TextSource], Prepared],
-    is_text: Callable[[str], bool],
+    config: Config, prepare: Callable[[TextSource], Prepared], is_text: Callable[[str], bool]
 ) -> Config:
     tokenizer = config.tokenizer
     held_out: list[str] = []
-    sources = {
-        (source.setting, name): source
-        for source in text_sources(config, is_text)
-        for name in (source.name, *source.aliases)
-    }
+    sources: dict[tuple[str, str], TextSource] = {}
+    for source in text_sources(config, is_text):
+        sources |= {(source.setting, name): source for name in (source.name, *source.aliases)}
     made: dict[tuple[str, str], Prepared] = {}
 
     def resolved(setting: str, blend: str) -> str:

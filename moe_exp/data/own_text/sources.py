@@ -91,34 +91,36 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     Raises:
         ValueError: a path, TOKENIZER or their combination cannot be used.
     """
-    problems = []
-    texts = [name for _, name in blend_members(config.train_data) if is_text(name)]
+    problems, members = [], [name for _, name in blend_members(config.train_data)]
+    texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
     staged = [name for blend in stage_blends(config) for _, name in blend_members(blend) if is_text(name)]
     staged = [name for name in dict.fromkeys(staged) if name not in texts]
-    if not texts and not valid and not staged:
+    settings = {"train_data": texts, "valid_data": valid, "data_stages": staged}
+    given = [(setting, name) for setting, names in settings.items() for name in names]
+    if not given:
         return []
     tokenizer = None
     if config.tokenizer:
         tokenizer = loaded(config.tokenizer, prepend_bos=config.prepend_bos)
-    elif len(blend_members(config.train_data)) > 1 or not texts:
+    elif len(members) > 1 or not texts:
         rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
-        name = "train_data" if texts else "valid_data" if valid else "data_stages"
-        value = getattr(config, name)
         fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
-        problems.append(problem(name, value, f"{rule}, which needs one tokenizer", fix))
+        first = given[0][0]
+        problems.append(problem(first, getattr(config, first), f"{rule}, which needs one tokenizer", fix))
     if config.prepend_bos and not config.tokenizer:
         fix = "set TOKENIZER to one with a BOS, or omit PREPEND_BOS"
         problems.append(problem("prepend_bos", "true", "a tokenizer that is trained here has no BOS", fix))
-    others = [name for _, name in blend_members(config.train_data) if not is_text(name)]
+    others = [name for name in members if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:
         rule = f"holds out documents of text only, and {others[0]} is token files"
         problems.append(problem("train_data", config.train_data, rule, "set VALID_DATA or SPLIT=99,1"))
-    for name in filter(is_url, texts + valid + staged):
-        setting = "train_data" if name in texts else "valid_data" if name in valid else "data_stages"
-        fix = f"fetch it with moe-exp data download {name}, and name the folder"
-        problems.append(problem(setting, name, "is text at an object store, where token files can be", fix))
+    for setting, name in given:
+        if is_url(name):
+            rule = "is text at an object store, where token files can be"
+            fix = f"fetch it with moe-exp data download {name}, and name the folder"
+            problems.append(problem(setting, name, rule, fix))
     if problems:
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]

@@ -10,9 +10,8 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ import orjson
 import psutil
 import pytest
 
+from helpers.jsonl import read_jsonl
 from helpers.ranks import start_process
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
@@ -29,7 +29,7 @@ from moe_exp.data.convert import steps
 from moe_exp.data.convert.benchmarks import _answers, _question, benchmarks_of, write_contamination_index
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.duplicates import NearDuplicates
-from moe_exp.data.convert.filters import Counts, Filter
+from moe_exp.data.convert.filters import Counts, Filter, filter_by
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
@@ -90,7 +90,7 @@ def chunks(folder: Path) -> list[Path]:
 
 
 def texts(folder: Path) -> list[str]:
-    return [json.loads(one)["text"] for path in chunks(folder) for one in path.read_bytes().split(b"\n")[:-1]]
+    return [one["text"] for one in read_jsonl(*chunks(folder))]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -219,8 +219,10 @@ def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
     manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
     null = "field 'text' is null, not a text"
     assert manifest["read"]["skipped"] == {"empty text": 1, null: 1, "invalid UTF-8": 1}
-    lines = [json.loads(one) for one in chunks(tmp_path / "y")[0].read_bytes().splitlines()]
-    assert lines == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
+    assert read_jsonl(*chunks(tmp_path / "y")) == [
+        {"text": "one", "id": "a"},
+        {"text": "two\x00", "id": "a.parquet/1"},
+    ]
 
 
 def test_columns_that_json_does_not_have(tmp_path):
@@ -230,7 +232,7 @@ def test_columns_that_json_does_not_have(tmp_path):
     }  # fmt: skip
     path = write_parquet(tmp_path / "in/a.parquet", [row, dict.fromkeys(row) | {"text": "b"}])
     convert([path], tmp_path / "x", ConvertSettings(), ONE)
-    first, second = [json.loads(line) for line in chunks(tmp_path / "x")[0].read_bytes().splitlines()]
+    first, second = read_jsonl(*chunks(tmp_path / "x"))
     assert first["metadata"] == {
         "raw": "/wA=", "price": "1.50", "took": 3.0, "at": "12:30:00", "parts": ["MQ=="], "of": {"x": "MQ=="},
         "day": "2026-01-02",
@@ -266,7 +268,7 @@ def test_any_metadata(tmp_path):
     ]
     path = write_lines(tmp_path / "in/a.jsonl", [orjson.dumps(row) + b"\n" for row in rows])
     convert([path], tmp_path / "x", ConvertSettings(), ONE)
-    assert [json.loads(one) for one in chunks(tmp_path / "x")[0].read_bytes().splitlines()] == [
+    assert read_jsonl(*chunks(tmp_path / "x")) == [
         {"text": "a", "id": "a.jsonl/0", "metadata": {"rank": 7, "self": 1, "media": "m"}},
         {"text": "b", "id": 5, "metadata": {"deep": [1, {"x": None}]}},
         {"text": "c", "id": "a.jsonl/2", "metadata": {"from": "string", "more": 1}},
@@ -322,9 +324,12 @@ def test_duplicates_within_and_across_files(tmp_path):
     manifest = convert(inputs, tmp_path / "x", settings, ONE)
     assert sorted(texts(tmp_path / "x")) == ["a", "b", "c", "d", "e"]
     assert manifest["filtered"]["duplicate"]["num_documents"] == 4
-    lines = [json.loads(one) for path in chunks(tmp_path / "x") for one in path.read_bytes().splitlines()]
-    counts = {one["text"]: one["metadata"]["duplicate_count"] for one in lines}
+    kept = read_jsonl(*chunks(tmp_path / "x"))
+    counts = {one["text"]: one["metadata"]["duplicate_count"] for one in kept}
     assert counts == {"a": 2, "b": 1, "c": 1, "d": 0, "e": 0}
+    path = write_lines(tmp_path / "once/a.jsonl", [line("a"), line("b")])
+    convert([path], tmp_path / "y", ConvertSettings(dedup=True), ONE)
+    assert texts(tmp_path / "y") == ["a", "b"]
 
 
 def test_a_few_tasks_compare_the_signatures_of_many(tmp_path, monkeypatch):
@@ -353,28 +358,7 @@ def test_limits_of_what_compares_tasks(tmp_path, monkeypatch):
     convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
 
 
-def test_no_duplicates_in_one_task(tmp_path):
-    path = write_lines(tmp_path / "in/a.jsonl", [line("a"), line("b")])
-    manifest = convert([path], tmp_path / "x", ConvertSettings(dedup=True), ONE)
-    assert (manifest["filtered"]["duplicate"]["num_documents"], texts(tmp_path / "x")) == (0, ["a", "b"])
-
-
 QUESTION = "Which of these twelve words in a row is the one that a benchmark would want to keep secret?"
-
-
-def test_decontamination(tmp_path):
-    benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION), line("too short")])
-    clean = ["Which of these twelve words is another question.", "nothing", QUESTION[:40]]
-    contaminated = [f"Page: {QUESTION.upper()} Yes.", QUESTION.replace(" ", " \n, ")]
-    path = write_lines(
-        tmp_path / "in/a.jsonl",
-        [line(text) for pair in zip(clean, [*contaminated, "end"], strict=True) for text in pair],
-    )
-    manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks_of(benchmarks)), ONE)
-    assert sorted(texts(tmp_path / "x")) == sorted([*clean, "end"])
-    assert manifest["filtered"]["contaminated"]["num_documents"] == 2
-    assert manifest["benchmarks"]["num_texts"] == 2
-    assert manifest["benchmarks"]["num_short"] == 1
 
 
 def test_other_benchmarks_under_the_same_path_are_noticed(tmp_path):
@@ -397,16 +381,19 @@ def test_the_index_of_benchmarks_is_written_once(tmp_path):
     assert {path: path.stat() for path in before} == before
 
 
-def test_several_benchmarks_are_counted_each_by_itself(tmp_path):
+def test_benchmarks_are_counted_each_by_itself(tmp_path):
     other = " ".join(f"another{letter}" for letter in "abcdefghijklmn")
     paths = [
         write_lines(tmp_path / "first.v1.jsonl", [line(QUESTION), line("too short")]),
         write_lines(tmp_path / "second.jsonl", [line(other)]),
     ]
-    inputs = [QUESTION, f"{QUESTION} again", other, "clean"]
+    clean = ["Which of these twelve words is another question.", "nothing", QUESTION[:40]]
+    inputs = [f"Page: {QUESTION.upper()} Yes.", QUESTION.replace(" ", " \n, "), other, *clean]
     path = write_lines(tmp_path / "in/a.jsonl", [line(text) for text in inputs])
     manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks_of(paths)), ONE)
+    assert texts(tmp_path / "x") == clean
     assert manifest["reasons"]["contaminated"] == {"first": 2, "second": 1}
+    assert manifest["benchmarks"]["num_texts"] == 3 and manifest["benchmarks"]["num_short"] == 1
     tasks = manifest["benchmarks"]["tasks"]
     assert (tasks["first"]["num_texts"], tasks["first"]["num_short"]) == (2, 1)
     assert tasks["second"] == {"num_texts": 1, "num_short": 0, "num_ngrams": 3}
@@ -549,35 +536,26 @@ def test_another_task_count_is_refused(tmp_path):
 # Ends.
 
 
-@dataclass
-class Meet(Filter):
-    """Keeps all; a task that reads document `id` while `flag` is there is killed, or sleeps for ever."""
+def keeps_unless_met(document: Any, flag: str, document_id: str, *, sleeps: bool = False) -> bool:
+    """Keeps all; a task that reads document `document_id` while `flag` is there is killed, or sleeps."""
+    if document.id == document_id and Path(flag).exists():
+        if sleeps:
+            Path(flag).write_text(str(os.getpid()))
+            time.sleep(3600)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
-    name: str
-    flag: str
-    document_id: str
-    sleeps: bool = False
 
-    def block(self) -> Any:
-        from datatrove.pipeline.filters import LambdaFilter
-
-        return LambdaFilter(self.keeps)
-
-    def keeps(self, document: Any) -> bool:
-        if document.id == self.document_id and Path(self.flag).exists():
-            if self.sleeps:
-                Path(self.flag).write_text(str(os.getpid()))
-                time.sleep(3600)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return True
+def meet(flag: Path, number: int, **options: Any) -> Filter:
+    rule = partial(keeps_unless_met, flag=str(flag), document_id=stdlib()[number]["id"], **options)
+    return Filter("meet", partial(filter_by, rule))
 
 
 def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, undisturbed):
     inputs = three_files(tmp_path / "in")
     flag = tmp_path / "flag"
     flag.touch()
-    meet = Meet("meet", str(flag), stdlib()[1 + 3 * 20]["id"])
-    monkeypatch.setattr(convert_module, "_filters", lambda _: [meet])
+    monkeypatch.setattr(convert_module, "_filters", lambda _: [meet(flag, 1 + 3 * 20)])
     message = r"^task 1 of 3 was killed by SIGKILL; .* Fix: call the same .* Log: .*/logs/task_00001\.log\.$"
     with pytest.raises(ChildProcessError, match=message):
         convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
@@ -589,8 +567,7 @@ def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, 
 
 
 def _convert_sleeping(inputs: list[Path], output: Path, flag: Path) -> None:
-    meet = Meet("meet", str(flag), stdlib()[1]["id"], sleeps=True)
-    convert_module._filters = lambda _: [meet]  # type: ignore[assignment]
+    convert_module._filters = lambda _: [meet(flag, 1, sleeps=True)]  # type: ignore[assignment]
     convert(inputs, output, ConvertSettings(), Execution(workers=2))
 
 

@@ -10,12 +10,13 @@ from collections import Counter
 
 import pytest
 
+from helpers.jsonl import read_jsonl, write_parts
 from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.convert.filters import NOTHING_LEFT, Counts
 from moe_exp.data.convert.named_filters import NamedFilter
-from moe_exp.data.documents import Tally, read_objects
+from moe_exp.data.documents import Tally
 from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 from moe_exp.data.tasks.execution import Execution
 
@@ -31,12 +32,7 @@ GOOD = "\n".join(
 
 
 def write(folder, documents, number=2):
-    folder.mkdir()
-    for index in range(number):
-        part = list(documents.items())[index::number]
-        lines = [json.dumps({"id": name, **fields}) for name, fields in part]
-        (folder / f"{index}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return sorted(folder.iterdir())
+    return write_parts(folder, [{"id": name, **fields} for name, fields in documents.items()], number)
 
 
 def converted(folder, documents, *filters, **settings):
@@ -45,9 +41,7 @@ def converted(folder, documents, *filters, **settings):
     documents = {name: one if isinstance(one, dict) else {"text": one} for name, one in documents.items()}
     inputs = write(folder / "in", documents)
     manifest = convert(inputs, folder / "out", ConvertSettings(filters=named, **settings), HERE)
-    outputs = [folder / "out" / one["name"] for one in manifest["outputs"]]
-    found = [one for path in outputs for _, one in read_objects(path, Tally())]
-    return {one["id"]: one["text"] for one in found}, manifest
+    return {one["id"]: one["text"] for one in read_jsonl(*(folder / "out").glob("*.jsonl"))}, manifest
 
 
 def number_of(manifest, name):
@@ -274,8 +268,7 @@ def whole_chain(folder, inputs, num_tasks):
         decontaminate=benchmarks_of(folder / "benchmark.jsonl"),
     )
     manifest = convert(inputs, folder / f"by_{num_tasks}", settings, HERE)
-    outputs = [folder / f"by_{num_tasks}" / one["name"] for one in manifest["outputs"]]
-    return manifest, [one for path in outputs for _, one in read_objects(path, Tally())]
+    return manifest, read_jsonl(*(folder / f"by_{num_tasks}").glob("*.jsonl"))
 
 
 def test_every_document_is_accounted_for_with_all_filters_on(tmp_path, capsys):

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from helpers.jsonl import read_jsonl, write_parts
 from moe_exp.data.convert import duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates, near_duplicates, smallest_labels
@@ -54,19 +55,14 @@ def planted(choice, words, wanted):
 
 
 def write_files(folder, documents, number=4):
-    folder.mkdir()
-    for index in range(number):
-        lines = [json.dumps({"text": text, "id": name}) for name, text in documents[index::number]]
-        (folder / f"{index}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return sorted(folder.iterdir())
+    return write_parts(folder, [{"text": text, "id": name} for name, text in documents], number)
 
 
 def kept_by(inputs, output, num_tasks=1, **settings):
     """Ids that stay, and the manifest."""
     settings = {"near_dedup": NearDuplicates(), "tasks": num_tasks, **settings}
     manifest = convert(inputs, output, ConvertSettings(**settings), HERE)
-    lines = [line for path in sorted(output.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return {json.loads(line)["id"] for line in lines}, manifest
+    return {one["id"] for one in read_jsonl(*output.glob("*.jsonl"))}, manifest
 
 
 def test_planted_near_duplicates_go_as_often_as_the_theory_says(tmp_path):

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from helpers.jsonl import read_jsonl, write_jsonl
 from moe_exp.commands.data import main
-from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.mixture.mix import Mixing
 from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights, read_mixture
 from moe_exp.data.prepare import raw_folder
@@ -64,13 +64,10 @@ def test_settings_that_are_wrong_are_named(tmp_path, text, message):
 def write_sources(folder):
     """Two sources, of which one text is in both."""
     for name, count in (("web", 300), ("books", 60)):
-        (folder / name).mkdir()
         texts = [f"This is document {number} of the {name}, " + "and so on " * 9 for number in range(count)]
         texts += ["A text that both have, with a few words.", "short"]
         texts += [f"Write to me{name}@home.org and you will have an answer."]
-        lines = [{"text": text} for text in texts]
-        content = "".join(json.dumps(one) + "\n" for one in lines)
-        (folder / name / "a.jsonl").write_text(content)
+        write_jsonl(folder / name / "a.jsonl", [{"text": text} for text in texts])
 
 
 MIX = ["mine.yaml", "--workers", "1"]
@@ -199,7 +196,7 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
 def texts(folder, name):
     """Training texts of a source."""
     paths = (folder / f"data/mine_{name}_shuffled").glob("*.chunk.*.jsonl")
-    return {one["text"] for path in paths for _, one in read_objects(path, Tally())}
+    return {one["text"] for one in read_jsonl(*paths)}
 
 
 @pytest.mark.parametrize(
