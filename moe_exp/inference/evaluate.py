@@ -36,11 +36,11 @@ from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
 from moe_exp.inference.jobs import (
     Layout,
     Request,
-    advancing,
     batch_size_of,
     config_for_use,
     planned_quietly,
     run_rank,
+    shared_batches,
 )
 from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import tokenizer_for
@@ -320,30 +320,22 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
 
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
-    """Batch i goes to replica i modulo their number; all run every step, as EP may span them."""
-    replicas, batches = stage.rank.groups.dp, plan.batches
-    total = sum(count for _, _, count in batches)
-    with advancing("eval", total, "sequences", shows=stage.rank.is_first) as advance:
-        for first_of_step in range(0, len(batches), replicas.size()):
-            step = batches[first_of_step : first_of_step + replicas.size()]
-            is_mine = replicas.rank() < len(step)
-            # a replica without a batch computes one but does not count it
-            number, first, count = step[replicas.rank() if is_mine else 0]
-            source = plan.sources[number]
-            sequences = source.read(first, count)
-            tokens, labels = _padded(sequences)
-            if counts is not None:
-                counts.source, counts.valid_T = number, _valid_tokens(stage, labels, is_mine=is_mine)
-            if (masked_id := plan.masked_id(source)) is not None:
-                labels[tokens == masked_id] = _IGNORED
-            logits = stage.logits(tokens)
-            if logits is not None and stage.writes and is_mine:
-                sums[number, 0] += _nats(logits, labels)
-                sums[number, 1] += (labels != _IGNORED).sum()
-                if plan.token_bytes:
-                    table = plan.token_bytes[number]
-                    sums[number, 2] += source.count_bytes(first, sequences, table, masked_id)
-            advance(sum(count for _, _, count in step))
+    batches = shared_batches(plan.batches, stage.rank, "eval", "sequences", lambda batch: batch[2])
+    for (number, first, count), is_mine in batches:
+        source = plan.sources[number]
+        sequences = source.read(first, count)
+        tokens, labels = _padded(sequences)
+        if counts is not None:
+            counts.source, counts.valid_T = number, _valid_tokens(stage, labels, is_mine=is_mine)
+        if (masked_id := plan.masked_id(source)) is not None:
+            labels[tokens == masked_id] = _IGNORED
+        logits = stage.logits(tokens)
+        if logits is not None and stage.writes and is_mine:
+            sums[number, 0] += _nats(logits, labels)
+            sums[number, 1] += (labels != _IGNORED).sum()
+            if plan.token_bytes:
+                table = plan.token_bytes[number]
+                sums[number, 2] += source.count_bytes(first, sequences, table, masked_id)
 
 
 def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:

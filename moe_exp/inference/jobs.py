@@ -7,8 +7,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,11 +110,21 @@ def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> 
     return saved.mbsz if capacity else max(1, min(most, _BATCH_BYTES // (4 * seq_len * saved.vocab_size)))
 
 
-def advancing(
-    what: str, total: int, unit: str, *, shows: bool
-) -> AbstractContextManager[Callable[[int], None]]:
-    """Progress bar on the rank that shows one; yields a function that takes the units just done."""
-    return progress(what, total, unit=unit) if shows else nullcontext(lambda count: None)
+def shared_batches(
+    batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
+) -> Iterator[tuple[T, bool]]:
+    """This rank's batches, and whether they count, with a progress bar on the first rank. Batch i goes to
+    replica i modulo their number; all run every step, as EP may span them: a replica without a batch gets one
+    that does not count.
+    """
+    replicas, total = rank.groups.dp, sum(map(size_of, batches))
+    with progress(what, total, unit=unit) if rank.is_first else nullcontext() as advance:
+        for begin in range(0, len(batches), replicas.size()):
+            step = batches[begin : begin + replicas.size()]
+            counts = replicas.rank() < len(step)
+            yield step[replicas.rank() if counts else 0], counts
+            if advance is not None:
+                advance(sum(map(size_of, step)))
 
 
 def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:

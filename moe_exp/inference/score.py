@@ -24,11 +24,11 @@ from moe_exp.host.files import bytes_text, expanded
 from moe_exp.inference.jobs import (
     Layout,
     Request,
-    advancing,
     batch_size_of,
     config_for_use,
     planned_quietly,
     run_rank,
+    shared_batches,
 )
 from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import tokenizer_for
@@ -193,19 +193,15 @@ def score(plan: Plan, rank: Runtime) -> None:
 
 
 def _score_batches(plan: Plan, stage: Stage, file: io.BufferedRandom) -> None:
-    """As in evaluate.py: batch i goes to replica i modulo their number; all run every step."""
-    replicas, batch = stage.rank.groups.dp, plan.batch_size
     start, row_bytes = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2]
-    with advancing("score", len(plan.ids), "rows", shows=stage.rank.is_first) as advance:
-        for first_of_step in range(0, len(plan.ids), batch * replicas.size()):
-            first = first_of_step + batch * replicas.rank()
-            # a replica without rows computes some but does not write them
-            rows = plan.ids[first : first + batch] if first < len(plan.ids) else plan.ids[:batch]
-            logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
-            if logits is not None and stage.writes and first < len(plan.ids):
-                file.seek(start + first * row_bytes)
-                logits.contiguous().cpu().numpy().tofile(file)
-            advance(min(batch * replicas.size(), len(plan.ids) - first_of_step))
+    firsts, size = range(0, len(plan.ids), plan.batch_size), plan.batch_size
+    batches = [range(first, min(first + size, len(plan.ids))) for first in firsts]
+    for batch, is_mine in shared_batches(batches, stage.rank, "score", "rows", len):
+        rows = plan.ids[batch.start : batch.stop]
+        logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
+        if logits is not None and stage.writes and is_mine:
+            file.seek(start + batch.start * row_bytes)
+            logits.contiguous().cpu().numpy().tofile(file)
 
 
 def _header(plan: Plan) -> bytes:

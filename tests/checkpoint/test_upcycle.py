@@ -17,14 +17,17 @@ from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL, EndedRun, Runs
 from moe_exp.checkpoint.integrity import dense_problems
+from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.engine import runtime
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.train import forward_backward
 
 HIDDEN, FFN, TOKENS = 16, 24, 50
 
@@ -46,8 +49,6 @@ def split_mlp(
 
 
 def test_experts_by_hand():
-    from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
-
     # Two hidden units with a gate: rows 0 and 1 are the gate, 2 and 3 what it multiplies.
     weight1 = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     shards = split_mlp(weight1, torch.tensor([[5.0, 6.0]]), 2, gated=True)
@@ -75,8 +76,6 @@ SIZES = [(8, 2, 1), (8, 4, 2), (16, 4, 4), (16, 8, 4), (6, 3, 3)]
 @pytest.mark.parametrize(("num_experts", "topk", "granularity"), SIZES)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity, router):
-    from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
-
     if num_experts // router.get("num_groups", 1) % granularity:
         pytest.skip("refused: a group of experts does not hold whole virtual groups")
     gated = ACTIVATIONS[activation][1]
@@ -156,9 +155,6 @@ class Losses(NamedTuple):
 
 def losses_on_a_rank(settings: dict[str, Any], port: int) -> tuple[list[float], list[float], Tensor | None]:
     """Builds the job as `train` does, and runs the first batch and the validation data forward."""
-    from moe_exp.engine import runtime
-    from moe_exp.train import forward_backward
-
     job, _ = build_small(settings, port)
     config = job.config
     assert job.valid_stream is not None
@@ -274,8 +270,6 @@ def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_loss
 
 def changed_by_a_step_of_size_0(settings: dict[str, Any], port: int) -> float:
     """Trains one step with a learning rate of 0 after the upcycling; the largest change of a weight."""
-    from moe_exp.train import forward_backward
-
     job, _ = build_small(settings, port)
     weights = [p for chunk in job.trained.model for p in chunk.parameters()]
     before = [p.detach().clone() for p in weights]

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.checkpoint.small_job import end_run, small_settings, start_run
 from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.hf.tiny_models import tiny_folder
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp import cli, train
+from moe_exp import cli
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.cli import main
@@ -378,16 +379,12 @@ def test_the_validation_of_the_training(eod_mask_loss, tmp_path, capsys):
     with BinIdxWriter(tmp_path / "tokens", vocab_size=384, eod_id=eod) as writer:
         for _ in range(60):
             writer.add_document(tokenizer.encode(text).ids)
-    settings = {
-        "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48,
-        "SEQ_LEN": 32, "VOCAB_SIZE": 384, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 2,
-        "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3, "SAVE_INTERVAL": 0,
-        "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
-        "TOKENIZER": folder, "RUN_DIR": tmp_path, "RUN_NAME": "run", "DATA_DIR": tmp_path,
-        "EOD_MASK_LOSS": str(eod_mask_loss).lower(),
-    }  # fmt: skip
-    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
-    run_on_ranks(1, train.main, flags, join=False)
+    settings = small_settings(
+        tmp_path, "run", num_layers=1, seq_len=32, vocab_size=384, train_iters=2, warmup_iters=1,
+        decay_iters=2, eval_interval=2, eval_iters=3, lr=0.01, init_std=0.1, tokenizer=folder,
+        valid_data=tmp_path / "tokens", eod_mask_loss=eod_mask_loss,
+    )  # fmt: skip
+    assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [0]
     (record,) = (one for one in read_metrics(tmp_path / "run" / "metrics.jsonl") if one["kind"] == "valid")
     result = evaluated(tmp_path / "run", capsys, "--samples", "12")  # and its VALID_DATA by itself
     assert result["iteration"] == 2

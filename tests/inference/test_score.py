@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.checkpoint.small_job import end_run, small_settings, start_run, write_tokens
 from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
-from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
-from moe_exp import cli, train
+from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
 from moe_exp.data.samples.batch import split_batch
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
+from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.inference.jobs import Layout, config_for_use
 from moe_exp.inference.stage import check_files
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
-
-TRAINING: dict[str, Any] = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48,
-    "SEQ_LEN": 32, "VOCAB_SIZE": 256, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 4, "WARMUP_ITERS": 1,
-    "DECAY_ITERS": 4, "EVAL_INTERVAL": 4, "EVAL_ITERS": 2, "SAVE_INTERVAL": 0, "Z_LOSS_COEFF": 0.001,
-    "LR": 0.01, "INIT_STD": 0.1, "FIRST_K_DENSE": 1,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +38,6 @@ def saved_ids(path: Path, *, dtype=np.int64) -> Path:
     return path
 
 
-def train_on_rank(runs: list[list[str]]) -> None:
-    for arguments in runs:
-        assert train.main(arguments) == 0
-
-
 def cross_entropy(logits: np.ndarray, samples: torch.Tensor) -> float:
     batch = split_batch(samples)
     logits, labels, mask = torch.from_numpy(logits), batch["labels"].flatten(), batch["loss_mask"].flatten()
@@ -62,19 +49,12 @@ def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
     """Dropless, and with a capacity over which tokens are dropped in training. VOCAB_SIZE is a multiple of
     128: rows that pad the vocabulary are in the softmax of the training, and not among the logits.
     """
-    prefix = tmp_path / "tokens"
-    with BinIdxWriter(prefix, vocab_size=256) as writer:
-        for document in np.random.default_rng(1).integers(0, 256, (40, 50)):
-            writer.add_document(document)
-    settings = TRAINING | {"TRAIN_DATA": prefix, "VALID_DATA": prefix}
-    settings |= {"RUN_DIR": tmp_path, "DATA_DIR": tmp_path}
-    kinds: dict[str, dict[str, Any]] = {
-        "dmoe": {},
-        "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.5, "DTYPE": "fp32"},
-    }
-    runs = [settings | kind | {"RUN_NAME": name} for name, kind in kinds.items()]
-    flags = [[f"--{name.lower().replace('_', '-')}={value}" for name, value in run.items()] for run in runs]
-    run_on_ranks(1, train_on_rank, flags, join=False)
+    prefix = write_tokens(tmp_path)
+    changes = {"seq_len": 32, "train_iters": 4, "warmup_iters": 1, "decay_iters": 4, "lr": 0.01}
+    changes |= {"init_std": 0.1, "first_k_dense": 1, "valid_data": str(prefix)}
+    for name, kind in (("dmoe", {}), ("moe", {"moe_type": "moe", "capacity_factor": 0.5})):
+        settings = small_settings(tmp_path, name, eval_interval=4, eval_iters=2, **changes, **kind)
+        assert end_run(start_run(settings, tmp_path / "out"), tmp_path / "out") == [0]
     samples = SampleStream(parse_blend(str(prefix)), seq_len=32, seed=1234, shuffle=False).batch(0, 8)
     np.save(tmp_path / "ids.npy", samples[:, :-1].numpy())
     ids, out = tmp_path / "ids.npy", tmp_path / "logits.npy"

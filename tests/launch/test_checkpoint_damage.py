@@ -67,7 +67,7 @@ def test_what_fits_is_not_refused(refusals, tmp_path):
     [
         ("moe/checkpoints", {}, "is the checkpoint of an MoE run"),
         ("dense/checkpoints", {"HIDDEN_SIZE": 128}, "HIDDEN_SIZE=128: the dense run UPCYCLE_FROM="),
-        ("none", {}, "has no checkpoint"),
+        ("none", {}, "does not exist"),
     ],
 )
 def test_dense_runs_that_do_not_fit(place, changes, line, refusals, tmp_path):

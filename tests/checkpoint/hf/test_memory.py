@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import ROOT
+from helpers.checkpoint.peak import peak_bytes
+from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.hf.config_json import fields_of, settings_of
+from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
-from moe_exp.checkpoint.hf.importing import _config
+from moe_exp.checkpoint.hf.importing import _config, from_hf
 from moe_exp.checkpoint.hf.model_folder import Entry, ShardWriter
 from moe_exp.checkpoint.hf.tensor_rules import pieces
 
@@ -23,23 +24,6 @@ FIELDS = {
     "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8,
     "num_experts_per_tok": 2, "vocab_size": 12800, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-# Prints by how many bytes the peak of a call is over what the process held before.
-PEAK = """
-import sys
-from pathlib import Path
-from moe_exp.checkpoint.hf.exporting import to_hf
-from moe_exp.checkpoint.hf.importing import from_hf
-
-def status(name):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
-
-before = status("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak begins anew
-source, target, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-from_hf(source, target) if way == "from" else to_hf(source, target, max_shard_bytes=int(sys.argv[4]))
-print(status("VmHWM") - before)
-"""
 
 
 def write_model(folder: Path) -> tuple[int, int]:
@@ -62,13 +46,6 @@ def write_model(folder: Path) -> tuple[int, int]:
     )
 
 
-def peak(*arguments: object) -> int:
-    command = [sys.executable, "-c", PEAK, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_peak(tmp_path, record_property):
@@ -76,8 +53,9 @@ def test_peak(tmp_path, record_property):
     assert total_bytes > 5 * SHARD_BYTES
     largest = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     limit = 1.3 * largest + layer_bytes
-    read = peak(tmp_path / "hf", tmp_path / "ours", "from")
-    written = peak(tmp_path / "ours", tmp_path / "back", "to", SHARD_BYTES)
+    export = partial(to_hf, max_shard_bytes=SHARD_BYTES)
+    (read,) = run_on_ranks(1, peak_bytes, from_hf, tmp_path / "hf", tmp_path / "ours", join=False)
+    (written,) = run_on_ranks(1, peak_bytes, export, tmp_path / "ours", tmp_path / "back", join=False)
     sizes = {"model": total_bytes, "layer": layer_bytes, "file": largest, "from_hf": read, "to_hf": written}
     record_property("bytes", sizes)
     print("MB:", {name: round(size / 1e6) for name, size in sizes.items()})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, drawn_state, write_checkpoint
+from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
@@ -242,16 +243,9 @@ def test_checkpoints_of_two_models(changes, rule, tmp_path):
 
 
 def peak_of_average(folder: Path, sources: list[Path]) -> int:
-    """Bytes that averaging `sources[1:]` takes at most, above what everything else takes."""
-
-    def peak_kb() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
+    """Of averaging `sources[1:]`, after all is imported."""
     average(sources[:1], folder / "mean of one", [1.0])
-    before = peak_kb()
-    average(sources[1:], folder / "mean", [1 / len(sources[1:])] * len(sources[1:]))
-    return 1024 * (peak_kb() - before)
+    return peak_bytes(average, sources[1:], folder / "mean", [1 / len(sources[1:])] * len(sources[1:]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

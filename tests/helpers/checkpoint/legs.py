@@ -84,11 +84,15 @@ def write_data(folder: Path) -> Path:
 
 
 def run_legs(legs: Sequence[Leg], *, timeout: float = 300.0) -> list[list[Step]]:
-    """Runs legs of equally many ranks; the steps of each."""
-    (num_ranks,) = {leg.config.world_size for leg in legs}
-    jobs = [(leg, free_port()) for leg in legs]
-    found: list[list[Step]] = run_on_ranks(num_ranks, run_on_rank, jobs, join=False, timeout=timeout)[0]
-    return found
+    """Runs legs, by numbers of ranks in the order of the first of each, else in theirs; the steps of each."""
+    found: dict[int, list[Step]] = {}
+    sizes = [leg.config.world_size for leg in legs]
+    for num_ranks in dict.fromkeys(sizes):
+        places = [place for place, size in enumerate(sizes) if size == num_ranks]
+        jobs = [(legs[place], free_port()) for place in places]
+        done = run_on_ranks(num_ranks, run_on_rank, jobs, join=False, timeout=timeout)[0]
+        found |= dict(zip(places, done, strict=True))
+    return [found[place] for place in range(len(legs))]
 
 
 def run_on_rank(jobs: Sequence[tuple[Leg, int]]) -> list[list[Step]]:
