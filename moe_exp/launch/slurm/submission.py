@@ -106,15 +106,13 @@ def script_of(job: RunJob) -> str:
 
 def planned_commands(job: RunJob) -> list[str]:
     """The sbatch calls that `submit` would make, as shell lines."""
-    path = shlex.quote(str(job.folder / "TIME.sbatch"))
-    number, after = job.slurm.num_jobs, [*job.slurm.jobs_before]
+    path, number = shlex.quote(str(job.folder / "TIME.sbatch")), job.slurm.num_jobs
+    jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
-        what = f"a job array: {number} jobs, one after another" if number > 1 else "one job"
-        return [f"{shlex.join(['sbatch', '--parsable', *_dependency(after)])} {path}  # {what}"]
-    lines = []
-    for this in range(1, number + 1):
-        words = ["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"]
-        lines.append(" ".join(words))
+        jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
+    lines, after = [], job.slurm.jobs_before
+    for this, what in enumerate(jobs, 1):
+        lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
         after = [f"ID_OF_JOB_{this}"]
     return lines
 
