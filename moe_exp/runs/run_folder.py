@@ -192,10 +192,10 @@ def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
-    """Settings of the previous start; empty if there is none, or its file cannot be read."""
+    """Settings of the previous start; empty if its file is missing or unreadable."""
     try:
         return _read_settings(folder.config)
-    except ValueError:
+    except (OSError, ValueError):
         return {}
 
 
@@ -235,11 +235,8 @@ def changes_text(changes: Sequence[str]) -> str:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
-    try:
-        settings = read_yaml(path)
-    except OSError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    """config.yaml as a dict; OSError, or ValueError with a one-line reason, if it cannot be read."""
+    settings = read_yaml(path)
     if not isinstance(settings, dict):
         raise ValueError("it holds no settings")
     return settings
@@ -328,7 +325,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
         saved = _read_settings(folder.config)
         shapes, functions = model_changes(config, saved, str(folder.config))
         other_optimizer = optimizer_change(config, saved, str(folder.config))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fix = "give another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     is_trained = (folder.checkpoints / LATEST).exists()
