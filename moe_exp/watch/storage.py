@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config import Config, load_config
 from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text, read_yaml
 from moe_exp.planner.costs.disk import DiskUse, disk_use
@@ -177,17 +177,11 @@ def storage_of(path: Path) -> Storage:
 
 
 def _config(path: Path) -> Config:
-    try:
-        values = read_yaml(path)
-        if not isinstance(values, Mapping):
-            raise ValueError("it holds no settings")
-        known = {str(name).lower(): value for name, value in values.items()}
-        return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
-    except ConfigError:
-        raise
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another file.") from None
+    values = read_yaml(path, fix="name another file")
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path}: holds no settings. Fix: name another file.")
+    known = {str(name).lower(): value for name, value in values.items()}
+    return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
