@@ -180,7 +180,7 @@ def recorded_settings(path: Path) -> dict[str, Any]:
         raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(settings, dict):
         raise ValueError("it holds no settings")
-    return {str(name): value for name, value in settings.items()}
+    return {str(name).lower(): value for name, value in settings.items()}
 
 
 def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -19,21 +20,21 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 
 def _of_machine(proc: Path) -> int | None:
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
+    return next((int(line.split()[1]) * 1024 for line in lines), None)
+
+
+def _lines(path: Path) -> list[str]:
+    """Empty if the file cannot be read."""
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []
 
 
 def _of_groups(proc: Path, cgroup: Path) -> list[int | None]:
     """Left in each group from the process's own up to the root: any of them may have the limit."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     left: list[int | None] = []
-    for line in lines:
+    for line in _lines(proc / "self/cgroup"):
         _, controllers, name = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
@@ -42,8 +43,7 @@ def _of_groups(proc: Path, cgroup: Path) -> list[int | None]:
         if controllers:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         folder = root / name.lstrip("/")
-        # In a container the group's name may be one of the host, which is not there to be seen: then the root
-        # is the container's.
+        # In a container the name may be one of the host, which is hidden: the root is the container's.
         groups = [group for group in (folder, *folder.parents) if group == root or root in group.parents]
         left += [_left(group, *names) for group in groups]
     return left

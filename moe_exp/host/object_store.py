@@ -110,7 +110,7 @@ class Store:
             return missing
 
     def files(self) -> dict[str, StoredFile]:
-        """All files, by their names below the URL; empty if there is none."""
+        """All files, by their names below the URL."""
 
         def listed(fs: Any, root: str) -> dict[str, StoredFile]:
             found = fs.find(root, detail=True)
@@ -120,7 +120,7 @@ class Store:
         return self._listed("", listed, {})
 
     def find(self, name: str) -> StoredFile | None:
-        """Facts of a file; None if there is none."""
+        """Facts of a file; None if it does not exist."""
         info = self._listed(name, lambda fs, place: fs.info(place), {"type": "missing"})
         return _stored(info) if info["type"] == "file" else None
 
@@ -143,7 +143,7 @@ class Store:
             return {name: file for name, file in found if file is not None}
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes of a file, from `start` to before `end`; FileNotFoundError if there is none."""
+        """Bytes of a file, from `start` to before `end`; FileNotFoundError if it does not exist."""
 
         def read(fs: Any, place: str) -> bytes:
             data = bytes(fs.cat_file(place, start=start, end=end) if end is not None else fs.cat_file(place))

@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -147,19 +146,9 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`; from /proc if possible, as slim containers have no ps."""
-    if Path("/proc/self/stat").exists():
-        pairs = [(int(stat.parent.name), _parent(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
-    else:
-        command = ["ps", "-A", "-o", "pid=,ppid="]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        pairs = [(int(child), int(parent)) for child, parent in map(str.split, lines)]
-    return [child for child, parent in pairs if parent == pid]
+    """Process ids of the children of `pid`."""
+    import psutil
 
-
-def _parent(stat: Path) -> int:
-    try:
-        # Fields: pid, (program name, any characters), state, parent.
-        return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-    except OSError:
-        return -1
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []

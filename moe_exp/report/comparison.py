@@ -58,27 +58,21 @@ class LossCurve:
 class Parity:
     """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest loss that both reach.
 
-    Attributes:
-        run, other: with several seeds, their mean curves are compared.
-        what: VALIDATION, or TRAINING: smoothed.
-        loss: that loss, in `unit` (NATS or BITS).
-        flops, seconds, tokens: used by `run` up to then, as a share of what `other` used; NaN if unknown.
-        is_reached: whether `run` reaches the lowest loss of `other`; if not, `loss` is its own lowest.
-        other_lowest: the lowest loss of `other`.
-        reason: why the two cannot be compared; empty if they can.
+    Shares are of what `other` had used when it was there; NaN if unknown. Several seeds are compared by their
+    mean curves.
     """
 
     run: Group
     other: Group
-    what: str = TRAINING
+    what: str = TRAINING  # smoothed; or VALIDATION
     loss: float = float("nan")
-    unit: str = NATS
+    unit: str = NATS  # or BITS
     flops: float = float("nan")
     seconds: float = float("nan")
     tokens: float = float("nan")
-    is_reached: bool = True
+    is_reached: bool = True  # the lowest loss of `other`; if not, `loss` is the lowest of `run`
     other_lowest: float = float("nan")
-    reason: str = ""
+    reason: str = ""  # why the two cannot be compared
 
 
 def tokenizer_of(run: Run) -> str | None:

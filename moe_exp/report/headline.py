@@ -55,21 +55,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Losses of groups where all have used the same amount of something.
-
-    Attributes:
-        axis: of what.
-        at: the amount.
-        what: `validation loss` or `training loss`.
-        unit: NATS or BITS.
-        standings: the lowest loss first.
-    """
+    """Losses of groups where all have used the same amount of something."""
 
     axis: Axis
-    at: float
-    what: str
-    unit: str
-    standings: tuple[Standing, ...]
+    at: float  # the amount
+    what: str  # VALIDATION or TRAINING loss
+    unit: str  # NATS or BITS
+    standings: tuple[Standing, ...]  # the lowest loss first
 
     @property
     def lead(self) -> float:
@@ -99,7 +91,10 @@ def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | No
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
         curves = {id(run): _curve(run, what, unit, window, axis) for run in runs}
         left_out = [tuple(run for run in group.runs if not len(curves[id(run)][0])) for group in groups]
-        at = _shared_end([curve for curve in curves.values() if len(curve[0])])
+        spans = [(float(x[0]), float(x[-1])) for x, _ in curves.values() if len(x)]
+        # the largest x that all curves have reached, unless one begins after it
+        end = min((last for _, last in spans), default=-1.0)
+        at = end if spans and all(first <= end for first, _ in spans) else None
         is_whole = all(len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True))
         if at is not None and is_whole:
             break
@@ -121,14 +116,6 @@ def _curve(run: Run, what: str, unit: str, window_tokens: float, axis: Axis) -> 
     return found.at[axis][known], found.loss[known]
 
 
-def _shared_end(curves: Sequence[tuple[Floats, Floats]]) -> float | None:
-    """The largest x that all curves have reached; None if one begins after it."""
-    if not curves:
-        return None
-    end = min(float(x[-1]) for x, _ in curves)
-    return end if all(x[0] <= end for x, _ in curves) else None
-
-
 def amount_text(axis: Axis, amount: float) -> str:
     """An amount with its unit, such as `2.1M tokens`."""
     if axis == "training_seconds":
@@ -146,7 +133,14 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
         return _single(runs[0]), ""
     found = ranking(runs)
     if found is None:
-        return f"No two of the runs can be compared at equal tokens{_reasons(runs)}.", ""
+        why = ""
+        if refused := _refused(runs):
+            why = f": {'; '.join(refused)}"
+        elif loss_unit(runs) is None:
+            why = ": their tokenizers differ, and bits per byte are not known for all"
+        elif len(seed_groups(runs)) == 1:
+            why = ": they differ only in SEED"
+        return f"No two of the runs can be compared at equal tokens{why}.", ""
     best, second = found.standings[:2]
     number, after = len(found.standings), f"after {amount_text(found.axis, found.at)} each"
     losses = f"{found.what} {loss_text(best.loss)} against {loss_text(second.loss)} {found.unit}, {after}"
@@ -178,14 +172,6 @@ def _single(run: Run) -> str:
 def _refused(runs: Sequence[Run]) -> list[str]:
     window = window_of(runs)
     return [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
-
-
-def _reasons(runs: Sequence[Run]) -> str:
-    if reasons := _refused(runs):
-        return f": {'; '.join(reasons)}"
-    if loss_unit(runs) is None:
-        return ": their tokenizers differ, and bits per byte are not known for all"
-    return ": they differ only in SEED" if len(seed_groups(runs)) == 1 else ""
 
 
 def _seeds(best: Standing, second: Standing) -> str:

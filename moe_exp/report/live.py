@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_exp.config import ConfigError, problem
+from moe_exp.config import ConfigError
 from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
@@ -46,13 +45,16 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         seconds: polling interval.
 
     Raises:
-        ConfigError: `seconds` is not positive, or a path is not a run; a line for each.
+        ConfigError: a path is not a run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
-    problems = [line for path in paths for line in _path_problems(path, may_wait=not once)]
-    if not (math.isfinite(seconds) and seconds > 0):
-        fix = "give the time between two looks, such as 2"
-        problems.insert(0, problem("seconds", seconds, "must be a positive number", fix))
+    problems = []
+    for path in paths:
+        folder = path.parent if path.name == "metrics.jsonl" else path
+        inside = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        may_come = not once and not inside and not folder.is_file()
+        if not (inside & set(_OF_A_RUN) or may_come):
+            problems += run_problems([folder])
     if problems:
         raise ConfigError(problems)
     followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
@@ -74,13 +76,6 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
                 return
             pressed.wait(seconds)
     raise KeyboardInterrupt
-
-
-def _path_problems(path: Path, *, may_wait: bool) -> list[str]:
-    folder = path.parent if path.name == "metrics.jsonl" else path
-    inside = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    is_run = inside & set(_OF_A_RUN) or (may_wait and not inside and not folder.is_file())
-    return [] if is_run else run_problems([folder])
 
 
 def _render(followers: Sequence[Follower], console: Console) -> RenderableType:

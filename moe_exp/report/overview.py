@@ -14,31 +14,23 @@ from moe_exp.report.run_data import Run
 
 @dataclass(frozen=True)
 class Overview:
-    """One run in numbers, at its end; NaN for what was not measured.
-
-    Attributes:
-        final_loss: mean training loss of the last 5% of its tokens, nats per token.
-        valid_loss, valid_ppl, bits_per_byte: of the latest validation.
-        peak_memory_bytes: maximum over ranks.
-        tokens_per_second, tflops_per_gpu: medians over the records.
-        cost: at the loss that is compared; None if it was not reached.
-    """
+    """One run in numbers, at its end; NaN for what was not measured."""
 
     run: Run
     total_parameters: float
     active_parameters: float
-    final_loss: float
-    valid_loss: float
+    final_loss: float  # mean training loss of the last 5% of its tokens, nats per token
+    valid_loss: float  # with the next two, of the latest validation
     valid_ppl: float
     bits_per_byte: float
-    peak_memory_bytes: float
-    tokens_per_second: float
+    peak_memory_bytes: float  # maximum over ranks
+    tokens_per_second: float  # with the next one, median over the records
     tflops_per_gpu: float
     iteration: float
     tokens: float
     flops: float
     seconds: float
-    cost: Cost | None
+    cost: Cost | None  # at the loss that is compared; None if it was not reached
 
 
 def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> Overview:

@@ -22,7 +22,6 @@ from moe_exp.report.page_data import embedded, page_data
 from moe_exp.report.page_parts import cost_texts, overview_rows
 from moe_exp.report.run_data import Run, read_runs, run_problems
 
-_ASSETS = Path(__file__).parent / "assets"
 _GENERATOR = '<meta name="generator" content="moe-exp report">'
 MOST_BYTES = 5_000_000
 _SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
@@ -148,7 +147,7 @@ def _sections(
 @cache
 def _assets() -> dict[str, str]:
     def read(name: str) -> str:
-        return (_ASSETS / name).read_text(encoding="utf-8")
+        return (parts.ASSETS / name).read_text(encoding="utf-8")
 
     scripts = ("uplot/uPlot.iife.min.js", *(f"{name}.js" for name in _SCRIPTS))
     return {
@@ -159,7 +158,7 @@ def _assets() -> dict[str, str]:
 
 def _filled(fields: dict[str, str]) -> str:
     """Fills the template in one pass, so that a run named like a placeholder stays text."""
-    page = (_ASSETS / "page.html").read_text(encoding="utf-8")
+    page = (parts.ASSETS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)
 
 

@@ -15,7 +15,7 @@ from moe_exp.report.headline import baseline_of
 from moe_exp.report.load_history import NUM_COLUMNS, Floats
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
-from moe_exp.runs.marks import marks_of
+from moe_exp.runs.curves import marks_of
 from moe_exp.runs.seeds import grouped_by_seed
 
 # Limits of one page, far under 5 MB for any runs.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from moe_exp.host.quantities import (
     bytes_text,
@@ -38,6 +39,7 @@ from moe_exp.report.overview import Overview
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
+ASSETS = Path(__file__).parent / "assets"
 _MOST_CARDS = 4  # with more comparisons, a table
 
 
@@ -274,20 +276,6 @@ def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]
     return table(head, [row_html(name, values) for name, values in rows], "Settings that differ")
 
 
-_EXPERT_VIEW = """<div id="expert-view" hidden>
-<div class="experts-controls">
-<label>run <select id="expert-run"></select></label>
-<label>time <input id="expert-time" type="range" min="0" max="0" step="1">\
-<output id="expert-when"></output></label>
-<label>layer <select id="expert-layer"></select></label>
-</div>
-<div class="heats"><div class="heat" id="heat-now"></div><div class="heat" id="heat-over"></div></div>
-<div class="scale"><span>load of an expert: <i class="dead"></i> dead (under 1%)</span>
-<span>0 <i></i> 4 times its fair share; the middle is the fair share</span></div>
-<details id="expert-table-box"><summary>The heatmap as a table</summary>
-<div class="scroll tall" role="region" tabindex="0" aria-label="Load of the experts">\
-<table id="expert-table"></table></div></details>
-</div>"""
 _EXPERT_CHARTS = (
     "layer-entropy", "layer-dropped", "layer-worst", "layer-top1", "balance", "z_loss", "worst", "dropped",
     "entropy", "dead",
@@ -301,7 +289,8 @@ def experts_html(runs: Sequence[Run]) -> str:
         return '<p class="note">None of the runs has recorded experts.</p>'
     tables = "".join(_layer_table(run) for run in with_experts)
     charts = f"<summary>Curves of the experts</summary>{charts_html(_EXPERT_CHARTS)}"
-    return f'{_EXPERT_VIEW}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
+    view = (ASSETS / "experts.html").read_text(encoding="utf-8").rstrip()
+    return f'{view}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
 
 
 _DEAD_RULE = (

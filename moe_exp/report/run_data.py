@@ -44,38 +44,22 @@ _PROGRESS_BYTES = 1 << 26
 
 @dataclass
 class Run:
-    """Contents of one run folder.
+    """Contents of one run folder. Curves are arrays [num_records] by key."""
 
-    Attributes:
-        name: unique among the runs of a report.
-        settings: of the latest start; empty if config.yaml is missing or broken.
-        config: the same, validated; None if these settings are not valid in this version.
-        train: arrays [num_records] by key: AXES, CURVES, and means over the MoE layers named `experts/<key>`.
-        valid: arrays [num_records] by key: AXES and VALID_CURVES.
-        events: records of kind event, in the file's order.
-        load: expert load over time; false without experts.
-        notes: what could not be read, a sentence each.
-        starts: entries of provenance.json, oldest first.
-        text: the content of notes.md.
-        samples: prompt and generated text of each line of generated.jsonl.
-        written: when metrics.jsonl was last written, with time zone.
-        ended: how the latest start ended; None if no end is recorded.
-    """
-
-    name: str
+    name: str  # unique among the runs of a report
     path: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    config: Config | None = None
-    train: dict[str, Floats] = field(default_factory=dict)
-    valid: dict[str, Floats] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the latest start; empty if unreadable
+    config: Config | None = None  # the same, validated; None if they are not valid in this version
+    train: dict[str, Floats] = field(default_factory=dict)  # AXES, CURVES, means over layers `experts/<key>`
+    valid: dict[str, Floats] = field(default_factory=dict)  # AXES and VALID_CURVES
     events: list[dict[str, Any]] = field(default_factory=list)
-    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
-    notes: list[str] = field(default_factory=list)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    text: str = ""
-    samples: list[tuple[str, str]] = field(default_factory=list)
-    written: datetime | None = None
-    ended: str | None = None
+    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without experts
+    notes: list[str] = field(default_factory=list)  # what could not be read, a sentence each
+    starts: list[dict[str, Any]] = field(default_factory=list)  # of provenance.json, oldest first
+    text: str = ""  # of notes.md
+    samples: list[tuple[str, str]] = field(default_factory=list)  # prompts and texts of generated.jsonl
+    written: datetime | None = None  # metrics.jsonl, last; with time zone
+    ended: str | None = None  # how the latest start ended; None if no end is recorded
 
     @property
     def kind(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,19 +94,13 @@ def spikes(values: Floats) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """A downsampled curve.
-
-    Attributes:
-        mean, low, high: of the finite values of each bucket [B]; NaN without any.
-        num_missing: values of each bucket that are not finite [B].
-    """
+class Buckets(NamedTuple):
+    """A downsampled curve [B], of the finite values of each bucket; NaN without any."""
 
     mean: Floats
     low: Floats
     high: Floats
-    num_missing: Floats
+    num_missing: Floats  # values of each bucket that are not finite
 
 
 def bucket_starts(num_records: int, most: int) -> Floats:

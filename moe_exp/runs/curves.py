@@ -1,4 +1,4 @@
-"""Curves of runs: the loss of one as a PNG, and several runs beside each other as a figure."""
+"""Curves of runs: the loss of one as a PNG, several runs as a figure, and the marks in them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from moe_exp.runs.marks import Mark, marks_of
 from moe_exp.runs.seeds import shared_points
 
 Records = Sequence[Mapping[str, Any]]
@@ -22,13 +22,53 @@ _MARK = "#6a3d9a"
 _LONGEST_MARK, _MOST_MARKS = 40, 20
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A place between two iterations."""
+
+    kind: Literal["stage", "settings", "resume"]  # of DATA_STAGES; a resume with changed settings, or without
+    after: int  # the last iteration before it
+    label: str = ""  # short; empty for a resume without changes
+    details: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, with the iteration."""
+        if self.kind == "stage":
+            return f"data {self.label} from iteration {self.after + 1}: {self.details}"
+        return f"resume after iteration {self.after}" + (f": {self.label}" if self.label else "")
+
+
+def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
+    """Marks from the events among the records of a run, by iteration.
+
+    A resume removes what happened after the checkpoint that it continues from. The first start is no resume,
+    also if it begins with the iteration of LOAD_DIR.
+    """
+    found: dict[tuple[str, int], Mark] = {}
+    is_first = True
+    for event in records:
+        name, iteration = event.get("event"), event.get("iteration")
+        if not isinstance(iteration, int):
+            continue
+        if name == "data_stage":
+            details = f"{event.get('train_data')}, SEQ_LEN {event.get('seq_len')}"
+            found["stage", iteration] = Mark("stage", iteration - 1, f"stage {event.get('stage')}", details)
+        elif name == "changed_settings":
+            changes = event.get("changes")
+            label = ", ".join(map(str, changes)) if isinstance(changes, list) else str(changes)
+            found["resume", iteration] = Mark("settings", iteration, label)
+        elif name in ("start", "resume"):
+            found = {key: mark for key, mark in found.items() if mark.after <= iteration}
+            if name == "resume" and not is_first:
+                found.setdefault(("resume", iteration), Mark("resume", iteration))
+            is_first = False
+    return sorted(found.values(), key=lambda mark: mark.after)
+
+
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draws train and validation loss over iterations, with the learning rate behind them, to a PNG.
-
-    Losses that are None leave a gap; a long title is wrapped. Lines mark stages of data and resumes.
-
-    Raises:
-        ValueError: no train record has a loss.
+    """Draws train and validation loss over iterations, and the learning rate behind them, as a PNG. Lines
+    mark stages of data and resumes. ValueError if no train record has a loss.
     """
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
@@ -97,9 +137,8 @@ def _draw_losses(
 
 def _draw_learning_rate(axes: Any, train: Sequence[Mapping[str, Any]]) -> list[Any]:
     rates = _numbers(train, "learning_rate")
-    handles = axes.plot(
-        [record["iteration"] for record in train], rates, color=_RATE, linewidth=1.2, label="learning rate"
-    )
+    iterations = [record["iteration"] for record in train]
+    handles = axes.plot(iterations, rates, color=_RATE, linewidth=1.2, label="learning rate")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("learning rate", color="#9a9a9a")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -130,10 +169,8 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered mean over up to `half_width` values to each side, which does not lag.
-
-    At the start, where the loss is steep and a wide mean would be too high, the mean takes an eighth of the
-    values so far. NaN stays NaN, to show gaps, and is left out of the means around it.
+    """Centered mean over up to `half_width` values to each side, which does not lag; at the steep start over
+    fewer, an eighth of those so far. NaN stays NaN, to show gaps, and is left out of the means around it.
     """
     sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
     counts = [0, *accumulate(int(not math.isnan(value)) for value in values)]
@@ -166,10 +203,8 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         x: key of the records for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks show. Panels that no run has a value for are left out.
-
-    Raises:
-        ValueError: no record has a value to draw.
+        A matplotlib Figure that notebooks show, without panels that no run has a value for; ValueError if no
+        record has one.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -197,7 +232,13 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         axes.grid(axis="y", color="#ececec")
         if len(runs) > 1:
             axes.legend(frameon=False, fontsize=8)
-    figure._repr_png_ = lambda: _png(figure)  # as pyplot would, but without its global figures
+
+    def png() -> bytes:  # as pyplot would, but without its global figures
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+    figure._repr_png_ = png
     return figure
 
 
@@ -235,9 +276,3 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 def _imbalance(record: Mapping[str, Any]) -> float | None:
     found = [layer["max_over_mean"] for layer in record.get("experts") or [] if layer["max_over_mean"]]
     return sum(found) / len(found) if found else None
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()

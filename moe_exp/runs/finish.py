@@ -25,13 +25,7 @@ def finish_run(
     code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:
-    """Writes the summary of the start of this run that was made after `since`.
-
-    Args:
-        since: when this start was launched, with time zone.
-        wall_seconds: from the launch to the end.
-        code: exit code of the ranks.
-        caller: how the user started the run.
+    """Writes the summary of the start of this run that was launched at `since` (with time zone).
 
     Returns:
         The status and the summary text, which says what could not be written; None if the run did not get as

@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -40,10 +41,8 @@ def package_versions() -> dict[str, str]:
     """Versions of installed packages that can change a run's numbers or speed; read once per process."""
     versions = {}
     for package in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -54,18 +53,16 @@ def _commit() -> str | None:
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     commit = _git(package, "rev-parse", "HEAD")
-    return commit and commit + (
-        "+changes" if _git(package, "status", "--porcelain", "--untracked-files=no", ".") else ""
-    )
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
+    return f"{commit}+changes" if commit and changes else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     # Inside a git hook, GIT_DIR etc. point to the hook's repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, env=environ
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

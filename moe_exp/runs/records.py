@@ -38,10 +38,7 @@ TRAIN_KEYS = {
     "consumed_samples": "samples since the start of training",
     "consumed_tokens": "tokens since the start of training",
     "consumed_flops": "model FLOPs since the start of training, of all ranks (planner.costs.flops)",
-    "training_seconds": (
-        "wall time of the iterations since the start of training, over all starts, without evaluation and"
-        " saves"
-    ),
+    "training_seconds": "wall time of all iterations so far, over all starts, without evaluation and saves",
     "global_batch_size": "samples per iteration, mean since the previous record",
     "lm_loss": "cross entropy, nats per token",
     "load_balancing_loss": "mean over MoE layers before its coefficient; 1.0: perfect balance; null: dense",
@@ -57,19 +54,11 @@ TRAIN_KEYS = {
     "tokens_per_second": "of all ranks together",
     "tflops_per_gpu": "model TFLOP/s per rank, or null",
     "eta_seconds": "until TRAIN_ITERS, at this speed per sample",
-    "skipped_iterations": (
-        "iterations without an optimizer step (overflow, or not finite) since the previous record"
-    ),
+    "skipped_iterations": "without an optimizer step (overflow, or not finite) since the previous record",
     "nan_iterations": "iterations with a loss that is not a number since the previous record",
     "memory_allocated_bytes": "largest allocation of rank 0's device, or null on a CPU",
-    "peak_memory_bytes": (
-        "of the rank that needed most since its start: allocated on its device, or on a CPU the process's"
-        " resident size"
-    ),
-    "timers": (
-        "milliseconds per iteration by phase (training.interval.PHASES), mean over ranks; null without"
-        " LOG_TIMERS"
-    ),
+    "peak_memory_bytes": "largest of all ranks since the start: on the device, or a process's resident size",
+    "timers": "ms per iteration by phase (training.interval.PHASES), mean of ranks; null without LOG_TIMERS",
     "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
 }
 EXPERT_KEYS = {
@@ -77,13 +66,8 @@ EXPERT_KEYS = {
     "tokens_per_expert": "slots (tokens times TOPK, if all are used) per expert before any drop",
     "experts_per_token": "slots that tokens use, mean over tokens; TOPK unless they decide their number",
     "max_over_mean": "the busiest expert's slots over the mean, of the whole interval",
-    "microbatch_max_over_mean": (
-        "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on"
-    ),
-    "max_vio": (
-        "MaxVio of a global batch, the busiest expert's slots over the mean, minus 1; mean over the last 32"
-        " of the interval"
-    ),
+    "microbatch_max_over_mean": "the same within a rank's micro-batch, mean: sets memory, drops and time",
+    "max_vio": "max_over_mean - 1 of a global batch; mean over the last 32 of the interval",
     "dead_fraction": "share of experts with under 1% of their fair share of the interval's slots",
     "dropped_fraction": "share of slots over capacity",
     "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
@@ -100,9 +84,7 @@ VALID_KEYS = {
     "training_seconds": "training time until then, or null before the first train record",
     "lm_loss": "cross entropy on the validation data, nats per token",
     "lm_loss_ppl": "perplexity, exp(lm_loss), with lm_loss cut at 20 as in Megatron",
-    "lm_loss_bits_per_byte": (
-        "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer"
-    ),
+    "lm_loss_bits_per_byte": "lm_loss / ln 2 / UTF-8 bytes per token; null without a known tokenizer",
     "ema_lm_loss": "lm_loss with the average of the weights (EMA_DECAY), or null without one",
 }
 EVENTS = {
@@ -114,52 +96,30 @@ EVENTS = {
     "upload_failed": "one was not copied to REMOTE_DIR: reason",
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
-    "kernels_failed": (
-        "a Triton kernel differs from plain torch, and the run continues without: part, problems, backend"
-    ),
-    "restore_failed": (
-        "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors"
-    ),
-    "replicas_differ": (
-        "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems"
-    ),
+    "kernels_failed": "a Triton kernel differs from plain torch and is not used: part, problems, backend",
+    "restore_failed": "loaded tensors differ from the saved ones; the start ends: checkpoint, tensors",
+    "replicas_differ": "replicas differ, or an optimizer group is wrong; the job ends: problems",
     "data_stage": "a stage of DATA_STAGES has begun with this iteration: stage, train_data, seq_len",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
     "changed_settings": "a resume has other settings than the start before it: changes",
-    "bad_step": (
-        "an iteration made no step, as its loss or gradient is not finite; once per row of them: loss,"
-        " grad_norm, samples"
-    ),
+    "bad_step": "no step, as loss or gradient is not finite; once per row of them: loss, grad_norm, samples",
     "too_many_bad_steps": "MAX_BAD_STEPS of them in a row have ended the run: checkpoint",
-    "spike": (
-        "the loss or the gradient norm has jumped (watch.spikes): z-scores, levels, samples and the documents"
-        " these are from"
-    ),
+    "spike": "the loss or the gradient norm has jumped: z-scores, levels, samples and their documents",
     "spike_end": "it is over: first_iteration, outcome, highest_loss, highest_grad_norm",
     "rollback": "the run goes back before a spike and skips its batches: back_to, samples, set_aside",
     "no_rollback": "it does not: reason",
-    "hang": (
-        "no rank continued and all were ended: reason, ranks and hosts that are not where the others are,"
-        " why, folder with the stacks"
-    ),
+    "hang": "no rank continued, all were ended: reason, ranks and hosts apart from the others, why, folder",
     "stop": "the run was asked to end before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks have ended by themselves: status, wall_seconds",
-    "rank_failed": (
-        "a rank has died; iteration of the last train record, rank, host, device, cause (its error, or the"
-        " signal)"
-    ),
+    "rank_failed": "a rank has died: rank, host, device, cause (its error, or the signal)",
     "restart": "the ranks start again: number, reason (failure or asked), failures so far, delay_seconds",
 }
 
 
 def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
-    """Appends an event to a metrics.jsonl, which is created if missing.
+    """Appends an event, one of EVENTS, to a metrics.jsonl, which is created if missing.
 
-    Args:
-        path: of the file.
-        name: one of EVENTS.
-        iteration: the last that completed, as far as is known.
-        details: further values of the event.
+    `iteration`: the last that completed, as far as is known.
     """
     append(path, event_record(name, iteration, **details))
 
@@ -178,9 +138,8 @@ def append(path: Path, *records: Record) -> None:
     # Reopened each time: on a network file system, closing makes a record visible to other nodes.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        # a process was killed while writing
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            left = b"\n" + left
+            left = b"\n" + left  # a process was killed while writing
         try:
             while left:
                 left = left[file.write(left) :]

@@ -193,7 +193,7 @@ def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
-    """Settings of the previous start; empty if there is none, or its file cannot be read."""
+    """Settings of the previous start; empty if its file is missing or unreadable."""
     try:
         return recorded_settings(folder.config)
     except ValueError:

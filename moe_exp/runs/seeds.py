@@ -17,31 +17,20 @@ _LONGEST_NAME = 48
 
 
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Groups runs whose settings differ only in SEED, in their place or in how they are monitored.
-
-    Args:
-        settings: of each run; one without any is alone.
-
-    Returns:
-        Indices of the runs of each group, in their order.
+    """Groups of indices of runs whose settings differ only in SEED, in their place or in how they are
+    monitored. A run without settings is alone.
     """
     found: dict[object, list[int]] = {}
     for index, values in enumerate(settings):
-        compared = {
-            name: str(value)
-            for name, value in values.items()
-            if name != "seed" and (name not in TRAITS or TRAITS[name].compared)
-        }
-        found.setdefault(tuple(sorted(compared.items())) or index, []).append(index)
+        names = (name for name in values if name not in TRAITS or TRAITS[name].compared)
+        compared = sorted((name, str(values[name])) for name in names if name != "seed")
+        found.setdefault(tuple(compared) or index, []).append(index)
     return list(found.values())
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names that say what differs between runs, such as `dense` and `dmoe, TOPK=2`.
-
-    Args:
-        settings: of each run.
-        names: used instead if settings are unknown, or say too much or nothing.
+    """Names that say what differs between runs, such as `dense` and `dmoe, TOPK=2`; `names` if settings are
+    unknown, or say too much or nothing.
     """
     found = [", ".join(_differences(one, settings)) for one in settings]
     is_clear = len(set(found)) == len(found) and all(0 < len(name) <= _LONGEST_NAME for name in found)
@@ -59,14 +48,10 @@ def _differences(one: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) 
 
     parts = [kind(one)] if len({kind(other) for other in settings}) > 1 else []
     for name, traits in TRAITS.items():
-        if (
-            not traits.compared
-            or name in ("seed", "use_moe", "moe_type")
-            or (name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts))
-        ):
+        follows = name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts)
+        if follows or not traits.compared or name in ("seed", "use_moe", "moe_type"):
             continue
-        is_of_experts = traits.part == "experts"
-        others = [other for other in settings if other.get("use_moe") or not is_of_experts]
+        others = [other for other in settings if other.get("use_moe") or traits.part != "experts"]
         if one in others and len({value(other, name) for other in others}) > 1:
             parts.append(f"{name.upper()}={value(one, name)}")
     return parts

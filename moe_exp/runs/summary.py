@@ -6,6 +6,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -24,6 +25,7 @@ from moe_exp.runs.records import Record
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
+_CODES = {"stopped": TO_BE_CONTINUED, "failed": FAILED}  # if the ranks' is not known
 
 
 @dataclass(frozen=True)
@@ -91,33 +93,24 @@ def summarize(
     status: Status,
     code: int | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """The content of summary.json, of the latest start.
+
+    Losses are in nats per token; None if not measured or not finite. Speeds are medians over the train
+    records, so that warm-up, evaluation and checkpoints do not distort them.
 
     Args:
-        config: settings of the latest start.
         records, experts: from `split_experts`; may be empty.
-        folder: for its checkpoints.
-        wall_seconds: of this start, from the launch to the end.
         status: finished (TRAIN_ITERS reached), stopped (asked to end earlier) or failed.
         code: exit code of the ranks; None if unknown.
-
-    Returns:
-        A dict of JSON values. Losses are in nats per token; None if not measured or not finite. Speeds are
-        medians over the train records, so that warm-up, evaluation and checkpoints do not distort them.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
     last = train[-1] if train else {}
-    lowest = min(
-        (record for record in train if record["lm_loss"] is not None),
-        key=lambda record: float(record["lm_loss"]),
-        default={},
-    )
+    with_loss = [record for record in train if record["lm_loss"] is not None]
+    lowest = min(with_loss, key=lambda record: float(record["lm_loss"]), default={})
     return {
         "status": status,
-        "exit_code": (
-            FINISHED if status == "finished" else code or (TO_BE_CONTINUED if status == "stopped" else FAILED)
-        ),
+        "exit_code": FINISHED if status == "finished" else code or _CODES[status],
         "ended_by": _ended_by(records) if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
@@ -149,7 +142,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records from its `start` or `resume` on; all if there is none."""
+    """Records from its `start` or `resume` on; all without one."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
@@ -162,8 +155,10 @@ def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The event that explains the failure: the first of _ENDS since the latest start or restart, if any."""
     found: list[Mapping[str, Any]] = []
     for event in (record for record in _latest_start(records) if record["kind"] == "event"):
-        found = [] if event["event"] == "restart" else found
-        found += [event] if event["event"] in _ENDS else []
+        if event["event"] == "restart":
+            found = []
+        elif event["event"] in _ENDS:
+            found.append(event)
     return dict(found[0]) if found else None
 
 
@@ -180,12 +175,10 @@ def _expert_balance(experts: Experts) -> dict[str, Any] | None:
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
-    dead = [
-        [layer["layer"], expert]
-        for layer in measured
-        for expert, tokens in enumerate(layer["tokens_per_expert"])
-        if tokens == 0
-    ]
+    dead = []
+    for layer in measured:
+        idle = np.flatnonzero(np.asarray(layer["tokens_per_expert"]) == 0)
+        dead += [[layer["layer"], int(expert)] for expert in idle]
     return {
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
@@ -201,14 +194,18 @@ def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | No
     """The summary for people: results, where they are and what to try next; no newline at the end."""
     head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
     head += ", this start in" if summary["num_starts"] > 1 else " in"
-    head += f" {_time(summary['wall_seconds'])}"
+    head += f" {timedelta(seconds=round(summary['wall_seconds']))}"
     next_lines = _next_lines(summary, config, caller or Caller())
     indented = ["  " + line for line in _result_lines(summary)]
     return "\n".join([head, *indented, "What to try next", *("  " + line for line in next_lines)])
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
-    lines = [f"lm loss      {_loss_text(summary)}"]
+    loss = "never measured"
+    if summary["min_lm_loss"] is not None:
+        loss = f"{_number(summary['first_lm_loss'])} -> {_number(summary['last_lm_loss'])}"
+        loss += f" (lowest {summary['min_lm_loss']:.4f} at iteration {summary['min_lm_loss_iteration']})"
+    lines = [f"lm loss      {loss}"]
     if summary["last_valid_lm_loss"] is not None:
         ema = summary["last_valid_ema_lm_loss"]
         averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
@@ -227,13 +224,6 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
-
-
-def _loss_text(summary: Mapping[str, Any]) -> str:
-    if summary["min_lm_loss"] is None:
-        return "never measured"
-    text = f"{_number(summary['first_lm_loss'])} -> {_number(summary['last_lm_loss'])}"
-    return text + f" (lowest {summary['min_lm_loss']:.4f} at iteration {summary['min_lm_loss_iteration']})"
 
 
 def _speed_text(summary: Mapping[str, Any]) -> str:
@@ -277,9 +267,8 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
-    again = "begins at iteration 0: there is no checkpoint"
-    if checkpoints:
-        again = f"continues from {checkpoints[-1]}"
+    nothing = "begins at iteration 0: there is no checkpoint"
+    again = f"continues from {checkpoints[-1]}" if checkpoints else nothing
     if ended_by.get("event") == "too_many_bad_steps":
         return [
             f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
@@ -318,21 +307,11 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
     for suffix, what, changes in others:
         if config.run_name:  # names that are built change by themselves
             changes |= {"run_name": f"{config.run_name}_{suffix}"}
-        if _can_run(config, changes, caller):
-            lines.append(f"{caller.command_with(**changes)}   # {what}")
+        with suppress(ValidationError):
+            if not caller.problems(Config(**{**config.model_dump(), **changes})):
+                lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines
-
-
-def _can_run(config: Config, changes: Mapping[str, Any], caller: Caller) -> bool:
-    try:
-        return not caller.problems(Config(**{**config.model_dump(), **changes}))
-    except ValidationError:
-        return False
 
 
 def _number(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.4f}"
-
-
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

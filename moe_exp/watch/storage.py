@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config import Config, load_config
 from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text
@@ -179,12 +179,10 @@ def storage_of(path: Path) -> Storage:
 
 def _config(path: Path) -> Config:
     try:
-        return load_config(known_settings(recorded_settings(path)), {})
-    except ConfigError:
-        raise
+        recorded = recorded_settings(path)
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another file.") from None
+        raise ValueError(f"{path}: cannot be read ({error}). Fix: name another file.") from None
+    return load_config(known_settings(recorded), {})
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from moe_exp.host.files import bytes_text, count_text, read_json, read_yaml
 )  # fmt: skip
 def test_bytes_have_a_unit_and_no_exponent(num_bytes, text):
     assert bytes_text(num_bytes) == quantities.bytes_text(num_bytes) == text
+    assert quantities.bytes_text(float("nan")) == "–"
 
 
 def test_counts_have_a_letter():
@@ -27,20 +28,12 @@ def test_counts_have_a_letter():
     assert [count_text(number) for number in numbers] == ["0", "512", "12.3K", "4.4M", "30.5B", "1B", "1T"]
 
 
-def test_no_number_of_bytes_is_a_dash():
-    assert quantities.bytes_text(float("nan")) == "–"
-
-
 def test_quantities_round_before_they_choose_a_unit():
-    assert [quantities.count_text(number) for number in (999.96, 999_960, 2.5e18)] == [
-        "1K",
-        "1M",
-        "2,500,000T",
-    ]
+    counts = [quantities.count_text(number) for number in (999.96, 999_960, 2.5e18)]
+    assert counts == ["1K", "1M", "2,500,000T"]
     assert [quantities.flops_text(number) for number in (2.5e18, 0)] == ["2.5E", "0"]
-    assert [quantities.duration(seconds) for seconds in (1.0404, 119, 200, 100_000)] == [
-        "1.04 s", "119 s", "0:03:20", "1 day, 3:46:40",
-    ]  # fmt: skip
+    durations = [quantities.duration(seconds) for seconds in (1.0404, 119, 200, 100_000)]
+    assert durations == ["1.04 s", "119 s", "0:03:20", "1 day, 3:46:40"]
 
 
 def test_no_other_place_writes_sizes():

@@ -30,11 +30,8 @@ def test_validation_at_the_last_point_that_both_have_reached(tmp_path):
     moe = run_of(tmp_path / "moe", [4, 3.5, 3, 2], valid={2: 4.25}, seconds=0.4, **MOE)
     runs = read_runs([dense, moe])
     # After 2 iterations, although dense is at 3.2 in the end.
-    assert headline(runs) == (
-        "moe is better than dense by 0.2500 at equal tokens: validation loss 4.2500 against 4.5000 nats per"
-        " token, after 1.024K tokens each.",
-        "",
-    )
+    losses = "validation loss 4.2500 against 4.5000 nats per token, after 1.024K tokens each"
+    assert headline(runs) == (f"moe is better than dense by 0.2500 at equal tokens: {losses}.", "")
     # After 0.4 s, the last validation of dense; moe has none until 0.8 s, so its training loss counts.
     found = ranking(runs, "training_seconds")
     assert (found.what, found.at) == ("training loss", pytest.approx(0.4))
@@ -56,10 +53,7 @@ def test_training_losses_where_validation_says_nothing(tmp_path):
     other = run_of(tmp_path / "other", [5, 4, 3], valid={2: 1.0}, valid_data="elsewhere", **DENSE)
     runs = read_runs([moe, other])
     assert ranking(runs).what == "training loss"
-    assert (
-        "The runs were validated on different data: they are ranked by their training losses."
-        in warnings_of(runs)
-    )
+    assert any("validated on different data" in line for line in warnings_of(runs))
 
 
 @pytest.mark.parametrize(
@@ -82,29 +76,24 @@ def test_validations_of_other_samples_or_tokens_are_not_compared(other, what, tm
 
 def test_runs_that_are_level(tmp_path):
     runs = read_runs([run_of(tmp_path / name, [5, 4], **more) for name, more in (("a", DENSE), ("b", MOE))])
-    assert headline(runs)[0] == (
-        "a and b have the same training loss, 4.0000 nats per token, after 1.024K tokens each."
-    )
+    text = "a and b have the same training loss, 4.0000 nats per token, after 1.024K tokens each."
+    assert headline(runs)[0] == text
 
 
 def test_the_best_of_three_and_a_single_run(tmp_path):
     ends = {"a": 3.0, "b": 2.0, "c": 2.5}
     paths = [run_of(tmp_path / name, [5, end], lr=end / 1000, **MOE) for name, end in ends.items()]
-    assert headline(read_runs(paths))[0].startswith(
-        "b is the best of 3 by 0.5000 at equal tokens, before c: training loss 2.0000 against 2.5000"
-    )
-    assert headline(read_runs(paths[:1]))[0] == (
-        "a has a training loss of 3.0000 nats per token after 1.024K tokens."
-    )
+    text = "b is the best of 3 by 0.5000 at equal tokens, before c: training loss 2.0000 against 2.5000"
+    assert headline(read_runs(paths))[0].startswith(text)
+    text = "a has a training loss of 3.0000 nats per token after 1.024K tokens."
+    assert headline(read_runs(paths[:1]))[0] == text
     # Without a dense run and one with experts, the first is the baseline of the others.
     assert [(one.run.name, one.other.name) for one in pairs(read_runs(paths))] == [("b", "a"), ("c", "a")]
 
 
 def seeds(folder, name, ends, **settings):
-    return [
-        run_of(folder / f"{name}{seed}", [9, end], seed=seed, **settings)
-        for seed, end in enumerate(ends, start=1)
-    ]
+    numbered = enumerate(ends, start=1)
+    return [run_of(folder / f"{name}{seed}", [9, end], seed=seed, **settings) for seed, end in numbered]
 
 
 def test_seeds_are_one_run_with_a_range(tmp_path):
@@ -113,30 +102,22 @@ def test_seeds_are_one_run_with_a_range(tmp_path):
     assert [group.name for group in seed_groups(runs)] == ["dense1 (2 seeds)", "moe1 (2 seeds)"]
     text, about_seeds = headline(runs)
     assert "moe1 (2 seeds) is better than dense1 (2 seeds) by 1.0000 at equal tokens" in text
-    assert about_seeds == (
-        "The losses are means over seeds: moe1 (2 seeds) from 3.0000 to 3.5000 and dense1 (2 seeds) from"
-        " 4.0000 to 4.5000. These ranges do not overlap."
-    )
+    ranges = "moe1 (2 seeds) from 3.0000 to 3.5000 and dense1 (2 seeds) from 4.0000 to 4.5000"
+    assert about_seeds.endswith(f": {ranges}. These ranges do not overlap.")
     assert [(one.run.name, one.other.name) for one in pairs(runs)] == [("moe1 (2 seeds)", "dense1 (2 seeds)")]
     overlapping = read_runs([*paths[:2], *seeds(tmp_path, "wide", (2.0, 4.25), lr=0.1, **MOE)])
     assert headline(overlapping)[1].endswith("These ranges overlap, so the difference may be chance.")
-    assert headline(read_runs(paths[:2]))[0] == (
-        "No two of the runs can be compared at equal tokens: they differ only in SEED."
-    )
+    assert headline(read_runs(paths[:2]))[0].endswith("they differ only in SEED.")
 
 
 def falling(folder, by_seed, **settings):
     """Runs of {seed: (training losses, validation losses)} with a validation at each record."""
-    return [
-        run_of(
-            folder / f"{'moe' if settings['use_moe'] else 'dense'}{seed}",
-            train,
-            valid=dict(enumerate(valid, start=1)),
-            seed=seed,
-            **settings,
-        )
-        for seed, (train, valid) in by_seed.items()
-    ]
+    kind = "moe" if settings["use_moe"] else "dense"
+    paths = []
+    for seed, (train, valid) in by_seed.items():
+        numbered = dict(enumerate(valid, start=1))
+        paths.append(run_of(folder / f"{kind}{seed}", train, valid=numbered, seed=seed, **settings))
+    return paths
 
 
 LOW, MIDDLE, HIGH = [5, 4, 3], [5.2, 4.2, 3.2], [5.4, 4.4, 3.4]
@@ -144,11 +125,7 @@ LOW, MIDDLE, HIGH = [5, 4, 3], [5.2, 4.2, 3.2], [5.4, 4.4, 3.4]
 SEEDS = {
     "a second seed that dense lacks": ({1: (MIDDLE, LOW)}, {1: (HIGH, MIDDLE), 2: (LOW, MIDDLE)}, 1.0),
     "no seed in common": ({1: (MIDDLE, LOW)}, {3: (LOW, MIDDLE), 4: (LOW, MIDDLE)}, 1.0),
-    "one seed has no validation": (
-        {1: (MIDDLE, LOW)},
-        {1: (LOW, MIDDLE), 2: ([4.8, 3.8, 2.8], [])},
-        1.0,
-    ),
+    "one seed has no validation": ({1: (MIDDLE, LOW)}, {1: (LOW, MIDDLE), 2: ([4.8, 3.8, 2.8], [])}, 1.0),
     "a seed that has not finished": ({1: (MIDDLE, LOW)}, {1: (LOW, MIDDLE), 2: (LOW[:2], MIDDLE[:2])}, 1.0),
     "dense has more seeds": ({1: (HIGH, LOW), 2: (HIGH, LOW), 3: (HIGH, HIGH)}, {2: (LOW, HIGH)}, 1.0),
     "moe is better": ({1: (LOW, MIDDLE)}, {1: (MIDDLE, LOW), 2: (HIGH, LOW)}, -1.0),
@@ -203,16 +180,12 @@ def test_a_percentage_only_for_a_loss_that_both_come_down_to(tmp_path):
     moe = run_of(tmp_path / "moe", [3.4, 3.3, 3.2], **MOE)  # from a checkpoint
     (found,) = pairs(read_runs([dense, moe]))
     assert math.isnan(found.tokens)
-    assert (
-        parity_text(found) == "moe and dense are not compared: moe starts at 3.5000 nats per token or below."
-    )
+    assert "are not compared: moe starts at 3.5000 nats per token or below" in parity_text(found)
 
 
 def test_throughput_that_varied_is_named(tmp_path):
     steady = run_of(tmp_path / "steady", [5] * 8, rates=[10, 100, 90, 95, 100, 105, 100, 100], **DENSE)
     uneven = run_of(tmp_path / "uneven", [5] * 8, rates=[1, 600, 900, 1000, 1000, 1000, 1000, 1000], **MOE)
     (warning,) = warnings_of(read_runs([steady, uneven]))
-    assert warning == (
-        "Throughput varied by more than 20% (5th to 95th percentile) within a run, so that its times say"
-        " little about the model: uneven by 31% of its median, from 690 to 1,000 tokens/s."
-    )
+    assert warning.startswith("Throughput varied by more than 20%")
+    assert warning.endswith(": uneven by 31% of its median, from 690 to 1,000 tokens/s.")

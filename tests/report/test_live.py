@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,40 +23,25 @@ from rich.console import Console
 from helpers import ROOT
 from moe_exp.report.follower import Follower, dead_experts, layers_by_load
 from moe_exp.report.live import buckets, plot, sparkline, watch
+from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import drop_records_after
 
 START = {"kind": "event", "event": "start", "iteration": 0, "time": "2026-01-01T10:00:00+00:00"}
-END = {
-    "kind": "event",
-    "event": "end",
-    "iteration": 40,
-    "time": "2026-01-01T10:09:00+00:00",
-    "status": "finished",
-}
+END = START | {"event": "end", "iteration": 40, "time": "2026-01-01T10:09:00+00:00", "status": "finished"}
+LAYER = {"layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "dropped_fraction": 0.0}
+EXPERTS = [
+    LAYER | {"router_entropy": 0.69},
+    {"layer": 3, "tokens_per_expert": [128, 0], "max_over_mean": 2.0}
+    | {"dropped_fraction": 0.125, "router_entropy": 0.5},
+]
 
 
 def train(iteration: int, lm_loss: float | None = 4.0, **changes: Any) -> dict[str, Any]:
-    experts = [
-        {
-            "layer": 1,
-            "tokens_per_expert": [60, 68],
-            "max_over_mean": 1.0625,
-            "dropped_fraction": 0.0,
-            "router_entropy": 0.69,
-        },
-        {
-            "layer": 3,
-            "tokens_per_expert": [128, 0],
-            "max_over_mean": 2.0,
-            "dropped_fraction": 0.125,
-            "router_entropy": 0.5,
-        },
-    ]
     return {
         "kind": "train", "iteration": iteration, "lm_loss": lm_loss, "learning_rate": 2.5e-4,
         "grad_norm": 1.75, "eta_seconds": 3725.0, "elapsed_time_per_iteration_ms": 500.0,
         "tokens_per_second": 12345.6, "tflops_per_gpu": 82.4, "peak_memory_bytes": 2_500_000_000,
-        "skipped_iterations": 0, "nan_iterations": 0, "experts": experts,
+        "skipped_iterations": 0, "nan_iterations": 0, "experts": EXPERTS,
     } | changes  # fmt: skip
 
 
@@ -72,6 +58,16 @@ def make_run(folder: Path, *records: Any, use_moe: bool = True) -> Path:
     (folder / "config.yaml").write_text(f"train_iters: 40\nuse_moe: {str(use_moe).lower()}\nmoe_type: dmoe\n")
     (folder / "metrics.jsonl").write_text(text_of(*records))
     return folder
+
+
+def append(run: Path, *records: Any) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(text_of(*records))
+
+
+def set_age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
 
 
 def picture(*paths: Path, width: int = 100, **options: Any) -> str:
@@ -92,12 +88,8 @@ def test_picture_of_one_run(tmp_path: Path) -> None:
     text = picture(make_run(tmp_path / "a run", *records))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "a run dmoe running"
-    assert lines[1].startswith("the last record is ") and lines[1].endswith(
-        "usually there is one every 0.5 s"
-    )
-    assert lines[2].startswith("iteration 20/40 ") and lines[2].endswith(
-        ("eta 1:02:05", "eta 1:02:04", "eta 1:02:03")
-    )
+    assert re.fullmatch("the last record is .* old, usually there is one every 0.5 s", lines[1])
+    assert re.fullmatch("iteration 20/40 .* eta 1:02:0[345]", lines[2])
     expected = [
         "loss of iterations 1 to 20", "loss 6.0000", "validation 3.5000 (perplexity 33.25) at iteration 20",
         "learning rate 2.500e-04", "grad norm 1.75",
@@ -105,65 +97,40 @@ def test_picture_of_one_run(tmp_path: Path) -> None:
         "3 2.00 1 of 2 12.5% 0.500", "1 1.06 0 of 2 0.0% 0.690", "10:00:00 start iteration 0",
     ]  # fmt: skip
     assert [line for line in lines if line in expected] == expected
-    plotted = [
-        line for line in text.splitlines() if any("\u2801" <= character <= "\u28ff" for character in line)
-    ]
+    plotted = [line for line in text.splitlines() if re.search("[\u2801-\u28ff]", line)]
     assert len(plotted) == 8 and plotted[0].startswith("     7.9 ⠱") and plotted[-1].startswith("       6 ")
-
-
-def test_it_fits_a_terminal_of_24_lines(tmp_path: Path) -> None:
-    records = [
-        START,
-        *(train(iteration, 8.0 - iteration / 10) for iteration in range(1, 21)),
-        valid(20, 3.5),
-        START,
-        START,
-    ]
+    append(tmp_path / "a run", START, START)
     file = io.StringIO()
-    watch([make_run(tmp_path / "a", *records)], console=Console(file=file, width=80, height=24))
-    assert len(file.getvalue().splitlines()) <= 23
+    watch([tmp_path / "a run"], console=Console(file=file, width=80, height=24))
+    assert len(file.getvalue().splitlines()) <= 23  # it fits the terminal
 
 
 def test_a_checkpoint_saved_in_the_background_does_not_take_the_run_back(tmp_path: Path) -> None:
-    late = {"kind": "event", "event": "checkpoint", "iteration": 100, "time": "2026-01-01T10:05:00+00:00"}
-    resume = {"kind": "event", "event": "resume", "iteration": 100, "time": "2026-01-01T10:06:00+00:00"}
-    assert fresh(make_run(tmp_path / "a", START, train(100), train(110), late)).watched.iteration == 110
-    assert (
-        fresh(make_run(tmp_path / "b", START, train(100), train(110), late, resume)).watched.iteration == 100
-    )
+    late, resume = (START | {"event": name, "iteration": 100} for name in ("checkpoint", "resume"))
+    run = make_run(tmp_path / "a", START, train(100), train(110), late)
+    assert fresh(run).watched.iteration == 110
+    append(run, resume)
+    assert fresh(run).watched.iteration == 100
 
 
 def test_dense_run_with_gaps(tmp_path: Path) -> None:
-    records = [
-        train(iteration, None if iteration in (2, 3) else 5.0, experts=[]) for iteration in range(1, 5)
-    ]
+    records = [train(1 + index, loss, experts=[]) for index, loss in enumerate((5.0, None, None, 5.0))]
     text = picture(make_run(tmp_path / "a", START, *records, use_moe=False))
-    assert (
-        "a  dense  running" in text
-        and "4, 2 not a number" in text
-        and "2 records with a loss that is not a number" in text
-    )
-    assert "MoE layers" not in text
+    parts = ("a  dense  running", "4, 2 not a number", "2 records with a loss that is not a number")
+    assert all(part in text for part in parts) and "MoE layers" not in text
     text = picture(make_run(tmp_path / "b", START, train(1, None), use_moe=False))
     assert "loss           not a number" in text
 
 
 def test_a_run_without_records_or_settings(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text("")
-    assert "no train record yet" in picture(tmp_path / "a")
+    run = make_run(tmp_path / "a")
+    (run / "config.yaml").unlink()
+    assert "no train record yet" in picture(run)
     # Of an older version, or of another program: whatever is missing is not shown.
-    (tmp_path / "a" / "metrics.jsonl").write_text(
-        text_of({"kind": "train", "iteration": 1}, {"kind": "train", "iteration": 2, "experts": 7})
-    )
-    assert "not a number" in picture(tmp_path / "a")
-    odd = {
-        "kind": "train",
-        "iteration": 3,
-        "eta_seconds": 1e99,
-        "experts": [{"layer": "x", "tokens_per_expert": 1}, None],
-    }
-    (tmp_path / "a" / "metrics.jsonl").write_text(text_of(odd))
+    bare = {"kind": "train", "iteration": 1}
+    append(run, bare, bare | {"experts": 7})
+    assert "not a number" in picture(run)
+    append(run, bare | {"eta_seconds": 1e99, "experts": [{"layer": "x", "tokens_per_expert": 1}, None]})
     assert "eta -" in picture(tmp_path / "a") and "0 of 0" in picture(tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text("train_iters: [")
@@ -175,32 +142,21 @@ def test_several_runs_are_rows_of_as_many_columns_as_there_is_room_for(tmp_path:
     runs = [make_run(tmp_path / "dense", START, train(40, 3.25, experts=[]), END, use_moe=False)]
     runs += [make_run(tmp_path / long, START, train(10), valid(10, 4.5))]
     wide = [" ".join(line.split()) for line in picture(*runs, runs[0], width=240).splitlines()]
-    header = (
-        "run state iteration loss eta tokens/s worst layer valid curve grad norm learning rate memory last"
-        " record"
-    )
-    assert header in wide
-    assert any(
-        line.startswith("dense finished 40/40 3.2500 - 12,346 - - ▅ 1.75 2.500e-04 2.5 GB ") for line in wide
-    )
-    assert sum("dense" in line for line in wide) == 1  # given twice
-    assert any(
-        "running 10/40 4.0000 1:02:0" in line and "3: 2.00x, 1 dead, 12.5% dropped 4.5000" in line
-        for line in wide
-    )
+    head = "run state iteration loss eta tokens/s worst layer valid curve grad norm learning rate memory last"
+    assert any(line.startswith(head) for line in wide)
+    (dense,) = (line for line in wide if "dense" in line)  # given twice
+    assert dense.startswith("dense finished 40/40 3.2500 - 12,346 - - ▅ 1.75 2.500e-04 2.5 GB ")
+    (moe,) = (line for line in wide if "running 10/40 4.0000 1:02:0" in line)
+    assert "3: 2.00x, 1 dead, 12.5% dropped 4.5000" in moe
     narrow = picture(*runs, width=60)
     assert "worst layer" not in narrow and "3.2500" in narrow
-    assert (
-        "".join(line.split()[0] for line in narrow.splitlines() if line.strip()).count("moe_true_num_ex") == 1
-    )
+    names = "".join(line.split()[0] for line in narrow.splitlines() if line.strip())
+    assert names.count("moe_true_num_ex") == 1
 
 
-def test_runs_of_one_name_get_the_folder_they_are_in(tmp_path: Path) -> None:
+def test_names_are_told_apart_and_are_text(tmp_path: Path) -> None:
     text = picture(*(make_run(tmp_path / place / "run", START) for place in ("monday", "tuesday")))
     assert "monday/run" in text and "tuesday/run" in text
-
-
-def test_names_are_text(tmp_path: Path) -> None:
     name = "<script>[red]\x1b[31mx\n"
     text = picture(make_run(tmp_path / name, START | {"event": "[bold]\x1b[2J"}, train(1)))
     assert "<script>[red]?[31mx?" in text and "[bold]?[2J" in text and "\x1b" not in text
@@ -217,9 +173,7 @@ def test_a_console_without_unicode(tmp_path: Path) -> None:
 
 
 def test_following_a_file_sees_what_reading_it_whole_does(tmp_path: Path) -> None:
-    """Lines that come in pieces, garbage, and resumes that write the file anew, longer or shorter than it
-    was.
-    """
+    """Lines that come in pieces, garbage, and resumes that write the file anew, longer or shorter."""
     path = tmp_path / "metrics.jsonl"
     follower, choose = Follower(tmp_path), random.Random(3)
     iteration, half = 0, ""
@@ -233,10 +187,8 @@ def test_following_a_file_sees_what_reading_it_whole_does(tmp_path: Path) -> Non
             half += "garbage\n"
         else:
             iteration += 1
-            half += text_of(
-                train(iteration, choose.random()),
-                *([valid(iteration, choose.random())] * choose.randrange(2)),
-            )
+            more = [valid(iteration, choose.random())] * choose.randrange(2)
+            half += text_of(train(iteration, choose.random()), *more)
         cut = choose.randrange(len(half) + 1)
         with path.open("a") as file:
             file.write(half[:cut])
@@ -253,8 +205,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
     follower._also = taken.append
     with (run / "metrics.jsonl").open("r+") as file:
         file.write("x" * 1000)  # a second reading would stumble over it
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(text_of(train(50, 2.0)))
+    append(run, train(50, 2.0))
     follower.refresh()
     assert [record["iteration"] for record in taken] == [50]
     assert follower.watched.num_train == 50 and follower.watched.num_unreadable_lines == 0
@@ -263,9 +214,8 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
 def test_other_records_of_the_same_length_are_noticed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", START, *(train(iteration, 4.0) for iteration in range(10, 20)))
     follower = fresh(run)
-    (run / "metrics.jsonl").write_text(
-        text_of(START, *(train(iteration, 5.0) for iteration in range(10, 30)))
-    )
+    others = text_of(START, *(train(iteration, 5.0) for iteration in range(10, 30)))
+    (run / "metrics.jsonl").write_text(others)
     follower.refresh()
     assert {loss for _, loss in follower.watched.losses} == {5.0} and follower.watched.num_train == 20
 
@@ -289,24 +239,14 @@ def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n{"kind": "train", "iteration": 3, "lm_loss": NaN}\n\n{"kind": "tra')
     watched = fresh(run).watched
-    assert (watched.num_unreadable_lines, watched.num_train, watched.iteration, watched.num_not_finite) == (
-        4,
-        2,
-        3,
-        1,
-    )
+    assert (watched.num_unreadable_lines, watched.num_train) == (4, 2)
+    assert (watched.iteration, watched.num_not_finite) == (3, 1)
     assert "4 lines of metrics.jsonl are no records" in picture(run)
 
 
 def test_usual_interval_is_that_between_records(tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path / "a",
-        START,
-        train(10),
-        valid(10, 4.0),
-        train(20),
-        train(30, elapsed_time_per_iteration_ms=90_000.0),
-    )
+    slow = train(30, elapsed_time_per_iteration_ms=90_000.0)
+    run = make_run(tmp_path / "a", START, train(10), valid(10, 4.0), train(20), slow)
     assert fresh(run).watched.usual_interval_seconds == 5.0
     resumed = START | {"event": "resume", "iteration": 100}
     assert fresh(make_run(tmp_path / "b", resumed, train(110))).watched.usual_interval_seconds == 5.0
@@ -317,31 +257,26 @@ def test_usual_interval_is_that_between_records(tmp_path: Path) -> None:
 )
 def test_late(tmp_path: Path, interval_ms: float, age: float, is_late: bool) -> None:
     run = make_run(tmp_path / "a", START, train(1, elapsed_time_per_iteration_ms=interval_ms))
-    then = time.time() - age
-    os.utime(run / "metrics.jsonl", (then, then))
+    set_age(run / "metrics.jsonl", age)
     text = picture(run)
     assert ("nothing new for" in text, "a  dmoe  late" in text) == (is_late, is_late)
     assert ("a: nothing new for" in picture(run, make_run(tmp_path / "b", START))) == is_late
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(text_of(END))
-    os.utime(run / "metrics.jsonl", (then, then))
+    append(run, END)
+    set_age(run / "metrics.jsonl", age)
     assert "the run has ended" in picture(run)
 
 
 def test_status(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", START, train(1))
-    assert fresh(run).status() is None
+    assert (fresh(run).status(), read_run(run).status) == (None, "running")
     # Killed: the launcher writes the summary after the last record.
     (run / "summary.json").write_text('{"status": "failed"}')
-    assert fresh(run).status() == "failed"
+    assert fresh(run).status() == read_run(run).status == "failed"
     # Resumed: the summary is older than the records now.
-    past = time.time() - 100
-    os.utime(run / "summary.json", (past, past))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(text_of(START | {"event": "resume", "iteration": 1}, train(2)))
+    set_age(run / "summary.json", 100)
+    append(run, START | {"event": "resume", "iteration": 1}, train(2))
     assert fresh(run).status() is None
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(text_of(END | {"status": "stopped"}))
+    append(run, END | {"status": "stopped"})
     assert fresh(run).status() == "stopped"
     # Started once more, and not yet as far as its first record.
     later = (datetime.fromisoformat(START["time"]) + timedelta(minutes=20)).isoformat()
@@ -353,17 +288,14 @@ def test_watching_ends_with_the_last_run(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", START, train(1)), tmp_path / "b"]
     file = io.StringIO()
     console = Console(file=file, width=100, height=50, force_terminal=True, _environ={"TERM": "xterm"})
-    thread = threading.Thread(
-        target=watch, args=(runs,), kwargs={"console": console, "seconds": 0.01}, daemon=True
-    )
+    options = {"console": console, "seconds": 0.01}
+    thread = threading.Thread(target=watch, args=(runs,), kwargs=options, daemon=True)
     thread.start()
-    with (runs[0] / "metrics.jsonl").open("a") as metrics:
-        metrics.write(text_of(END))
+    append(runs[0], END)
     make_run(runs[1], START, train(1))
     thread.join(0.2)
     assert thread.is_alive()
-    with (runs[1] / "metrics.jsonl").open("a") as metrics:
-        metrics.write(text_of(END | {"status": "failed"}))
+    append(runs[1], END | {"status": "failed"})
     thread.join(60)
     assert not thread.is_alive()
     last = file.getvalue().rpartition("\x1b[2K")[2]
@@ -372,21 +304,19 @@ def test_watching_ends_with_the_last_run(tmp_path: Path) -> None:
 
 def test_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
     """Waits for a run that does not exist, shows it when it does, and ends with code 130."""
-    code = (
-        "import sys; from pathlib import Path; from rich.console import Console; from moe_exp.commands.guard"
-        " import guarded\n"
-    )
-    code += "from moe_exp.report.live import watch\n"
-    code += (
-        "sys.exit(guarded(lambda: watch([Path(sys.argv[1])], console=Console(), seconds=0.05), 'moe-exp"
-        " report'))"
-    )
+    code = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from moe_exp.commands.guard import guarded
+from moe_exp.report.live import watch
+sys.exit(guarded(lambda: watch([Path(sys.argv[1])], console=Console(), seconds=0.05), "moe-exp report"))
+"""
     outer, inner = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    process = subprocess.Popen(
-        command, stdin=inner, stdout=inner, stderr=inner, cwd=ROOT, env=environ, start_new_session=True
-    )
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), inner)
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **streams)
     os.close(inner)
     seen = b""
 
@@ -411,22 +341,11 @@ def test_ctrl_c_on_a_real_terminal(tmp_path: Path) -> None:
 
 def test_bad_input_is_told_together(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "b", START)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").write_text("")
-    bad = [tmp_path / "runs", tmp_path / "none", tmp_path / "other" / "notes.txt", tmp_path / "other"]
     with pytest.raises(ValueError) as error:
-        picture(*bad, seconds=0.0)
-    lines = str(error.value).splitlines()
-    rules = [
-        ("SECONDS=0.0", "must be a positive number"),
-        (f"RUN={tmp_path}/runs", "is no run folder"),
-        (f"RUN={tmp_path}/none", "there is no such folder"),
-        (f"RUN={tmp_path}/other/notes.txt", "is a file, not a run folder"),
-        (f"RUN={tmp_path}/other", "is no run folder"),
-    ]
-    assert len(lines) == len(rules)
-    assert all(line.startswith(f"{field}: {rule}") for line, (field, rule) in zip(lines, rules, strict=True))
-    assert "give the run folders in it: b" in lines[1]
+        picture(tmp_path / "runs", tmp_path / "none")
+    runs, none = str(error.value).splitlines()
+    assert runs.startswith(f"RUN={tmp_path}/runs: is no run folder") and "run folders in it: b" in runs
+    assert none.startswith(f"RUN={tmp_path}/none: there is no such folder")
     assert "running" in picture(tmp_path / "runs" / "b" / "metrics.jsonl")
 
 
@@ -434,10 +353,8 @@ def test_dead_experts_and_the_worst_layer() -> None:
     assert dead_experts([100, 100, 0, 0]) == 2
     assert dead_experts([9950, 0.5 * 99, 1, 100]) == 1  # fair share 2525.1, of which 1% is 25.3
     assert dead_experts([0, 0]) == 0 and dead_experts([]) == 0
-    assert [(layer.layer, layer.num_dead, layer.num_experts) for layer in layers_by_load(train(1))] == [
-        (3, 1, 2),
-        (1, 0, 2),
-    ]
+    found = [(layer.layer, layer.num_dead, layer.num_experts) for layer in layers_by_load(train(1))]
+    assert found == [(3, 1, 2), (1, 0, 2)]
     assert layers_by_load({"experts": None}) == [] and layers_by_load({}) == []
     assert layers_by_load({"experts": [{"layer": 2, "max_over_mean": None}]})[0].max_over_mean is None
 

@@ -10,6 +10,11 @@ from moe_exp.report.page import write_report
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")
 
 
+TITLE = "<script>document.title = 'run'</script>"
+LOSS = "Training loss, nats per token"
+ITERATIONS = "document.querySelector('input[value=iteration]').click()"
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     found = Chromium(tmp_path_factory.mktemp("chromium"))
@@ -20,9 +25,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    write_report(
-        dense_and_moe(folder), folder / "report.html", title="<script>document.title = 'run'</script>"
-    )
+    write_report(dense_and_moe(folder), folder / "report.html", title=TITLE)
     return folder / "report.html"
 
 
@@ -50,27 +53,18 @@ def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
     browser.open(page)
     assert browser.problems == []
     assert browser.requests == [page.as_uri()]
-    assert (
-        browser("document.title")
-        == browser("document.querySelector('h1').textContent")
-        == "<script>document.title = 'run'</script>"
-    )
+    assert browser("document.title") == browser("document.querySelector('h1').textContent") == TITLE
     assert browser("document.querySelector('[data-chart=grad_norm] canvas')") is None  # folded: not drawn
     unfold(browser)
     shown = charts(browser)
-    assert shown["Training loss, nats per token"].startswith("latest")
-    assert {
-        "Validation perplexity",
-        "Gradient norm before clipping",
-        "Training loss minus that of dense",
-        "Dead experts (under 1% of the fair share), mean of the layers",
-    } <= set(shown)
+    assert shown[LOSS].startswith("latest")
+    names = {"Validation perplexity", "Gradient norm before clipping", "Training loss minus that of dense"}
+    assert names | {"Dead experts (under 1% of the fair share), mean of the layers"} <= set(shown)
     assert "Router weight of the first choice by layer" not in shown  # not recorded
     note = "document.querySelector('#training .hidden-charts')"
-    assert browser(f"{note}.textContent") == (
-        "4 constant charts hidden: Learning rate (0.001), Tokens per second, all ranks (5,120), Model TFLOP/s"
-        " per rank (0.5), Peak memory of a rank (4 GB). show"
-    )
+    hidden = "Learning rate (0.001), Tokens per second, all ranks (5,120), Model TFLOP/s per rank (0.5)"
+    text = f"4 constant charts hidden: {hidden}, Peak memory of a rank (4 GB). show"
+    assert browser(f"{note}.textContent") == text
     browser(f"{note}.querySelector('button').click()")
     assert {"Learning rate", "Peak memory of a rank"} <= set(charts(browser))
     assert all(colored(browser, f'[data-chart="{name}"] canvas') > 5 for name in ("loss", "ppl", "grad_norm"))
@@ -78,11 +72,8 @@ def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
 
 def test_every_axis_and_scale(browser, page):
     browser.open(page)
-    for axis, unit in (
-        ("consumed_flops", "FLOPs"),
-        ("training_seconds", "seconds"),
-        ("iteration", "iteration"),
-    ):
+    axes = {"consumed_flops": "FLOPs", "training_seconds": "seconds", "iteration": "iteration"}
+    for axis, unit in axes.items():
         browser(f"document.querySelector('input[value={axis}]').click()")
         assert browser("Report.charts[0].unit") == unit
     for name in ("log-x", "log-y"):
@@ -90,32 +81,29 @@ def test_every_axis_and_scale(browser, page):
     assert colored(browser, '[data-chart="loss"] canvas') > 5
     # a gap stays one
     assert browser("Report.charts[0].plot.data.slice(1).some(values => values[10] === null)")
-    assert browser("Report.charts[0].note.textContent") == (
-        "× marks records that are not a number. ┆ marks stages of data and resumes."
-        " experts: resume after iteration 20."
-    )
+    gaps, marks = "× marks records that are not a number.", "┆ marks stages of data and resumes."
+    note = f"{gaps} {marks} experts: resume after iteration 20."
+    assert browser("Report.charts[0].note.textContent") == note
     assert browser.problems == []
 
 
 def test_hover_and_arrow_keys_tell_the_values(browser, page):
     browser.open(page)
-    browser("document.querySelector('input[value=iteration]').click()")
+    browser(ITERATIONS)
     browser(
-        "document.getElementById('smoothing').value = 0;"
-        " document.getElementById('smoothing').dispatchEvent(new Event('input'))"
+        "box = document.getElementById('smoothing'); box.value = 0; box.dispatchEvent(new Event('input'))"
     )
     browser("Report.charts[0].place.scrollIntoView({block: 'center'}); Report.charts[0].place.focus()")
     browser.press("End")
-    assert charts(browser)["Training loss, nats per token"] == "iteration 40dense 4.0000experts 3.0000"
+    assert charts(browser)[LOSS] == "iteration 40dense 4.0000experts 3.0000"
     browser.press("Home")
     browser.press("ArrowRight")
-    assert charts(browser)["Training loss, nats per token"] == "iteration 2dense 7.8000experts 7.7500"
+    assert charts(browser)[LOSS] == "iteration 2dense 7.8000experts 7.7500"
     browser.press("Escape")
-    x, y, width = browser(
-        "(r => [r.left, r.top + 50, r.width])(Report.charts[0].plot.over.getBoundingClientRect())"
-    )
+    place = "Report.charts[0].plot.over.getBoundingClientRect()"
+    x, y, width = browser(f"(r => [r.left, r.top + 50, r.width])({place})")
     browser.move(x + width / 2, y)
-    assert charts(browser)["Training loss, nats per token"].startswith("iteration 2")
+    assert charts(browser)[LOSS].startswith("iteration 2")
 
 
 def test_smoothing_by_a_worked_example(browser, page):
@@ -128,7 +116,7 @@ def test_smoothing_by_a_worked_example(browser, page):
     # Without a cursor the line shows the latest value itself, however smooth the curve is.
     browser("slider = document.getElementById('smoothing'); slider.value = 0.99")
     browser("slider.dispatchEvent(new Event('input'))")
-    assert charts(browser)["Training loss, nats per token"] == "latestdense 4.0000experts 3.0000"
+    assert charts(browser)[LOSS] == "latestdense 4.0000experts 3.0000"
 
 
 def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
@@ -140,9 +128,7 @@ def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
         paths.append(write_run(tmp_path / name, records, seed=seed, use_moe=use_moe))
     write_report(paths, tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
-    assert (
-        charts(browser)["Training loss, nats per token"] == "latestdense (2 seeds) 5.0000moe (2 seeds) 3.5000"
-    )
+    assert charts(browser)[LOSS] == "latestdense (2 seeds) 5.0000moe (2 seeds) 3.5000"
     band = "(one => [one.label, one.y, one.low, one.high])"
     assert browser(f"Report.charts[0].series().map({band})") == [
         ["dense (2 seeds)", [6, 5], [5, 4], [7, 6]],
@@ -155,11 +141,8 @@ def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
     browser("document.getElementById('bands').click()")
     assert browser("Report.charts[0].series().map(one => one.label)") == list(losses)
     # One by one: the second dense run minus the baseline, the others minus that of their own seed.
-    assert browser("Report.charts.find(c => c.box.dataset.chart == 'minus').series().map(one => one.y)") == [
-        [2, 2],
-        [-1, -2],
-        [-1, -1],
-    ]
+    minus = browser("Report.charts.find(c => c.box.dataset.chart == 'minus').series().map(one => one.y)")
+    assert minus == [[2, 2], [-1, -2], [-1, -1]]
     browser(
         "box = document.getElementById('baseline'); box.value = 3; box.dispatchEvent(new Event('change'))"
     )
@@ -178,37 +161,31 @@ def test_marks_of_several_runs_and_seeds_are_named(browser, tmp_path):
             resume = at.pop()
             at.append(event("data_stage", 11, "10:01:00", stage=1, train_data="web", seq_len=64))
             at += [resume | {"iteration": 10}] * (name == "moe_2")
-        paths.append(
-            write_run(tmp_path / name, [*at, *records], use_moe=use_moe, seed=2 if name == "moe_2" else 1)
-        )
+        seed = 2 if name == "moe_2" else 1
+        paths.append(write_run(tmp_path / name, [*at, *records], use_moe=use_moe, seed=seed))
     write_report(paths, tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
     note = browser("Report.charts[0].note.textContent")
     assert note.startswith(
-        "┆ marks stages of data and resumes. dense: resume after iteration 5."
-        " moe (2 seeds): data stage 1 from iteration 11: web, SEQ_LEN 64; resume after iteration 10. "
+        "┆ marks stages of data and resumes. dense: resume after iteration 5. moe (2 seeds): "
     )
+    assert "data stage 1 from iteration 11: web, SEQ_LEN 64; resume after iteration 10. " in note
     assert browser("Report.charts[0].series().map(one => one.changes.iteration)") == [[5], [10, 10]]
     assert browser.problems == []
 
 
 def test_the_tools_of_a_chart(browser, page):
     browser.open(page)
-    browser("document.querySelector('input[value=iteration]').click(); chart = Report.charts[0]")
-    assert browser("chart.csv().split('\\n').slice(0, 2)") == [
-        "run,iteration,value,smoothed,low,high", "dense,1,7.9,7.9,,",
-    ]  # fmt: skip
+    browser(f"{ITERATIONS}; chart = Report.charts[0]")
+    lines = browser("chart.csv().split('\\n').slice(0, 2)")
+    assert lines == ["run,iteration,value,smoothed,low,high", "dense,1,7.9,7.9,,"]
     assert browser("Report.csvText([['a, b', 'c\"d', null]])") == '"a, b","c""d",\n'
-    assert browser(
-        "chart.png().width > chart.plot.ctx.canvas.width && chart.png().toDataURL().slice(0, 14)"
-    ) == ("data:image/png")
+    assert browser("chart.png().width > chart.plot.ctx.canvas.width")
+    assert browser("chart.png().toDataURL().slice(0, 14)") == "data:image/png"
     heat = "document.querySelector('#heat-now .tools')"
     assert browser(f"{heat}.querySelectorAll('button').length") == 3
     labels = "[...chart.box.querySelectorAll('.tools summary, .tools input')].map(one => one.ariaLabel)"
-    title = "Training loss, nats per token"
-    assert browser(labels) == [
-        f"Tools of the chart {title}", f"Lowest y of the chart {title}", f"Highest y of the chart {title}",
-    ]  # fmt: skip
+    assert browser(labels) == [f"{what} of the chart {LOSS}" for what in ("Tools", "Lowest y", "Highest y")]
     browser("input = chart.box.querySelector('.tools input'); input.value = 2.5")
     browser("input.dispatchEvent(new Event('input'))")
     assert browser("chart.plot.scales.y.min") == 2.5
@@ -238,9 +215,8 @@ def test_the_page_writes_numbers_as_the_terminal_does(browser, page):
         3e-6,
     ]
     names = ("count", "flops", "digits", "bytes", "rate", "loss")
-    writers = {name: getattr(quantities, f"{name}_text") for name in names} | {
-        "duration": quantities.duration
-    }
+    writers = {name: getattr(quantities, f"{name}_text") for name in names}
+    writers["duration"] = quantities.duration
     for name, write in writers.items():
         assert browser(f"{numbers}.map(value => Report.{name}(value))") == list(map(write, numbers))
 
@@ -248,10 +224,7 @@ def test_the_page_writes_numbers_as_the_terminal_does(browser, page):
 def test_a_run_can_be_hidden(browser, page):
     browser.open(page)
     browser("document.querySelectorAll('#runs button')[1].click()")
-    assert (
-        "experts" not in charts(browser)["Training loss, nats per token"]
-        and "dense" in charts(browser)["Training loss, nats per token"]
-    )
+    assert "experts" not in charts(browser)[LOSS] and "dense" in charts(browser)[LOSS]
 
 
 def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
@@ -261,22 +234,15 @@ def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
     browser("document.querySelector('#heat-now canvas').focus()")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         browser.press(key)
-    assert (
-        browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the slots, dead)"
-    )
+    dead = "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the slots, dead)"
+    assert browser(text) == dead
     browser(
-        "slider = document.getElementById('expert-time'); slider.value = 0; slider.dispatchEvent(new"
-        " Event('input'))"
+        "box = document.getElementById('expert-time'); box.value = 0; box.dispatchEvent(new Event('input'))"
     )
     assert browser(text) == "iteration 1, layer 2, expert 3: 1.00 of its fair share (25.0% of the slots)"
     browser("document.getElementById('expert-table-box').open = true")
-    assert (
-        browser(
-            "new Promise(done => setTimeout(() => done(document.querySelectorAll('#expert-table td').length),"
-            " 200))"
-        )
-        == 8
-    )
+    browser("new Promise(done => setTimeout(done, 200))")
+    assert browser("document.querySelectorAll('#expert-table td').length") == 8
     assert colored(browser, "#heat-over canvas") >= 4 and browser.problems == []
 
 
@@ -285,9 +251,8 @@ def test_the_cost_of_another_loss(browser, page):
     browser(
         "box = document.getElementById('target-loss'); box.value = 7; box.dispatchEvent(new Event('input'))"
     )
-    cells = (
-        "[...document.querySelectorAll('tr[data-run] td[data-axis=iteration]')].map(cell => cell.textContent)"
-    )
+    selected = "document.querySelectorAll('tr[data-run] td[data-axis=iteration]')"
+    cells = f"[...{selected}].map(cell => cell.textContent)"
     assert browser(cells) == ["11", "9"]
     browser("box.value = 1; box.dispatchEvent(new Event('input'))")
     assert browser(cells) == ["not reached", "not reached"]
@@ -307,13 +272,8 @@ def test_a_phone(browser, page, scripts):
         browser(f"{box}.scrollLeft = 1000; new Promise(done => setTimeout(done, 100))")
         assert browser(state) == [False, False]
     tables = browser("[...document.querySelectorAll('.scroll')].map(box => box.getAttribute('aria-label'))")
-    assert {
-        "The runs in numbers",
-        "Cost of a loss",
-        "Settings that differ",
-        "Layers of experts",
-        "Events",
-    } <= set(tables)
+    names = {"The runs in numbers", "Cost of a loss", "Settings that differ", "Layers of experts", "Events"}
+    assert names <= set(tables)
     assert "reaches the validation loss of dense" in browser("document.querySelector('.card').textContent")
 
 
@@ -330,24 +290,15 @@ def test_names_as_training_gives_them(browser, tmp_path, width):
     browser.open(tmp_path / "report.html", width=width, height=800)
     unfold(browser)
     assert browser("document.documentElement.scrollWidth") == width
-    values = (
-        "[...document.querySelectorAll('.chart .readout b')].filter(value =>"
-        " value.getBoundingClientRect().width)"
-    )
-    boxes = (
-        f"{values}.map(value => [value.getBoundingClientRect().right,"
-        " value.closest('.readout').getBoundingClientRect().right])"
-    )
+    shown = "filter(value => value.getBoundingClientRect().width)"
+    values = f"[...document.querySelectorAll('.chart .readout b')].{shown}"
+    ends = "[value, value.closest('.readout')].map(one => one.getBoundingClientRect().right)"
+    boxes = f"{values}.map(value => {ends})"
     assert len(browser(boxes)) > 10 and all(value <= box + 1 for value, box in browser(boxes))
     inside = "getComputedStyle(value.parentElement).overflow"
     assert set(browser(f"{values}.map(value => {inside})")) == {"visible"}  # nothing is cut off before that
-    assert (
-        browser(
-            "Math.max(...[...document.querySelectorAll('thead')].map(head =>"
-            " head.getBoundingClientRect().height))"
-        )
-        < 220
-    )
+    heights = "[...document.querySelectorAll('thead')].map(head => head.getBoundingClientRect().height)"
+    assert browser(f"Math.max(...{heights})") < 220
     assert browser.problems == []
 
 
@@ -372,9 +323,8 @@ def test_runs_with_hardly_anything(browser, tmp_path):
 @pytest.mark.slow
 def test_100000_records(browser, tmp_path):
     layer = experts([300, 100, 200, 200], [1, 2, 3, 4])
-    path = write_run(
-        tmp_path / "long", [train_record(index, 5 + 1 / index, experts=layer) for index in range(1, 100_001)]
-    )
+    records = [train_record(index, 5 + 1 / index, experts=layer) for index in range(1, 100_001)]
+    path = write_run(tmp_path / "long", records)
     write_report([path], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
     browser.open(tmp_path / "report.html")

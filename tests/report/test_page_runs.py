@@ -1,10 +1,7 @@
-"""Reading run folders for the report: every state that a folder may be in, every key that a record may
-lack.
-"""
+"""Reading run folders for the report, whatever their state and whatever their records lack."""
 
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -13,16 +10,9 @@ from helpers.run_folders import dense_and_moe, event, experts, train_record, wri
 from moe_exp.cli import main
 from moe_exp.config import ConfigError
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs
 from moe_exp.runs.records import last_records
-
-
-def fresh(folder):
-    follower = Follower(folder)
-    follower.refresh()
-    return follower
 
 
 def test_a_run_as_the_trainer_leaves_it(tmp_path):
@@ -78,10 +68,8 @@ def test_older_files_have_neither_flops_nor_times(tmp_path):
         del record["consumed_flops"], record["training_seconds"], record["experts"], record["grad_norm"]
     run = read_run(write_run(tmp_path / "old", records, use_moe=False))
     assert run.train["training_seconds"].tolist() == [1.0, 2.0]
-    assert run.train["consumed_flops"].tolist() == [
-        80 * flops_per_iteration(run.config, 1),
-        160 * flops_per_iteration(run.config, 1),
-    ]
+    flops = flops_per_iteration(run.config, 1)
+    assert run.train["consumed_flops"].tolist() == [80 * flops, 160 * flops]
     assert np.isnan(run.train["grad_norm"]).all()
 
 
@@ -93,38 +81,14 @@ def test_a_file_that_is_being_written(tmp_path):
     assert (run.num_records, run.status, run.notes) == (1, "running", [])
 
 
-def test_a_run_that_died_is_not_running(tmp_path):
-    # It wrote no `end`; its launcher wrote the summary after the last record.
-    folder = write_run(tmp_path / "dead", [event("start", 0, "10:00:00"), train_record(1, 5.0)])
-    (folder / "summary.json").write_text('{"status": "failed"}')
-    assert read_run(folder).status == fresh(folder).status() == "failed"
-    written = (folder / "metrics.jsonl").stat().st_mtime
-    os.utime(folder / "summary.json", (written - 10, written - 10))  # of an earlier start
-    assert (read_run(folder).status, fresh(folder).status()) == ("running", None)
-
-
-def test_a_run_that_starts_anew_has_not_ended(tmp_path):
-    records = [
-        event("start", 0, "10:00:00"),
-        train_record(1, 5.0),
-        event("end", 1, "10:01:00", status="stopped"),
-    ]
-    folder = write_run(tmp_path / "again", records)
-    assert read_run(folder).status == fresh(folder).status() == "stopped"
-    (folder / "provenance.json").write_text('{"starts": [{"time": "2026-01-02T10:05:00+00:00"}]}')
-    assert (read_run(folder).status, fresh(folder).status()) == ("running", None)
-
-
 def test_lines_that_are_no_records(tmp_path):
     folder = write_run(tmp_path / "odd", [])
-    lines = [
-        "[1, 2]",
-        "{not json",
-        "",
-        json.dumps(train_record(2, 5.0)),
+    second, first = (json.dumps(train_record(iteration, 5.0)) for iteration in (2, 1))
+    odd = (
         '{"kind": "train", "iteration": 3, "lm_loss": NaN}',
-    ]
-    lines += [json.dumps(train_record(1, 5.0)), '{"kind": "train", "iteration": 4, "lm_loss": "low"}']
+        '{"kind": "train", "iteration": 4, "lm_loss": "low"}',
+    )
+    lines = ["[1, 2]", "{not json", "", second, odd[0], first, odd[1]]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = read_run(folder)
     assert run.train["iteration"].tolist() == [2, 3, 4]
@@ -153,12 +117,9 @@ def test_folders_that_are_no_run_are_named_together(tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError) as error:
         read_runs([dense, tmp_path / "other", tmp_path / "nowhere", tmp_path / "runs", dense / "config.yaml"])
-    assert [line.partition(": ")[2].partition(". Fix: ")[0] for line in error.value.problems] == [
-        "is no run folder: it has neither config.yaml nor metrics.jsonl",
-        "there is no such folder",
-        "is no run folder: it has neither config.yaml nor metrics.jsonl",
-        "is a file, not a run folder",
-    ]
+    rules = [line.partition(": ")[2].partition(". Fix: ")[0] for line in error.value.problems]
+    no_run = "is no run folder: it has neither config.yaml nor metrics.jsonl"
+    assert rules == [no_run, "there is no such folder", no_run, "is a file, not a run folder"]
     assert "give the run folders in it: dense, experts" in error.value.problems[2]
 
 

@@ -1,6 +1,4 @@
-"""The wandb report: what it is made of, by wandb's own models of a report, and what it says where it cannot
-be made.
-"""
+"""The wandb report, by wandb's own models and client, and what it says where it cannot be made."""
 
 from __future__ import annotations
 
@@ -17,25 +15,22 @@ from typing import Any
 import pytest
 
 from helpers.warm_runs import answer_warm
-from moe_exp.report.load_squares import LoadSquares
-from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
+from moe_exp.report.wandb_report import LoadSquares, build_report, mirrored_runs, wandb_report
 from moe_exp.training.metrics import curves
 
 KEY = "0123456789abcdef" * 2 + "5ec4e700"
+TIME = "2026-01-01T00:00:00"
 
 
 def train(iteration: int, *, num_layers: int = 2, **changes: Any) -> dict[str, Any]:
-    experts = [
-        {
-            "layer": layer,
-            "tokens_per_expert": [60, 68],
-            "max_over_mean": 1.0 + layer / 2,
-            "dead_fraction": 0.0,
-            "dropped_fraction": 0.0,
-        }
-        | {"router_entropy": 0.69}
-        for layer in range(1, num_layers + 1)
-    ]
+    shared = {
+        "tokens_per_expert": [60, 68],
+        "dead_fraction": 0.0,
+        "dropped_fraction": 0.0,
+        "router_entropy": 0.69,
+    }
+    peaks = {layer: 1.0 + layer / 2 for layer in range(1, num_layers + 1)}
+    experts = [{"layer": layer, "max_over_mean": peak} | shared for layer, peak in peaks.items()]
     return {
         "kind": "train", "iteration": iteration, "consumed_tokens": 1000 * iteration,
         "consumed_flops": 1e9 * iteration, "training_seconds": 0.5 * iteration, "lm_loss": 4.25,
@@ -44,28 +39,19 @@ def train(iteration: int, *, num_layers: int = 2, **changes: Any) -> dict[str, A
     } | changes  # fmt: skip
 
 
-VALID = {
-    "kind": "valid",
-    "iteration": 2,
-    "consumed_tokens": 2000,
-    "consumed_flops": 2e9,
-    "training_seconds": 1.0,
-    "lm_loss": 4.5,
-}
+AXES = {"consumed_tokens": 2000, "consumed_flops": 2e9, "training_seconds": 1.0}
+VALID = {"kind": "valid", "iteration": 2, "lm_loss": 4.5} | AXES
 
 
 def make_run(
     folder: Path, wandb_id: str = "abc12345", *, is_moe: bool = True, project: str = "p", start: str = "run"
 ) -> Path:
-    """A run folder as a run with WANDB_PROJECT leaves it; `start` is how wandb calls the folder of a start,
-    online or offline.
-    """
+    """A run folder of a run with WANDB_PROJECT; `start`: wandb's prefix of a start, online or offline."""
     layers = 2 if is_moe else 0
     (folder / "wandb" / f"{start}-20260101_100000-{wandb_id}").mkdir(parents=True)
     (folder / "wandb" / "run_id").write_text(wandb_id)
-    (folder / "config.yaml").write_text(
-        f"use_moe: {str(is_moe).lower()}\nmoe_type: dmoe\nwandb_project: {project}\n"
-    )
+    settings = f"use_moe: {str(is_moe).lower()}\nmoe_type: dmoe\nwandb_project: {project}\n"
+    (folder / "config.yaml").write_text(settings)
     records = [train(1, num_layers=layers), train(2, num_layers=layers), VALID]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -82,9 +68,8 @@ def spec_of(paths: list[Path], **options: Any) -> dict[str, Any]:
     report = build_report(mirrored_runs(paths, project="p"), project="p", entity="me", **options)
     from wandb_workspaces.reports.v2 import internal  # after it was imported with its warnings off
 
-    spec = internal.Spec.model_validate_json(
-        report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
-    )
+    sent = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
+    spec = internal.Spec.model_validate_json(sent)
     return dict(spec.model_dump(by_alias=True, exclude_none=True))
 
 
@@ -98,41 +83,30 @@ def panels(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_panels(needs_wandb: None, tmp_path: Path) -> None:
     spec = spec_of([make_run(tmp_path / "dense", "d1", is_moe=False), make_run(tmp_path / "moe", "m1")])
-    axes = ("consumed_tokens", "consumed_flops", "training_seconds")
-    drawn = {(panel["config"].get("xAxis"), *panel["config"]["metrics"]) for panel in panels(spec)}
-    assert {(f"{kind}/{axis}", f"{kind}/lm_loss") for kind in ("train", "valid") for axis in axes} <= drawn
+    configs = [panel["config"] for panel in panels(spec)]
+    drawn = {(config.get("xAxis"), *config["metrics"]) for config in configs}
+    assert {(f"{kind}/{axis}", f"{kind}/lm_loss") for kind in ("train", "valid") for axis in AXES} <= drawn
     # Every name is one under which a run writes to wandb, and x is written together with y.
     for x, *y in drawn - {("train/consumed_tokens",)}:
         written = curves(VALID if y[0].startswith("valid/") else train(1))
         assert set(y) <= set(written) and (x is None or x in written)
-    by_layer = [panel["config"]["metricRegex"] for panel in panels(spec) if "metricRegex" in panel["config"]]
-    assert by_layer == [
-        rf"moe/layer_\d+/{key}"
-        for key in ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy")
-    ]
-    assert all(
-        panel["config"]["useMetricRegex"] for panel in panels(spec) if "metricRegex" in panel["config"]
-    )
+    by_layer = [config for config in configs if "metricRegex" in config]
+    keys = ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy")
+    assert [config["metricRegex"] for config in by_layer] == [rf"moe/layer_\d+/{key}" for key in keys]
+    assert all(config["useMetricRegex"] for config in by_layer)
 
 
 def test_panels_fill_the_grid_without_overlap(needs_wandb: None, tmp_path: Path) -> None:
     for grid in grids(spec_of([make_run(tmp_path / "moe")])):
         layouts = [panel["layout"] for panel in grid["panelBankSectionConfig"]["panels"]]
-        cells = [
-            (x, y)
-            for a in layouts
-            for x in range(a["x"], a["x"] + a["w"])
-            for y in range(a["y"], a["y"] + a["h"])
-        ]
+        spans = [(range(a["x"], a["x"] + a["w"]), range(a["y"], a["y"] + a["h"])) for a in layouts]
+        cells = [(x, y) for xs, ys in spans for x in xs for y in ys]
         assert len(cells) == len(set(cells)) and max(x for x, _ in cells) == 23
 
 
 def test_run_sets_hold_these_runs_alone(needs_wandb: None, tmp_path: Path) -> None:
-    paths = [
-        make_run(tmp_path / "dense", "d1", is_moe=False),
-        make_run(tmp_path / "moe", "m1"),
-        make_run(tmp_path / "other", "m2"),
-    ]
+    ids_of = {"dense": "d1", "moe": "m1", "other": "m2"}
+    paths = [make_run(tmp_path / name, id_, is_moe=name != "dense") for name, id_ in ids_of.items()]
     spec = spec_of([*paths, paths[0]])
     loss, load = grids(spec)[0], grids(spec)[1]
 
@@ -140,29 +114,20 @@ def test_run_sets_hold_these_runs_alone(needs_wandb: None, tmp_path: Path) -> No
         return {one["name"]: one["filters"]["filters"][0]["value"] for one in grid["runSets"]}
 
     assert ids(loss) == {"dense": ["d1"], "MoE": ["m1", "m2"]} and ids(load) == {"MoE": ["m1", "m2"]}
-    # wandb's name: the id
-    assert all(
-        one["filters"]["filters"][0]["key"] == {"section": "run", "name": "name"} for one in loss["runSets"]
-    )
-    assert len(set(loss["customRunColors"].values())) == 3 and set(loss["customRunColors"]) >= {
-        "d1",
-        "m1",
-        "m2",
-    }
+    keys = [one["filters"]["filters"][0]["key"] for one in loss["runSets"]]
+    assert keys == [{"section": "run", "name": "name"}] * 2  # wandb's name: the id
+    colors = loss["customRunColors"]
+    assert len(set(colors.values())) == 3 and set(colors) >= {"d1", "m1", "m2"}
     assert len(grids(spec_of([paths[0]]))) == len(grids(spec)) - 1  # without a MoE run, none on experts
 
 
 def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
-    spec = spec_of(
-        [make_run(tmp_path / "<script>|`x`_y", "d1", is_moe=False), make_run(tmp_path / "moe", "m1")]
-    )
+    odd = make_run(tmp_path / "<script>|`x`_y", "d1", is_moe=False)
+    spec = spec_of([odd, make_run(tmp_path / "moe", "m1")])
     table, heatmap = [block["content"] for block in spec["blocks"] if block["type"] == "markdown-block"]
     rows = table.splitlines()
-    assert (
-        rows[2]
-        == "| &#60;script&#62;&#124;&#96;x&#96;&#95;y | dense | 2 | 2,000 | 4.2500 | 4.5000 | 2,000 | 2.50"
-        " GB |"
-    )
+    name, numbers = "&#60;script&#62;&#124;&#96;x&#96;&#95;y", "2,000 | 4.2500 | 4.5000 | 2,000 | 2.50 GB"
+    assert rows[2] == f"| {name} | dense | 2 | {numbers} |"
     assert rows[3].startswith("| moe | dmoe | 2 | ") and len(rows) == 4
     assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records a square" in heatmap
     with pytest.raises(
@@ -172,29 +137,21 @@ def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
 
 
 def test_runs_that_wandb_does_not_have(tmp_path: Path) -> None:
-    without, offline, elsewhere, nothing = (
-        tmp_path / name for name in ("without", "off line", "elsewhere", "nothing")
-    )
+    names = ("without", "off line", "elsewhere", "nothing")
+    without, offline, elsewhere, nothing = (tmp_path / name for name in names)
     make_run(offline, start="offline-run")
     make_run(elsewhere, project="q")
     (make_run(without) / "wandb" / "run_id").unlink()
     with pytest.raises(ValueError) as error:
         mirrored_runs([without, offline, elsewhere, nothing], project="p")
-    assert str(error.value).splitlines() == [
-        (
-            f"RUN={without}: has no wandb run: WANDB_PROJECT was not set. Fix: set WANDB_PROJECT=p for the"
-            " next run (WANDB_MODE=offline needs no network), or use `moe-exp report`."
-        ),
-        (
-            f"RUN={offline}: wandb has not got all of it: 1 of its starts was offline. Fix: wandb sync -p p"
-            f" '{offline}'/wandb/offline-run-*."
-        ),
+    lines = str(error.value).splitlines()
+    starts = [
+        f"RUN={without}: has no wandb run: WANDB_PROJECT was not set. Fix: set WANDB_PROJECT=p for the",
+        f"RUN={offline}: wandb has not got all of it: 1 of its starts was offline. Fix: wandb sync -p p '",
         f"RUN={elsewhere}: is in the wandb project q, not in p. Fix: give --project q.",
-        (
-            f"RUN={nothing}: is no run folder: it has no metrics.jsonl. Fix: give a run folder, such as"
-            " runs/NAME."
-        ),
+        f"RUN={nothing}: is no run folder: it has no metrics.jsonl. Fix: give a run folder",
     ]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
     with pytest.raises(ValueError, match=r"^RUN=: at least one is needed\."):
         mirrored_runs([], project="p")
     # `wandb sync` leaves this mark; a run that was synced may be in any project.
@@ -210,13 +167,8 @@ def test_a_missing_package_is_one_line(package: str, tmp_path: Path, monkeypatch
     if package == "wandb":
         pytest.importorskip("wandb_workspaces")
     name = package.replace("_", "-")
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"^PACKAGE={name}: is not installed\. Fix: pip install 'moe-exp\[wandb\]', or pip install"
-            rf" {name}\.$"
-        ),
-    ):
+    fix = rf"pip install 'moe-exp\[wandb\]', or pip install {name}"
+    with pytest.raises(ValueError, match=rf"^PACKAGE={name}: is not installed\. Fix: {fix}\.$"):
         wandb_report([make_run(tmp_path / "a")], project="p")
 
 
@@ -237,42 +189,24 @@ class _Wandb(BaseHTTPRequestHandler):
         elif "upsertView" in asked:
             self.saved.append(variables)
             place = {"id": "x", "name": variables["projectName"], "entityName": variables["entityName"]}
-            view = {key: variables[key] for key in ("type", "name", "displayName", "description", "spec")} | {
-                "project": place
-            }
-            self._answer(
-                {
-                    "data": {
-                        "upsertView": {
-                            "view": view | {"id": "Vmlldzox", "updatedAt": "2026-01-01T00:00:00"},
-                            "inserted": True,
-                        }
-                    }
-                }
-            )
+            view = {key: variables[key] for key in ("type", "name", "displayName", "description", "spec")}
+            view |= {"project": place, "id": "Vmlldzox", "updatedAt": TIME}
+            self._answer({"data": {"upsertView": {"view": view, "inserted": True}}})
         elif "models(" in asked:
             node = {
                 "id": "x",
                 "name": "p",
                 "entityName": "me",
-                "createdAt": "2026-01-01T00:00:00",
+                "createdAt": TIME,
                 "isBenchmark": False,
                 "user": None,
             }
+            page = {"endCursor": None, "hasNextPage": False}
             edges = [{"node": node, "cursor": "c"}]
-            self._answer(
-                {"data": {"models": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
-            )
+            self._answer({"data": {"models": {"edges": edges, "pageInfo": page}}})
         else:
-            viewer = {
-                "id": "u",
-                "entity": "me",
-                "username": "me",
-                "email": "",
-                "flags": "{}",
-                "teams": {"edges": []},
-            }
-            self._answer({"data": {"viewer": viewer}})
+            viewer = {"id": "u", "entity": "me", "username": "me", "email": "", "flags": "{}"}
+            self._answer({"data": {"viewer": viewer | {"teams": {"edges": []}}}})
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -314,26 +248,21 @@ def report_in_a_process(home: Path, run: Path, **environ: str) -> subprocess.Com
     return answer_warm(["report", "wandb", str(run), "--project", "p"], environ, home)
 
 
-def test_without_a_key_one_line_says_so(needs_wandb: None, tmp_path: Path) -> None:
-    done = report_in_a_process(tmp_path, make_run(tmp_path / "a"))
-    assert done.returncode == 1 and done.stdout == ""
-    assert (
-        done.stderr.splitlines()[-1]
-        == "moe-exp report: WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY."
-    )
-    assert "Traceback" not in done.stderr
-
-
-def test_a_key_that_cannot_be_one_is_one_line_without_it(needs_wandb: None, tmp_path: Path) -> None:
-    done = report_in_a_process(tmp_path, make_run(tmp_path / "a"), WANDB_API_KEY="shortsecretkey")
-    assert (
-        done.returncode == 1
-        and "Traceback" not in done.stderr
-        and "shortsecretkey" not in done.stdout + done.stderr
-    )
-    assert done.stderr.splitlines()[-1].startswith(
-        "moe-exp report: WANDB_API_KEY=...: wandb does not take the key ("
-    )
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({}, "WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY."),
+        ({"WANDB_API_KEY": "shortsecretkey"}, "WANDB_API_KEY=...: wandb does not take the key ("),
+    ],
+    ids=["none", "invalid"],
+)
+def test_a_bad_key_is_one_line_without_it(
+    environ: dict[str, str], line: str, needs_wandb: None, tmp_path: Path
+) -> None:
+    done = report_in_a_process(tmp_path, make_run(tmp_path / "a"), **environ)
+    assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
+    assert "shortsecretkey" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"moe-exp report: {line}")
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
@@ -351,12 +280,8 @@ def test_saving_through_wandbs_own_client(
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{address}/me/p/reports/Dense-against-MoE--Vmlldzox\n"
         (sent,) = handler.saved
-        assert (sent["entityName"], sent["projectName"], sent["displayName"], sent["type"]) == (
-            "me",
-            "p",
-            "Dense against MoE",
-            "runs",
-        )
+        about = [sent[key] for key in ("entityName", "projectName", "displayName", "type")]
+        assert about == ["me", "p", "Dense against MoE", "runs"]
         assert "abc12345" in sent["spec"] and len(panels(json.loads(sent["spec"]))) > 10
     assert KEY not in done.stdout + done.stderr + json.dumps(handler.saved)
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -367,11 +292,8 @@ def test_squares_of_a_long_run_stay_few() -> None:
     squares.take({"kind": "valid", "iteration": 0})
     for iteration in range(1, 1001):
         peak = 9.0 if iteration == 700 else 1.0
-        squares.take(
-            train(
-                iteration, experts=[{"layer": 7, "max_over_mean": peak}, {"layer": 12, "max_over_mean": None}]
-            )
-        )
+        layers = [{"layer": 7, "max_over_mean": peak}, {"layer": 12, "max_over_mean": None}]
+        squares.take(train(iteration, experts=layers))
     head, row, foot = squares.text().splitlines()
     assert head.startswith("busiest expert over the mean: 🟦 under 1.25, ") and head.endswith("🟥 3 and more")
     assert foot == "until iteration 1,000, 32 records a square"

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from moe_exp.runs.curves import _wrapped, draw_loss_curve, smoothed
+from helpers.run_folders import event
+from moe_exp.runs.curves import _wrapped, draw_loss_curve, marks_of, smoothed
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 
 
 def records(num_train: int) -> list[dict[str, Any]]:
-    train = [
-        {"kind": "train", "iteration": i, "lm_loss": 3 + 8 / i, "learning_rate": 1e-3}
-        for i in range(1, num_train + 1)
-    ]
+    losses = {i: 3 + 8 / i for i in range(1, num_train + 1)}
+    train = {"kind": "train", "learning_rate": 1e-3}
+    curve = [train | {"iteration": i, "lm_loss": loss} for i, loss in losses.items()]
     return [
         {"kind": "event", "iteration": 0},
-        *train,
+        *curve,
         {"kind": "valid", "iteration": num_train, "lm_loss": 3.5},
     ]
 
@@ -37,10 +37,9 @@ SMOOTH, RAW, VALID, RATE = (0x1F, 0x5F, 0x9E), (0x9D, 0xC3, 0xE6), (0xD9, 0x54, 
 
 
 def test_a_long_run_shows_all_four_curves(tmp_path: Path) -> None:
-    noisy = [
-        r | {"lm_loss": r["lm_loss"] + (-1) ** r["iteration"]} if r["kind"] == "train" else r
-        for r in records(200)
-    ]
+    noisy = records(200)
+    for record in noisy[1:-1]:
+        record["lm_loss"] += (-1) ** record["iteration"]
     draw_loss_curve(noisy, tmp_path / "a.png", "name")
     assert all(pixels_like(tmp_path / "a.png", color) > 50 for color in (SMOOTH, RAW, VALID, RATE))
     assert matplotlib_image.imread(tmp_path / "a.png").shape[:2] == (720, 1200)
@@ -92,10 +91,7 @@ def test_long_names_break_before_a_word_and_lose_nothing() -> None:
     name = "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8"
     name += "_TP_1_PP_1_VPP_none_EP_4_ETP_2_CP_2"
     assert _wrapped(name).split("\n") == [name.removesuffix("CP_2"), "CP_2"]
-    assert (
-        _wrapped("x" * 150).replace("\n", "") == "x" * 150
-        and max(map(len, _wrapped("x" * 150).split("\n"))) == 101
-    )
+    assert list(map(len, _wrapped("x" * 150).split("\n"))) == [101, 49]
 
 
 def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:
@@ -104,3 +100,35 @@ def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:
     assert smoothed([0.0] * 16 + [3.0] + [0.0] * 16, 1)[14:19] == [0.0, 1.0, 1.0, 1.0, 0.0]
     gap = smoothed([1.0] * 16 + [math.nan, 2.0, 2.0, 2.0], 1)
     assert math.isnan(gap[16]) and gap[15] == 1.0 and gap[17] == 2.0
+
+
+def happened(*names: tuple[str, int], **more: Any) -> list[dict[str, Any]]:
+    details: dict[str, dict[str, Any]] = {
+        "data_stage": {"stage": 1, "train_data": "web", "seq_len": 64},
+        "changed_settings": {"changes": ["LR 0.1 -> 0.2", "TP 1 -> 2"]},
+    }
+    return [event(name, iteration, "10:00:00", **details.get(name, {})) for name, iteration in names]
+
+
+CASES: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = [
+    ([("start", 0), ("checkpoint", 5), ("end", 9)], []),
+    # a stage begins with its iteration, a resume comes after one
+    ([("start", 0), ("data_stage", 6)], [("data stage 1 from iteration 6: web, SEQ_LEN 64", 5)]),
+    ([("start", 0), ("resume", 5)], [("resume after iteration 5", 5)]),
+    (
+        [("start", 0), ("changed_settings", 5), ("resume", 5)],
+        [("resume after iteration 5: LR 0.1 -> 0.2, TP 1 -> 2", 5)],
+    ),
+    # from LOAD_DIR: the first start is no resume of this run
+    ([("resume", 100), ("resume", 105)], [("resume after iteration 105", 105)]),
+    # what was undone by going back to a checkpoint, and then happened again
+    (
+        [("start", 0), ("resume", 8), ("data_stage", 9), ("resume", 5), ("data_stage", 9)],
+        [("resume after iteration 5", 5), ("data stage 1 from iteration 9: web, SEQ_LEN 64", 8)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "expected"), CASES)
+def test_marks(names: list[tuple[str, int]], expected: list[tuple[str, int]]) -> None:
+    assert [(mark.text, mark.after) for mark in marks_of(happened(*names))] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -29,9 +30,8 @@ def trained(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("has a space")
     for name, use_moe in (("moe", True), ("dense", False)):
         environ = session_runs.environ(name, USE_MOE=use_moe, RUN_DIR=folder, **SHORT)
-        assert run_warm(environ, folder / "out", folder / "err", timeout=120) == 0, (
-            folder / "err"
-        ).read_text()
+        out, err = folder / "out", folder / "err"
+        assert run_warm(environ, out, err, timeout=120) == 0, err.read_text()
     for argv in (["to-hf", "moe", "theirs"], ["from-hf", "theirs", "hf"]):
         done = answer_warm(["convert", *argv], environ, folder)
         assert done.returncode == 0, done.stderr
@@ -81,9 +81,8 @@ def test_each_suggested_command_is_accepted(
     values = {name: str(value).replace("{}", str(trained)) for name, value in values.items()}
     typed = [flag.replace("{}", str(trained)) for flag in flags]
     environ = runs.environ("mine", tiny="--config" not in " ".join(flags), **LONGER, **values)
-    environ = {
-        name: value for name, value in environ.items() if f"--{name.lower().replace('_', '-')}" not in flags
-    }
+    given = {flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
+    environ = {name: value for name, value in environ.items() if name not in given}
     (tmp_path / "exported").mkdir()  # of an earlier run
     assert run_warm(environ, Path("out"), Path("err"), *typed, timeout=120) == 0, Path("err").read_text()
     commands = list(suggested(Path("out").read_text()))
@@ -117,11 +116,8 @@ def test_a_job_of_slurm_suggests_to_submit_one(
     """The run takes its environment from the sbatch file, as the job does."""
     monkeypatch.chdir(tmp_path)
     submit = ["slurm", "--cpu-nodes", "true", "--time-limit=1:00:00", "--num-jobs=2", "--dry-run"]
-    submitted = answer_warm(
-        [*submit, "--data-dir", str(runs.data_dir)],
-        runs.environ("mine", **LONGER, CONSTRAINT="a|b"),
-        tmp_path,
-    )
+    submit += ["--data-dir", str(runs.data_dir)]
+    submitted = answer_warm(submit, runs.environ("mine", **LONGER, CONSTRAINT="a|b"), tmp_path)
     assert submitted.returncode == 0, submitted.stderr
     exports = [line for line in submitted.stdout.splitlines() if line.startswith("export ")]
     shell = subprocess.run(["bash", "-c", "\n".join([*exports, "env -0"])], capture_output=True, text=True)
@@ -153,20 +149,11 @@ def suggested(text: str) -> Iterator[str]:
 def run_suggested(command: str, environ: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a suggested command as a shell would that has only what is not a setting."""
     words = shlex.split(command, comments=True)
-    given = list(_assignments(words))
+    given = list(itertools.takewhile(re.compile("[A-Z_]+=").match, words))
     words = words[len(given) :]
-    kept = {
-        name: value for name, value in environ.items() if name in ("PATH", "HOME", "PYTHONPATH", "PYTHON")
-    }
+    kept = {name: environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "PYTHON") if name in environ}
     shell = kept | dict(word.split("=", 1) for word in given)
     if words[0] == "bash":
         return subprocess.run([*words, "--dry-run"], env=shell, cwd=folder, capture_output=True, text=True)
     assert Path(words.pop(0)).name == "moe-exp"
     return answer_warm([*words, *["--dry-run"] * (words[0] in ("train", "slurm"))], shell, folder)
-
-
-def _assignments(words: list[str]) -> Iterator[str]:
-    for word in words:
-        if not re.match(r"[A-Z_]+=", word):
-            return
-        yield word

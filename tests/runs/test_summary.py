@@ -12,32 +12,21 @@ import pytest
 from moe_exp.config import Config
 from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.summary import Caller, split_experts, summarize, summary_text
+from moe_exp.runs.summary import Caller, Status, split_experts, summarize, summary_text
+
+EXPERTS = [
+    {"layer": 1, "tokens_per_expert": [5, 3], "max_over_mean": 1.25, "dropped_fraction": 0.0},
+    {"layer": 2, "tokens_per_expert": [8, 0], "max_over_mean": 2.0, "dropped_fraction": 0.05}
+    | {"microbatch_max_over_mean": 2.5},
+]
 
 
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
-    experts = [
-        {
-            "layer": 1,
-            "tokens_per_expert": [5, 3],
-            "max_over_mean": 1.25,
-            "dropped_fraction": 0.0,
-            "router_entropy": 0.6,
-        },
-        {
-            "layer": 2,
-            "tokens_per_expert": [8, 0],
-            "max_over_mean": 2.0,
-            "microbatch_max_over_mean": 2.5,
-            "dropped_fraction": 0.05,
-            "router_entropy": 0.1,
-        },
-    ]
     return {
         "kind": "train", "iteration": iteration, "consumed_samples": 8 * iteration,
         "consumed_tokens": 1000 * iteration, "lm_loss": lm_loss, "elapsed_time_per_iteration_ms": 100.0,
         "tokens_per_second": 10000.0, "tflops_per_gpu": None, "skipped_iterations": 0, "nan_iterations": 0,
-        "experts": experts,
+        "experts": EXPERTS,
     } | changes  # fmt: skip
 
 
@@ -63,6 +52,15 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def config(**settings: Any) -> Config:
     return Config(**({"gpus_per_node": 1, "train_iters": 4, "warmup_iters": 0} | settings))
+
+
+def told(
+    folder: RunFolder, config: Config, status: Status = "finished", *, records: Any = RECORDS, **more: Any
+) -> str:
+    """The printed summary of a run; `more`: code, caller."""
+    caller = more.pop("caller", None)
+    summary = summarize(config, *split_experts(records), folder, 12.3, status, **more)
+    return summary_text(summary, config, caller)
 
 
 def test_summary(folder: RunFolder) -> None:
@@ -109,10 +107,7 @@ def test_summary(folder: RunFolder) -> None:
 
 
 def test_text(folder: RunFolder) -> None:
-    text = summary_text(summarize(config(), *split_experts(RECORDS), folder, 12.3, "finished"), config())
-    assert (
-        text
-        == f"""Run finished: 4 of 4 iterations, this start in 0:00:12
+    expected = f"""Run finished: 4 of 4 iterations, this start in 0:00:12
   lm loss      8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)
   validation   4.2500 (perplexity 70.10)
   tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
@@ -127,7 +122,7 @@ What to try next
   moe-exp convert to-hf {folder.path} exported   # for transformers and vLLM
   moe-exp train --use-moe false   # the dense baseline
   moe-exp train --ep 2 --gpus-per-node 2   # experts spread over two ranks"""
-    )
+    assert told(folder, config()) == expected
 
 
 def test_the_loss_of_averaged_weights_is_in_the_text(folder: RunFolder) -> None:
@@ -141,14 +136,11 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
     given = config(train_iters=60, use_moe=True, run_name="mine", train_data="my data", split="99,1")
     environ = {"RUN_NAME": "mine", "USE_MOE": "true", "TRAIN_DATA": "my data"}
     caller = Caller(".venv/bin/moe-exp", "bash run.sh --train-iters 60", environ)
-    text = summary_text(summarize(given, *split_experts(RECORDS), folder, 12.3, "finished"), given, caller)
+    text = told(folder, given, caller=caller)
     assert f"  .venv/bin/moe-exp report {folder.path}   #" in text
-    assert (
-        "  RUN_NAME=mine_dense USE_MOE=false TRAIN_DATA='my data' bash run.sh --train-iters 60   # the dense"
-        in text
-    )
-    ep2 = "bash run.sh --train-iters 60 --ep 2 --gpus-per-node 2   # experts"
-    assert f"  RUN_NAME=mine_ep2 USE_MOE=true TRAIN_DATA='my data' {ep2}" in text
+    same = "TRAIN_DATA='my data' bash run.sh --train-iters 60"
+    assert f"  RUN_NAME=mine_dense USE_MOE=false {same}   # the dense" in text
+    assert f"  RUN_NAME=mine_ep2 USE_MOE=true {same} --ep 2 --gpus-per-node 2   # experts" in text
     assert "generate" not in text  # nobody knows the tokenizer
     assert caller.command_with(train_iters=9).endswith("--train-iters 60 --train-iters 9")  # the last counts
     caller = Caller(command="moe-exp train --resume runs/mine --lr 1")
@@ -159,66 +151,43 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
 
 def test_no_command_is_suggested_that_would_be_refused(folder: RunFolder) -> None:
     upcycled = config(upcycle_from="runs/other/checkpoints", router_score="relu")
-    records = [record | {"transformers": None} for record in RECORDS]
-    text = summary_text(summarize(upcycled, *split_experts(records), folder, 12.3, "finished"), upcycled)
+    text = told(folder, upcycled, records=[record | {"transformers": None} for record in RECORDS])
     assert "dense" not in text.partition("next")[2] and "to-hf" not in text
-    nodes = config(nnodes=2, gpus_per_node=8)
-    assert "--ep" not in summary_text(
-        summarize(nodes, *split_experts(RECORDS), folder, 12.3, "finished"), nodes
-    )
+    assert "--ep" not in told(folder, config(nnodes=2, gpus_per_node=8))
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:
     summary = summarize(config(), *split_experts([]), RunFolder(tmp_path), 0.5, "failed")
-    assert (
-        summary["iteration"],
-        summary["first_lm_loss"],
-        summary["expert_balance"],
-        summary["checkpoints"],
-    ) == (0, None, None, [])
+    values = [summary[key] for key in ("iteration", "first_lm_loss", "expert_balance", "checkpoints")]
+    assert values == [0, None, None, []]
     text = summary_text(summary, config())
     assert text.startswith("Run failed: 0 of 4 iterations in 0:00:00\n  lm loss      never measured\n")
-    assert text.endswith(
-        "What to try next\n  the same command again begins at iteration 0: there is no checkpoint"
-    )
+    assert text.endswith("  the same command again begins at iteration 0: there is no checkpoint")
 
 
 def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: RunFolder) -> None:
     records = [RECORDS[0], {"kind": "event", "event": "too_many_bad_steps", "iteration": 5}]
     bad = config(train_iters=9, lr=1e30)
-    text = summary_text(summarize(bad, *split_experts(records), folder, 1.0, "failed", 1), bad)
+    text = told(folder, bad, "failed", records=records, code=1)
     assert text.startswith("Run failed: 5 of 9 iterations")
     assert "  tokens       0 until iteration 0, the last that was logged\n" in text
-    assert (
-        "a lower LR than 1e+30, with another RUN_NAME" in text
-        and "iter_0000004, which helps where a batch was the cause" in text
-    )
+    assert "a lower LR than 1e+30, with another RUN_NAME" in text
+    assert "iter_0000004, which helps where a batch was the cause" in text
     assert "LR=1e" not in text and "--ep 2" not in text
 
 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
-    text = summary_text(
-        summarize(config(train_iters=9), *split_experts(RECORDS), folder, 1.0, "stopped", 1),
-        config(train_iters=9),
-    )
-    assert (
-        "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and"
-        " nothing was saved" in text
-    )
+    text = told(folder, config(train_iters=9), "stopped", code=1)
+    fix, why = "SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000", "exit code 1: SAVE_AT_END=false"
+    assert f"  {fix}   # {why}, and nothing was saved" in text
     assert "--use-moe" not in text
 
 
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
     records = [*RECORDS, {"kind": "event", "event": "hang", "iteration": 4, "folder": "hang/NOW"}]
-    text = summary_text(
-        summarize(config(train_iters=9), *split_experts(records), RunFolder(tmp_path), 1.0, "failed", 1),
-        config(train_iters=9),
-    )
+    text = told(RunFolder(tmp_path), config(train_iters=9), "failed", records=records, code=1)
     assert f"  {tmp_path}/hang/NOW/summary.txt   # where every rank was\n" in text
-    assert (
-        "begins at iteration 0: there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n"
-        in text
-    )
+    assert "there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n" in text
 
 
 @pytest.mark.parametrize(("max_restarts", "hint"), [(0, True), (2, False)])
@@ -234,27 +203,19 @@ def test_after_a_killed_rank_there_is_a_hint_of_restarts(
 
 
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
-    text = summary_text(
-        summarize(config(train_iters=9), *split_experts(RECORDS), folder, 1.0, "stopped"),
-        config(train_iters=9),
-    )
-    assert (
-        "Run stopped: 4 of 9 iterations" in text
-        and "the same command again continues from iter_0000004\n" in text
-    )
+    text = told(folder, config(train_iters=9), "stopped")
+    assert "Run stopped: 4 of 9 iterations" in text
+    assert "the same command again continues from iter_0000004\n" in text
 
 
 def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
     records = [*RECORDS, train(5, None, nan_iterations=1)]
     summary = summarize(config(), *split_experts(records), folder, 1.0, "finished")
-    assert (
-        summary["last_lm_loss"] is None and summary["min_lm_loss"] == 4.0 and summary["nan_iterations"] == 1
-    )
+    values = [summary[key] for key in ("last_lm_loss", "min_lm_loss", "nan_iterations")]
+    assert values == [None, 4.0, 1]
     text = summary_text(summary, config())
-    assert (
-        "8.0000 -> not a number (lowest 4.0000 at iteration 3)" in text
-        and "LR=0.00015 with another RUN_NAME" in text
-    )
+    assert "8.0000 -> not a number (lowest 4.0000 at iteration 3)" in text
+    assert "LR=0.00015 with another RUN_NAME" in text
 
 
 def test_the_experts_of_a_long_run_are_not_kept_in_memory(folder: RunFolder) -> None:
@@ -271,24 +232,12 @@ def test_the_experts_of_a_long_run_are_not_kept_in_memory(folder: RunFolder) -> 
 
 def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:
     dense = config(use_moe=False, run_name="a")
-    text = summary_text(
-        summarize(dense, *split_experts([train(1, 8.0, experts=[])]), folder, 1.0, "finished"), dense
-    )
-    assert (
-        "moe-exp train --use-moe true --run-name a_moe" in text
-        and "--ep 2" not in text
-        and "experts   " not in text
-    )
+    text = told(folder, dense, records=[train(1, 8.0, experts=[])])
+    assert "moe-exp train --use-moe true --run-name a_moe" in text
+    assert "--ep 2" not in text and "experts   " not in text
 
 
 def test_ep_is_offered_only_where_it_fits(folder: RunFolder) -> None:
-    for settings, offer in [
-        ({"gpus_per_node": 2}, "train --ep 2   #"),
-        ({"num_experts": 7}, None),
-        ({"ep": 2, "gpus_per_node": 2}, None),
-    ]:
-        text = summary_text(
-            summarize(config(**settings), *split_experts(RECORDS), folder, 1.0, "finished"),
-            config(**settings),
-        )
-        assert (offer in text) if offer else ("--ep 2" not in text)
+    assert "train --ep 2   #" in told(folder, config(gpus_per_node=2))
+    for settings in ({"num_experts": 7}, {"ep": 2, "gpus_per_node": 2}):
+        assert "--ep 2" not in told(folder, config(**settings))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -20,16 +19,9 @@ from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.room import disk_warnings
 from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
+from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.planner.costs.params import checkpoint_bytes
-from moe_exp.watch.storage import (
-    Measured,
-    daly_interval,
-    lost_share,
-    measured,
-    save_advice,
-    storage_of,
-    young_interval,
-)
+from moe_exp.watch.storage import Measured, measured, save_advice, storage_of
 
 
 def test_intervals_by_hand():
@@ -46,54 +38,22 @@ def test_intervals_by_hand():
 
 @pytest.mark.parametrize(("save", "mtbf"), [(50, 3600), (10, 86400), (600, 1800)])
 def test_dalys_interval_is_where_the_model_loses_least(save, mtbf):
-    best = min(range(10, 4 * int(young_interval(save, mtbf)), 5), key=lambda t: lost_share(t, save, mtbf))
-    assert daly_interval(save, mtbf) == pytest.approx(best, rel=0.05)
-    assert lost_share(daly_interval(save, mtbf), save, mtbf) <= lost_share(best, save, mtbf) * 1.001
-    assert lost_share(young_interval(save, mtbf), save, mtbf) >= lost_share(
-        daly_interval(save, mtbf), save, mtbf
-    )
-
-
-def simulated_share(interval: float, save: float, mtbf: float, restart: float, num_segments: int) -> float:
-    """Work in segments, each done and saved whole or done again; failures strike restarts as well."""
-    generator, seconds = random.Random(0), 0.0
-    for _ in range(num_segments):
-        while (lives := generator.expovariate(1 / mtbf)) < interval + save:
-            seconds += lives
-            while (lives := generator.expovariate(1 / mtbf)) < restart:
-                seconds += lives
-            seconds += restart
-        seconds += interval + save
-    return seconds / (num_segments * interval) - 1
-
-
-@pytest.mark.parametrize(("interval", "restart"), [(200, 0), (567, 120), (3000, 120)])
-def test_the_loss_is_that_of_simulated_failures(interval, restart):
-    found = simulated_share(interval, 50, 3600, restart, 30_000)
-    assert lost_share(interval, 50, 3600, restart) == pytest.approx(found, rel=0.03)
+    daly, young = daly_interval(save, mtbf), young_interval(save, mtbf)
+    best = min(range(10, 4 * int(young), 5), key=lambda t: lost_share(t, save, mtbf))
+    assert daly == pytest.approx(best, rel=0.05)
+    assert lost_share(daly, save, mtbf) <= lost_share(best, save, mtbf) * 1.001
+    assert lost_share(young, save, mtbf) >= lost_share(daly, save, mtbf)
 
 
 def event(name: str, minute: int, **values: object) -> dict[str, object]:
-    return {
-        "kind": "event",
-        "event": name,
-        "iteration": minute,
-        "time": f"2026-11-22T10:{minute:02d}:00+00:00",
-        **values,
-    }
+    when = f"2026-11-22T10:{minute:02d}:00+00:00"
+    return {"kind": "event", "event": name, "iteration": minute, "time": when, **values}
 
 
+TRAIN = {"kind": "train", "elapsed_time_per_iteration_ms": 2000.0}
 RECORDS = [
     event("start", 0),
-    *(
-        {
-            "kind": "train",
-            "iteration": i,
-            "elapsed_time_per_iteration_ms": 2000.0,
-            "training_seconds": 3600.0 * i,
-        }
-        for i in range(1, 11)
-    ),
+    *(TRAIN | {"iteration": i, "training_seconds": 3600.0 * i} for i in range(1, 11)),
     event("checkpoint", 10, seconds=40.0, bytes=5_000),
     event("rank_failed", 20),
     event("rank_failed", 21),  # the other ranks of the same failure
@@ -130,9 +90,8 @@ def test_advice():
 
 
 def config(**values: object) -> Config:
-    return load_config(
-        {"preset": "cpu", "gpus_per_node": 1, "train_iters": 1000, "save_interval": 100, **values}, {}
-    )
+    usual = {"preset": "cpu", "gpus_per_node": 1, "train_iters": 1000, "save_interval": 100}
+    return load_config(usual | values, {})
 
 
 @pytest.mark.parametrize(
@@ -190,22 +149,16 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
     (line,) = problems()
     assert line.startswith(f"RUN_DIR={tmp_path}: {tmp_path} has ")
     assert "until iteration 1000: 10 checkpoints of " in line
-    fix = "set KEEP_LAST=3, which fits, or choose a RUN_DIR on a larger disk, or make room"
-    assert line.endswith(f"Fix: {fix}; DISK_CHECK=one if you remove checkpoints yourself.")
-    assert (
-        problems(keep_last=3)
-        == problems(disk_check="one")
-        == problems(disk_check="none")
-        == problems(save_interval=0)
-        == []
-    )
+    assert "Fix: set KEEP_LAST=3, which fits, or choose" in line and "DISK_CHECK=one" in line
+    for allowed in ({"keep_last": 3}, {"disk_check": "one"}, {"disk_check": "none"}, {"save_interval": 0}):
+        assert problems(**allowed) == []
     disk(1.2 * one)
     (line,) = problems()
     assert "KEEP_LAST" not in line
     assert problems(disk_check="one") == []
     disk(checkpoint_bytes(config()) - 1)
     (line,) = problems(disk_check="one")
-    assert line.endswith("Fix: choose a RUN_DIR on a larger disk, or make room.")
+    assert "Fix: choose a RUN_DIR" in line
     assert problems(disk_check="none") == problems(save_interval=0, save_at_end=False) == []
     # Those that are there need no room any more.
     for iteration in range(100, 1000, 100):
@@ -226,38 +179,21 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
     refused, (warning,) = room()
     assert refused == []
     assert "until iteration 1000: 9 checkpoints of " in warning
-    assert warning.endswith("make room; DISK_CHECK=one if you remove checkpoints yourself.")
+    assert "DISK_CHECK=one" in warning
     assert room(disk_check="one") == room(disk_check="none") == ([], [])
     disk(2.5 * one)
     assert room(keep_last=1) == ([], [])
     disk(one)  # and no room for records
     (line,), warnings = room()
-    fix = "make room, or move the run to a larger disk and set RUN_DIR"
-    assert line.endswith(f"for its next checkpoint, and its records until then. Fix: {fix}.")
+    assert "for its next checkpoint, and its records until then. Fix: make room" in line
     assert warnings == []
 
 
 def test_a_file_of_settings(tmp_path, capsys):
     path = tmp_path / "settings.yaml"
     path.write_text(to_yaml(config(run_dir=str(tmp_path), keep_last=2)))
-    assert (
-        main(
-            [
-                "watch",
-                "storage",
-                str(path),
-                "--mtbf",
-                "1000",
-                "--nodes",
-                "10",
-                "--save-seconds",
-                "30",
-                "--iteration-seconds",
-                "1",
-            ]
-        )
-        == 0
-    )
+    flags = ["--mtbf=1000", "--nodes=10", "--save-seconds=30", "--iteration-seconds=1"]
+    assert main(["watch", "storage", str(path), *flags]) == 0
     text = capsys.readouterr().out
     assert "KEEP_LAST=2, KEEP_EVERY=0, KEEP_BEST=0" in text
     best = round(daly_interval(30, 360_000))
@@ -266,12 +202,13 @@ def test_a_file_of_settings(tmp_path, capsys):
     assert main(["watch", "storage", str(tmp_path)]) == 1
     assert "is no run folder and no file of settings. Fix: " in capsys.readouterr().err
     assert main(["watch", "storage", str(path), "--mtbf", "-1"]) == 1
-    path.with_suffix(".env").write_text(f"export KEEP_LAST='2'\nPRESET=cpu\nRUN_DIR={tmp_path}\n")
-    assert storage_of(path.with_suffix(".env")).config.keep_last == 2
-    path.with_suffix(".env").write_text("KEP_LAST=2\n")
-    with pytest.raises(ConfigError, match=r"KEP_LAST=2: is not a setting .*KEEP_LAST"):
-        storage_of(path.with_suffix(".env"))
     assert "MTBF=-1: must be a positive number. Fix: " in capsys.readouterr().err
+    lines = path.with_suffix(".env")
+    lines.write_text(f"export KEEP_LAST='2'\nPRESET=cpu\nRUN_DIR={tmp_path}\n")
+    assert storage_of(lines).config.keep_last == 2
+    lines.write_text("KEP_LAST=2\n")
+    with pytest.raises(ConfigError, match=r"KEP_LAST=2: is not a setting .*KEEP_LAST"):
+        storage_of(lines)
 
 
 def test_a_run_folder(tmp_path, capsys):
@@ -293,11 +230,8 @@ def test_records_of_a_real_run(session_runs):
     """The estimate is above what a run has written, and not far."""
     run = session_runs.succeed("records", TRAIN_ITERS=12)
     use = disk_use(load_config({}, session_runs.environ("records", TRAIN_ITERS=12)))
-    written = sum(
-        path.stat().st_size
-        for path in (run.folder.metrics, *run.folder.tensorboard.rglob("*"))
-        if path.is_file()
-    )
+    files = (run.folder.metrics, *run.folder.tensorboard.rglob("*"))
+    written = sum(path.stat().st_size for path in files if path.is_file())
     assert written < use.records_bytes < 3 * written
     (event,) = [event for event in run.records("event") if event["event"] == "checkpoint"]
     assert event["bytes"] < use.one_bytes < 1.5 * event["bytes"]
@@ -306,9 +240,8 @@ def test_records_of_a_real_run(session_runs):
 
 def test_events_without_a_time_or_with_odd_values_are_passed_over():
     event = {"kind": "event", "iteration": 1}
-    odd = [
-        {**event, "event": "hang", "time": time} for time in (None, 7, "yesterday", [], "0001-01-01T00:00:00")
-    ]
+    times = (None, 7, "yesterday", [], "0001-01-01T00:00:00")
+    odd = [{**event, "event": "hang", "time": time} for time in times]
     records = [
         {},
         {"kind": "train"},
@@ -322,7 +255,6 @@ def test_events_without_a_time_or_with_odd_values_are_passed_over():
         {**event, "event": "rank_failed", "time": "2026-11-03T02:14:09+01:00"},
         {**event, "event": "resume", "time": "2026-11-03T02:15:09+01:00"},
     ]
-    assert measured(records) == Measured(
-        iteration_seconds=0.5, num_failures=1, restart_seconds=60.0, iteration=8
-    )
+    expected = Measured(iteration_seconds=0.5, num_failures=1, restart_seconds=60.0, iteration=8)
+    assert measured(records) == expected
     measured(odd)

@@ -65,53 +65,39 @@ def nccl_environment(local: Path) -> dict[str, str]:
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes the dumps of all ranks of this node into `folder`.
-
-    Args:
-        local: the launcher's heartbeat folder.
-        calls: RUN/hang/calls.
-        is_hang: the run is stuck, so C frames and NCCL's record may be requested, too.
+    """Writes the dumps of all ranks of this node into `folder`; `local`: the launcher's heartbeat folder,
+    `calls`: RUN/hang/calls, `is_hang`: the run is stuck, so C frames and NCCL's record may be requested, too.
     """
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
     pids = ranks_of_node(local)
     pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
 
     def dump(rank: int) -> None:
+        pid, beat = pids[rank], beats.get(rank)
+        facts = rank_facts(pid, beat)
+        is_held = facts["state"] in (STOPPED, TRACED)
+        # Before a tool stops the process.
+        collectives = _collectives(local, rank) if beat and not is_held and facts["state"] != GONE else b""
+        has_handler = beat is not None and beat.pid == pid
+        stacks, tool, reasons = _stacks(local, rank, pid, has_handler=has_handler, state=facts["state"])
+        facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
+        if threads := parse_stacks(stacks):
+            innermost = threads[0].frames[0]
+            facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
+        native = ""
+        if is_hang and tool == "py-spy" and not is_held:
+            native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
+            native = native or f"none: {reason}"
         latest = latest_calls(calls_file(calls, rank), _NUM_CALLS)
-        _dump_rank(local, folder, rank, pids[rank], beats.get(rank), latest, is_hang)
+        write_dump(folder, rank, facts, stacks, native=native, calls=latest)
+        if collectives:
+            text = json.dumps(last_collectives(json.loads(collectives)))
+            (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
+        if is_hang and count_gpus():
+            _copy_nccl_record(local, folder, rank)
 
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
         list(pool.map(dump, pids))
-
-
-def _dump_rank(
-    local: Path,
-    folder: Path,
-    rank: int,
-    pid: int,
-    beat: Heartbeat | None,
-    calls: Sequence[str],
-    is_hang: bool,
-) -> None:
-    facts = rank_facts(pid, beat)
-    # Before a tool stops the process.
-    collectives = _collectives(local, rank) if beat and facts["state"] not in (STOPPED, TRACED, GONE) else b""
-    has_handler = beat is not None and beat.pid == pid
-    stacks, tool, reasons = _stacks(local, rank, pid, has_handler=has_handler, state=facts["state"])
-    facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
-    if threads := parse_stacks(stacks):
-        innermost = threads[0].frames[0]
-        facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
-    native = ""
-    if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED):
-        native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
-        native = native or f"none: {reason}"
-    write_dump(folder, rank, facts, stacks, native=native, calls=calls)
-    if collectives:
-        text = json.dumps(last_collectives(json.loads(collectives)))
-        (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
-    if is_hang and count_gpus():
-        _copy_nccl_record(local, folder, rank)
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:

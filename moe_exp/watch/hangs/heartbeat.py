@@ -47,25 +47,16 @@ _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Iteration and phase of a rank.
-
-    Args:
-        phase: one of PHASES.
-        iteration: current one, from 1; 0 before the first.
-        num_microbatches: in that iteration.
-        since: when the phase began, seconds of the host's monotonic clock (which stops during suspend).
-        spent: seconds of the iteration before `since`, in ITERATION_PHASES.
-        durations: of the latest iterations of this process, seconds per micro-batch.
-    """
+    """Iteration and phase of a rank."""
 
     rank: int
     pid: int
-    phase: str
-    iteration: int
-    num_microbatches: int
-    since: float
-    spent: float
-    durations: tuple[float, ...]
+    phase: str  # one of PHASES
+    iteration: int  # the current one, from 1; 0 before the first
+    num_microbatches: int  # in that iteration
+    since: float  # when the phase began, seconds of the host's monotonic clock (which stops during suspend)
+    spent: float  # seconds of the iteration before `since`, in ITERATION_PHASES
+    durations: tuple[float, ...]  # of the latest iterations of this process, seconds per micro-batch
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:

@@ -61,7 +61,7 @@ LEAST_SECONDS = 180.0
 _FACTOR = 10
 _LEAST_ITERATIONS = 3  # needed for the median of HANG_TIMEOUT=auto
 _LOOK_SECONDS = 1.0
-# After a stop request: hung ranks cannot save, and whoever asked does not wait for HANG_TIMEOUT.
+# After a stop request: hung ranks cannot save, so do not wait for HANG_TIMEOUT.
 _STOP_SECONDS, _STOP_FACTOR = 30.0, 3
 _OWN_PAUSE_SECONDS = 10.0  # between two checks: this process did not run
 _NAMING_SECONDS = 10.0  # a node waits this long for node 0 to name the folder
@@ -144,10 +144,12 @@ class HangWatch:
         self._looked, self._thread = now, None
         if (request := self._new_request()) is not None:
             self._begin(lambda: self._answer(request))
+        elif self._config.hang_timeout == "none":
+            return
         elif reason := self._hang_reason(now):
             self._begin(lambda: self._end_hang(reason))
         elif self._hangs_at_stop(now):
-            complain("no rank has gone on since the job was asked to stop: they hang, and are ended unsaved")
+            complain("no rank has made progress since the stop request; ending them without a checkpoint")
             self._end_ranks()
 
     def _begin(self, work: Callable[[], object]) -> None:
@@ -172,8 +174,6 @@ class HangWatch:
 
     def _hang_reason(self, now: float) -> str:
         """Why this node's ranks seem to hang, or empty."""
-        if self._config.hang_timeout == "none":
-            return ""
         beats = self._live_beats()
         # ranks were restarted: the old reason no longer applies
         if any(beat.since > self._hung_at for beat in beats):
@@ -190,17 +190,16 @@ class HangWatch:
         first = min(over, key=lambda beat: (beat.iteration, beat.since))
         seconds = elapsed_seconds(first, now, self._running_since)
         place = f"iteration {first.iteration}, {first.phase}"
-        return f"{place}: no rank has gone on for {seconds:.1f} s, the limit is {limits[first]:.1f} s"
+        return f"{place}: no progress on any rank for {seconds:.1f} s (limit {limits[first]:.1f} s)"
 
     def _hangs_at_stop(self, now: float) -> bool:
         """Whether this node's ranks are stuck after a stop request; other nodes are not asked."""
         since = max(self._stopping_since, self._running_since)
-        if self._config.hang_timeout == "none" or now - since < _STOP_SECONDS or self._hung_at < math.inf:
+        if now - since < _STOP_SECONDS or self._hung_at < math.inf:
             return False
         beats = self._live_beats()
-        if len(beats) != self._config.gpus_per_node or self._paused(beats):
-            return False
-        if not all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats):
+        are_training = all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats)
+        if len(beats) != self._config.gpus_per_node or self._paused(beats) or not are_training:
             return False
         usual = (statistics.median(beat.durations) * beat.num_microbatches for beat in beats)
         limits = (max(_STOP_SECONDS, _STOP_FACTOR * seconds) for seconds in usual)
@@ -329,7 +328,7 @@ class HangWatch:
         if busy := [reason for answer in answers for reason in answer.busy]:
             return busy[0]
         moved = [beat.rank for beat in read_beats(self._local) if before.get(beat.rank) != beat.since]
-        return f"rank {moved[0]} has gone on meanwhile" if moved else ""
+        return f"rank {moved[0]} has made progress since" if moved else ""
 
     def _end_ranks(self) -> None:
         self._hung_at = time.monotonic()

@@ -15,47 +15,42 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from moe_exp.host.files import read_json, write_json
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the stacks of all ranks.
+    """A request for the stacks of all ranks."""
 
-    Args:
-        folder: name of the answer's folder in RUN/hang.
-        kind: hang: a launcher reports a hang; stacks: somebody wants to see them, and the run continues.
-    """
-
-    folder: str
-    kind: Literal["hang", "stacks"]
+    folder: str  # name of the answer's folder in RUN/hang
+    kind: Literal["hang", "stacks"]  # stacks: somebody wants to see them, and the run continues
     reason: str
     host: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one launcher.
-
-    Args:
-        busy: evidence against a hang: ranks that are paused, under a debugger, or far from their limit.
-        done: the ranks' files are written.
-    """
+    """The answer of one launcher."""
 
     node: int
     nnodes: int
     world_size: int
     host: str
     ranks: list[int]
-    busy: list[str]
-    done: bool
+    busy: list[
+        str
+    ]  # evidence against a hang: ranks that are paused, under a debugger, or far from their limit
+    done: bool  # the ranks' files are written
 
 
 def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
@@ -76,11 +71,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 def latest_request(folder: Path) -> Request | None:
     """The latest request in RUN/hang, or the request that an answer's folder belongs to."""
-    try:
-        # Opened rather than checked with stat: only opening makes a network file system refresh.
-        return Request(**read_json(folder / "request.json"))
-    except (OSError, ValueError, TypeError):
-        return None
+    return _read(Request, folder / "request.json")
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
@@ -89,13 +80,17 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 def read_answers(folder: Path) -> list[Answer]:
     """The launchers' answers so far, in order of node."""
-    answers = []
-    for path in sorted(folder.glob("node_*.json")):
-        try:
-            answers.append(Answer(**read_json(path)))
-        except (OSError, ValueError, TypeError):
-            continue
-    return answers
+    answers = (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))
+    return [answer for answer in answers if answer is not None]
+
+
+def _read(kind: Callable[..., T], path: Path) -> T | None:
+    """None if the file is missing, or being written."""
+    try:
+        # Opened rather than checked with stat: only opening makes a network file system refresh.
+        return kind(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:

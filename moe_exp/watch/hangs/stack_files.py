@@ -42,17 +42,11 @@ def package_folders() -> list[str]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A function on a stack.
+    """A function on a stack."""
 
-    Args:
-        name: as the tool prints it, qualified or not.
-        file: from the package name on for PACKAGES (`moe_exp/train.py`), else the whole path.
-        line: 0 for a function in C.
-    """
-
-    name: str
-    file: str
-    line: int
+    name: str  # as the tool prints it, qualified or not
+    file: str  # from the package name on for PACKAGES (`moe_exp/train.py`), else the whole path
+    line: int  # 0 for a function in C
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -87,21 +81,14 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump:
-    """The state of one rank at one moment.
-
-    Args:
-        facts: host, pid, state, phase, ... as text, see `dump.rank_facts`.
-        native: C functions of the main thread, innermost first; empty if they were not requested.
-        calls: latest function calls, with TRACE_CALLS_FROM.
-        collectives: the last collective of each process group, see `dump.last_collectives`.
-    """
+    """The state of one rank at one moment."""
 
     rank: int
-    facts: Mapping[str, str]
+    facts: Mapping[str, str]  # host, pid, state, phase, ..., see `dump.rank_facts`
     threads: Sequence[Thread] = ()
-    native: Sequence[str] = ()
-    calls: Sequence[str] = ()
-    collectives: Sequence[Mapping[str, Any]] = ()
+    native: Sequence[str] = ()  # C functions of the main thread, innermost first
+    calls: Sequence[str] = ()  # the latest ones, with TRACE_CALLS_FROM
+    collectives: Sequence[Mapping[str, Any]] = ()  # the last of each group, see `dump.last_collectives`
 
     @property
     def host(self) -> str:

@@ -113,7 +113,10 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
             asleep = f"; state {DISK}, in the kernel's {dump.facts.get('kernel function', 'code')}"
             found[dump.rank] = where(dump) + (asleep if dump.facts.get("state") == DISK else "")
     found = {dump.rank: found[dump.rank] for dump in dumps if dump.rank in found}
-    return found or _behind(dumps) or _behind_in_group(dumps) or _minority(dumps)
+    newest = max((dump.iteration for dump in dumps), default=0)
+    late = [dump for dump in dumps if dump.iteration < newest]
+    behind = {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
+    return found or behind or _behind_in_group(dumps) or _minority(dumps)
 
 
 def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -122,12 +125,6 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
         if state := _STATES.get(dump.facts.get("state", "")):
             found[dump.rank] = f"{state}; it {where(dump)}" if main_stack(dump) else state
     return found
-
-
-def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
-    newest = max((dump.iteration for dump in dumps), default=0)
-    late = [dump for dump in dumps if dump.iteration < newest]
-    return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
 
 
 def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:

@@ -137,33 +137,29 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
     return sorted(found.values(), key=order)
 
 
-def _joined(known: Origin | None, where: Origin) -> Origin:
-    return replace(where, time="").completed(_of_host(known, where.host))
-
-
 def _placed(
     seen: Sequence[Seen], of_file: Origin, only: Mapping[str, Origin]
 ) -> Iterator[tuple[Fault, Origin, str]]:
     """Yields faults; missing places come from the same rank's lines, then the file name, then other files."""
-    known: dict[str, Origin] = {}
-    for one in reversed(seen):
-        if one.where.host and one.where.rank:
-            known[one.where.rank] = _joined(known.get(one.where.rank), one.where)
-    for one in seen:
-        where = one.where
+    known = defaultdict[str, Origin](Origin)
+
+    def learn(where: Origin) -> None:
         if where.host and where.rank:
-            known[where.rank] = _joined(known.get(where.rank), where)
+            before = known[where.rank]
+            same = before if before.host == where.host else Origin()
+            known[where.rank] = replace(where, time="").completed(same)
+
+    for one in reversed(seen):
+        learn(one.where)
+    for one in seen:
+        learn(one.where)
         if one.fault is None:
             continue
-        if not where.host and not where.rank:
-            where = where.completed(of_file)
-        there = known.get(where.rank)
-        where = where.completed(_of_host(there, where.host) if where.host else there or Origin())
+        where = one.where if one.where.host or one.where.rank else one.where.completed(of_file)
+        there = known[where.rank]
+        if not where.host or where.host == there.host:
+            where = where.completed(there)
         yield one.fault, where.completed(of_file).completed(only.get(where.rank, Origin())), one.line
-
-
-def _of_host(place: Origin | None, host: str) -> Origin:
-    return place if place and place.host == host else Origin()
 
 
 def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:

@@ -99,7 +99,7 @@ def _entries(path: Path) -> list[tuple[str, str]]:
 
 
 def _text(path: Path) -> str:
-    """The file; empty if there is none."""
+    """The file's text; empty without a file."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise ValueError(f"{path}: is not a file. Fix: name a file with one host a line.")
     return path.read_text(encoding="utf-8") if path.exists() else ""

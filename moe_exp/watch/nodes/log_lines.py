@@ -9,18 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a line; empty fields are unknown.
-
-    Args:
-        rank: number as text.
-        device: `cuda:3`, or its bus address, `0000:c1:00`.
-        time: `11-22 03:14:07`, or since boot `12345.7 s`.
-    """
+    """Origin of a line; empty fields are unknown."""
 
     host: str = ""
     rank: str = ""
-    device: str = ""
-    time: str = ""
+    device: str = ""  # `cuda:3`, or its bus address, `0000:c1:00`
+    time: str = ""  # `11-22 03:14:07`, or since boot `12345.7 s`
 
     def completed(self, other: Origin) -> Origin:
         """Fills missing fields from `other`."""

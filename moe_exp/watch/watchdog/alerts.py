@@ -14,8 +14,8 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
@@ -29,6 +29,7 @@ from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE = "SMTP_PASSWORD"
 WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
+_MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
 _SECONDS = 30.0  # timeout of a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
 
@@ -161,100 +162,94 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """The channels configured by the command line and the environment.
-
-    Args:
-        options: mail_to, mail_from, smtp, smtp_security, smtp_user, smtp_password_file, webhook_file,
-            alert_file; empty or None: not given.
-        environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
-
-    Raises:
-        ConfigError: with all problems.
+    """The channels of the command line's flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all
+    problems.
     """
-    problems: list[str] = []
+    flags = _Flags(options, environ)
     channels: list[Channel] = []
-    channels += filter(None, (_mail(options, environ, problems), _webhook(options, environ, problems)))
-    if options.get("alert_file"):
-        path = expanded(options["alert_file"]).absolute()
-        channels.append(AlertFile(path))
-        if not path.parent.is_dir():
-            rule, fix = "its folder is not there", "make it, or name another file"
-            problems.append(_problem("--alert-file", path, rule, fix))
-    if problems:
-        raise ConfigError(problems)
+    channels += filter(None, (flags.mail(), flags.webhook(), flags.alert_file()))
+    if flags.problems:
+        raise ConfigError(flags.problems)
     return channels
 
 
-def _mail(options: Mapping[str, Any], environ: Mapping[str, str], problems: list[str]) -> Mail | None:
-    to = tuple((options.get("mail_to") or "").replace(",", " ").split())
-    if not to:
-        if options.get("smtp"):
-            problems.append(_problem("--smtp", options["smtp"], "is there without --mail-to", "say to whom"))
-        return None
-    host, _, port_text = (options.get("smtp") or "localhost").partition(":")
-    security: Security = options.get("smtp_security") or "starttls"
-    port = port_text or {"tls": "465", "starttls": "587", "none": "25"}[security]
-    variable = environ.get(PASSWORD_VARIABLE, "")
-    password = _secret(options.get("smtp_password_file"), variable, "--smtp-password-file", problems)
-    user, sender = options.get("smtp_user") or "", options.get("mail_from") or f"moe-exp@{socket.getfqdn()}"
-    mail = Mail(host, int(port) if port.isdecimal() else 0, security, user, password, sender, to)
-    problems += _mail_problems(mail, port)
-    return mail
+@dataclass
+class _Flags:
+    """Reads the channels; `options` by name, empty or None if not given."""
 
+    options: Mapping[str, Any]
+    environ: Mapping[str, str]
+    problems: list[str] = field(default_factory=list)
 
-def _mail_problems(mail: Mail, port: str) -> Iterator[str]:
-    for name, addresses in (("--mail-to", mail.to), ("--mail-from", [mail.sender])):
-        for address in addresses:
+    def _wrong(self, name: str, value: object, rule: str, fix: str) -> None:
+        self.problems.append(f"{name}={value}: {rule}. Fix: {fix}.")
+
+    def mail(self) -> Mail | None:
+        given = {name: self.options.get(name) or "" for name in _MAIL_FLAGS}
+        to = tuple(given["mail_to"].replace(",", " ").split())
+        if not to:
+            if given["smtp"]:
+                self._wrong("--smtp", given["smtp"], "is there without --mail-to", "say to whom")
+            return None
+        host, _, port = (given["smtp"] or "localhost").partition(":")
+        security: Security = self.options.get("smtp_security") or "starttls"
+        port = port or {"tls": "465", "starttls": "587", "none": "25"}[security]
+        number = int(port) if port.isdecimal() else 0
+        password = self._secret("smtp_password_file", PASSWORD_VARIABLE)
+        user, sender = given["smtp_user"], given["mail_from"] or f"moe-exp@{socket.getfqdn()}"
+        addresses = [("--mail-to", address) for address in to] + [("--mail-from", sender)]
+        for name, address in addresses:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
-                yield _problem(name, address, "is no address", "write name@host")
-    if not 0 < mail.port < 65536 or not mail.host:
-        rule, fix = "is no host and port", "write HOST:PORT, as mail.example.org:587"
-        yield _problem("--smtp", f"{mail.host}:{port}", rule, fix)
-    if mail.user and not mail.password:
-        rule, fix = f"has no password in {PASSWORD_VARIABLE}", "set it, or give --smtp-password-file"
-        yield _problem("--smtp-user", mail.user, rule, fix)
-    if mail.user and mail.security == "none" and mail.host not in ("localhost", "127.0.0.1", "::1"):
-        rule = "would send the password as plain text"
-        yield _problem("--smtp-security", "none", rule, "use starttls or tls")
+                self._wrong(name, address, "is no address", "write name@host")
+        if not 0 < number < 65536 or not host:
+            fix = "write HOST:PORT, as mail.example.org:587"
+            self._wrong("--smtp", f"{host}:{port}", "is no host and port", fix)
+        if user and not password:
+            fix = "set it, or give --smtp-password-file"
+            self._wrong("--smtp-user", user, f"has no password in {PASSWORD_VARIABLE}", fix)
+        if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
+            rule = "would send the password as plain text"
+            self._wrong("--smtp-security", "none", rule, "use starttls or tls")
+        return Mail(host, number, security, user, password, sender, to)
 
-
-def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: list[str]) -> Webhook | None:
-    url = _secret(options.get("webhook_file"), environ.get(WEBHOOK_VARIABLE, ""), "--webhook-file", problems)
-    if not url:
+    def webhook(self) -> Webhook | None:
+        if not (url := self._secret("webhook_file", WEBHOOK_VARIABLE)):
+            return None
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_web = parts.scheme in ("http", "https") and parts.hostname
+        except ValueError:
+            is_web = False
+        if is_web and url.isascii() and url.isprintable() and " " not in url:
+            return Webhook(url)
+        name = "--webhook-file" if self.options.get("webhook_file") else WEBHOOK_VARIABLE
+        # without the secret value
+        self._wrong(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")
         return None
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_web = parts.scheme in ("http", "https") and parts.hostname
-        good = is_web and url.isascii() and url.isprintable() and " " not in url
-    except ValueError:
-        good = False
-    if good:
-        return Webhook(url)
-    name = "--webhook-file" if options.get("webhook_file") else WEBHOOK_VARIABLE
-    rule, fix = "is no address of a webhook", "write https://HOST/..., on one line"
-    problems.append(_problem(name, "***", rule, fix))  # without the secret value
-    return None
 
+    def alert_file(self) -> AlertFile | None:
+        if not self.options.get("alert_file"):
+            return None
+        path = expanded(self.options["alert_file"]).absolute()
+        if not path.parent.is_dir():
+            self._wrong("--alert-file", path, "its folder is not there", "make it, or name another file")
+        return AlertFile(path)
 
-def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> str:
-    """The first line of a file, or else the value of the variable."""
-    if not file:
-        return variable
-    try:
-        lines = regular(expanded(file)).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", "") or type(error).__name__
-        rule, fix = f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"
-        problems.append(_problem(name, file, rule, fix))
-        return ""
-    if not lines[0].strip():
-        problems.append(_problem(name, file, "has nothing on its first line", "write the secret there"))
-    return lines[0].strip()
-
-
-def _problem(name: str, value: object, rule: str, fix: str) -> str:
-    """Like config.problem, for a flag, which is not in capitals."""
-    return f"{name}={value}: {rule}. Fix: {fix}."
+    def _secret(self, name: str, variable: str) -> str:
+        """The first line of the file that a flag names, or else the value of the variable."""
+        if not (file := self.options.get(name)):
+            return self.environ.get(variable, "")
+        flag, secret = f"--{name.replace('_', '-')}", ""
+        try:
+            secret = regular(expanded(file)).read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", "") or type(error).__name__
+            fix = "name a file that holds the secret, with mode 600"
+            self._wrong(flag, file, f"cannot be read ({reason})", fix)
+        else:
+            if not secret:
+                self._wrong(flag, file, "has nothing on its first line", "write the secret there")
+        return secret
 
 
 def _line(text: str) -> str:

@@ -92,7 +92,7 @@ def default_folder() -> Path:
 
 
 def read_memory(path: Path) -> Memory:
-    """The memory of earlier checks; empty if there is none, or if the file is damaged."""
+    """The memory of earlier checks; empty if the file is missing or damaged."""
     try:
         values: dict[str, Any] = read_json(path)
         memory = Memory(**values)
@@ -104,7 +104,7 @@ def read_memory(path: Path) -> Memory:
     except FileNotFoundError:
         return Memory()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s cannot be read (%s): the watchdog begins anew, and may repeat itself", path, error)
+        logger.warning("%s cannot be read (%s): starting over, and may repeat reports", path, error)
         return Memory()
 
 

@@ -126,9 +126,9 @@ class Watchdog:
         sight = Sight(view, disk_of(view, memory.disk), queue, silent)
         check.found = problems_of(sight, memory, self.limits, run.slurm_name)
         check.found |= {"no_squeue": missing} if missing else {}
-        told_before = dict(memory.untold_events)
+        before = dict(memory.untold_events)
         check.found |= count_events(view, memory, check.found)
-        check.has_new_events = memory.untold_events != told_before
+        check.has_new_events = memory.untold_events != before
         check.state = state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:

@@ -13,10 +13,8 @@ from moe_exp.runs.records import append
 from moe_exp.watch.watchdog.watchdog import Watchdog
 
 HOUR, DAY = 3600.0, 86400.0
-SETTINGS = {
-    "train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10, "save_interval": 1000,
-    "keep_last": 0,
-}  # fmt: skip
+SETTINGS = {"train_iters": 40000, "log_interval": 20, "eval_interval": 1000, "eval_iters": 10}
+SETTINGS |= {"save_interval": 1000, "keep_last": 0}
 
 
 class Run:
@@ -72,4 +70,5 @@ def running(run, *, since=0.0, left="23:00:00", name="101_1"):
     return f"{name}|RUNNING|{start}|1-00:00:00|{left}|None\n"
 
 
+PENDING = "102|PENDING|N/A|1-00:00:00|INVALID|Priority\n"
 WAITING = "101_[2-30%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit\n"

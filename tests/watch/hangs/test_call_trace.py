@@ -41,15 +41,9 @@ INNER = """
 class Layer:
     def forward(self):
         return len("x")
-
-def too_early():
-    pass
-
-def only_in_the_child():
-    pass
-
-def in_a_thread():
-    pass
+def too_early(): ...
+def only_in_the_child(): ...
+def in_a_thread(): ...
 """
 
 
@@ -60,10 +54,8 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     (tmp_path / "traced" / "inner.py").write_text(INNER)
     (tmp_path / "untraced.py").write_text("def helper():\n    pass\n")
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)], env=environ, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)]
+    assert subprocess.run(command, env=environ, timeout=60).returncode == -signal.SIGKILL
     path = calls_file(tmp_path / "hang" / "calls", 3)
     assert path.stat().st_size <= 1_000_000
     calls = latest_calls(path, 3)
@@ -73,9 +65,7 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     assert times == sorted(times)
     text = path.read_text().rstrip("\0")
     assert all(len(line) == 127 for line in text.splitlines())
-    assert "helper" not in text
-    assert "only_in_the_child" not in text
-    assert "too_early" not in text
+    assert not any(name in text for name in ("helper", "only_in_the_child", "too_early"))
     assert f"{num_calls:012d} " in text  # the number of the thread's call
 
 

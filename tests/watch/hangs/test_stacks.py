@@ -63,14 +63,9 @@ def rank(
     number: int, *frames: Frame, source: str = "", state: str = "sleeping", iteration: int = 9, **more: str
 ) -> RankDump:
     """A rank whose main thread has these frames, innermost first."""
-    facts = {
-        "host": f"node{number // 2}",
-        "state": state,
-        "iteration": str(iteration),
-        "phase": "data",
-        "seconds in it": "70.0",
-    }
-    return RankDump(number, facts | {"source": source} | more, [Thread(MAIN, frames)] if frames else [])
+    facts = {"host": f"node{number // 2}", "state": state, "iteration": str(iteration), "source": source}
+    facts |= {"phase": "data", "seconds in it": "70.0"}
+    return RankDump(number, facts | more, [Thread(MAIN, frames)] if frames else [])
 
 
 def test_both_tools_give_the_same_stack():
@@ -86,9 +81,8 @@ def test_both_tools_give_the_same_stack():
 
 @pytest.mark.parametrize("clone", ["moe_exp", "megatron", "torch", "a b"])
 def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(clone):
-    text = PY_SPY.replace("/home/me/moe_exp/train.py", f"/home/{clone}/tests/test_x.py").replace(
-        f"{SITE}/torch", f"/home/{clone}/.venv/torch"
-    )
+    text = PY_SPY.replace("/home/me/moe_exp/train.py", f"/home/{clone}/tests/test_x.py")
+    text = text.replace(f"{SITE}/torch", f"/home/{clone}/.venv/torch")
     frames = parse_stacks(text, [f"/home/{clone}/moe_exp", f"/home/{clone}/.venv/torch"])[0].frames
     assert [frame.file for frame in frames] == [
         "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
@@ -96,12 +90,9 @@ def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(c
     ]  # fmt: skip
     assert [frame.is_in_packages for frame in frames] == [True, True, False]
     asleep = rank(1, Frame("_sleep", f"/home/{clone}/tests/test_x.py", 9), STEP)
-    assert apart([rank(0, REDUCE), asleep]) == {
-        1: (
-            "is in _sleep (test_x.py:9), called by train_step (moe_exp/train.py:250), outside of any"
-            " collective"
-        )
-    }
+    called = "called by train_step (moe_exp/train.py:250)"
+    expected = f"is in _sleep (test_x.py:9), {called}, outside of any collective"
+    assert apart([rank(0, REDUCE), asleep]) == {1: expected}
 
 
 def test_folders_of_the_packages(tmp_path):
@@ -113,38 +104,27 @@ def test_folders_of_the_packages(tmp_path):
 
 
 def test_our_own_trace_of_calls_is_on_no_stack(tmp_path):
-    top = f"    all_reduce ({SITE}/torch"
-    spied = PY_SPY.replace(
-        top, f"    CallTrace._called (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n{top}"
-    )
-    assert parse_stacks(spied) == parse_stacks(PY_SPY)
+    file = "/home/me/moe_exp/watch/hangs/call_trace.py"
+    called, top = f"    CallTrace._called ({file}:67)\n", f"    all_reduce ({SITE}/torch"
+    assert parse_stacks(PY_SPY.replace(top, called + top)) == parse_stacks(PY_SPY)
     line = f'  File "{SITE}/torch/distributed/distributed_c10d.py"'
-    handled = FAULTHANDLER.replace(
-        line, f'  File "/home/me/moe_exp/watch/hangs/call_trace.py", line 67 in _called\n{line}'
-    )
+    handled = FAULTHANDLER.replace(line, f'  File "{file}", line 67 in _called\n{line}')
     assert parse_stacks(handled) == parse_stacks(FAULTHANDLER)
-    native = NATIVE.replace(
-        "    pthread",
-        "    clock_gettime (libc.so.6)\n    CallTrace._called"
-        " (/home/me/moe_exp/watch/hangs/call_trace.py:67)\n    pthread",
-    )
+    native = NATIVE.replace("    pthread", f"    clock_gettime (libc.so.6)\n{called}    pthread")
     write_dump(tmp_path, 3, {}, PY_SPY, native=native, calls=[])
     (dump,) = read_dumps(tmp_path)
     assert dump.native == ["pthread_cond_wait", "c10d::Work::wait"]
 
 
-def test_signal_that_another_thread_got():
-    text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1").replace(
-        "Thread 0x00007f9600", "Current thread 0x2"
-    )
+def test_main_thread_is_found():
+    # another thread got the signal
+    text = FAULTHANDLER.replace("Current thread 0x00007f961001ab80", "Thread 0x1")
+    text = text.replace("Thread 0x00007f9600", "Current thread 0x2")
     assert parse_stacks(text)[0].frames[-1].name == "<module>"
-
-
-def test_deep_stack_whose_end_is_cut_off():
+    # the end of a deep stack is cut off
     text = FAULTHANDLER.replace('  File "/home/me/moe_exp/train.py", line 12 in <module>', "  ...")
-    assert parse_stacks(text)[0] == Thread(
-        MAIN, (REDUCE, Frame("wrapper", f"{SITE}/torch/distributed/c10d_logger.py", 83))
-    )
+    wrapper = Frame("wrapper", f"{SITE}/torch/distributed/c10d_logger.py", 83)
+    assert parse_stacks(text)[0] == Thread(MAIN, (REDUCE, wrapper))
 
 
 def test_file_of_a_rank_says_what_was_written(tmp_path):
@@ -161,9 +141,8 @@ def test_who_waits():
     assert is_waiting(rank(0, REDUCE, STEP))
     assert is_waiting(rank(0, WAIT, STEP, source="work.wait()"))
     assert not is_waiting(rank(0, READ, STEP, source="return self.tokens[first]"))
-    assert not is_waiting(
-        rank(0, Frame("wait", "/usr/lib/python3.11/threading.py", 320), READ, source="waiter.acquire()")
-    )
+    lock = Frame("wait", "/usr/lib/python3.11/threading.py", 320)
+    assert not is_waiting(rank(0, lock, READ, source="waiter.acquire()"))
     # A host waits for its GPU, in which the collectives are; on a CPU the same line computes.
     assert is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="8"))
     assert not is_waiting(rank(0, STEP, source="counts = table.tolist()", gpus="0"))
@@ -172,10 +151,8 @@ def test_who_waits():
 
 
 def test_backward_on_a_gpu_is_where_autograds_thread_is():
-    dump = replace(
-        rank(0),
-        threads=[Thread(MAIN, (BACKWARD, STEP)), Thread("reader", (READ,)), Thread("0x5", (REDUCE, APPLY))],
-    )
+    main, other = Thread(MAIN, (BACKWARD, STEP)), Thread("reader", (READ,))
+    dump = replace(rank(0), threads=[main, other, Thread("0x5", (REDUCE, APPLY))])
     assert main_stack(dump) == (REDUCE, APPLY, BACKWARD, STEP)
 
 
@@ -184,37 +161,23 @@ def test_groups_are_by_stack_and_largest_first():
     assert [[dump.rank for dump in group] for group in groups_of(dumps)] == [[1, 3], [0], [2]]
 
 
-def test_rank_outside_of_a_collective_is_named():
-    dumps = [rank(0, REDUCE), rank(1, WAIT, source="work.wait()"), rank(2, READ, STEP), rank(3, REDUCE)]
-    assert apart(dumps) == {
-        2: "is in SampleStream.batch (moe_exp/data/samples/dataset.py:80), outside of any collective"
-    }
-
-
-def test_rank_inside_of_a_collective_that_does_not_wait_is_named():
-    asleep = rank(
-        1, Frame("sleepy", "/tmp/patch.py", 9), replace(WAIT, name="AllToAll._launch", line=85), STEP
-    )
-    found = apart([rank(0, WAIT, source="work.wait()"), asleep])
+def test_rank_that_does_not_wait_is_named():
+    waiting = rank(1, WAIT, source="work.wait()")
+    place = "SampleStream.batch (moe_exp/data/samples/dataset.py:80)"
+    found = apart([rank(0, REDUCE), waiting, rank(2, READ, STEP), rank(3, REDUCE)])
+    assert found == {2: f"is in {place}, outside of any collective"}
+    launch = replace(WAIT, name="AllToAll._launch", line=85)
+    found = apart([waiting, rank(2, Frame("sleepy", "/tmp/patch.py", 9), launch, STEP)])
     inside = "inside of AllToAll._launch (moe_exp/layers/dispatcher/collectives.py:85)"
-    assert found == {1: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
+    assert found == {2: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
 
 
-@pytest.mark.parametrize(
-    ("state", "text"), [(STOPPED, "is stopped (by a signal such as SIGSTOP)"), (GONE, "has ended")]
-)
-def test_state_of_a_process_is_the_first_evidence(state, text):
-    assert apart([rank(0, REDUCE), rank(1, state=state), rank(2, REDUCE)]) == {1: text}
-
-
-def test_stopped_inside_of_a_collective():
+def test_state_of_a_process_is_the_first_evidence():
+    stopped = "is stopped (by a signal such as SIGSTOP)"
+    assert apart([rank(0, REDUCE), rank(1, state=STOPPED), rank(2, REDUCE)]) == {1: stopped}
+    assert apart([rank(0, REDUCE), rank(1, state=GONE), rank(2, REDUCE)]) == {1: "has ended"}
     found = apart([rank(0, REDUCE), rank(1, REDUCE, state=STOPPED)])
-    assert found == {
-        1: (
-            "is stopped (by a signal such as SIGSTOP); it waits in all_reduce"
-            " (torch/distributed/distributed_c10d.py:3252)"
-        )
-    }
+    assert found == {1: f"{stopped}; it waits in all_reduce (torch/distributed/distributed_c10d.py:3252)"}
 
 
 def test_rank_that_is_behind_is_named_where_all_wait():
@@ -224,20 +187,12 @@ def test_rank_that_is_behind_is_named_where_all_wait():
 
 
 def test_rank_with_fewer_collectives_is_named_where_all_wait():
-    def begun(number: int, group: str = "5") -> list[dict[str, object]]:
-        return [
-            {
-                "group": group,
-                "ranks": "[0, 1]",
-                "description": "EP",
-                "number": number,
-                "name": "gloo:all_to_all",
-                "state": "scheduled",
-            }
-        ]
-
-    dumps = [replace(rank(0, REDUCE), collectives=begun(41)), replace(rank(1, REDUCE), collectives=begun(40))]
-    dumps.append(replace(rank(2, REDUCE), collectives=begun(7, "6")))
+    last = {"ranks": "[0, 1]", "description": "EP", "name": "gloo:all_to_all", "state": "scheduled"}
+    begun = [("5", 41), ("5", 40), ("6", 7)]
+    dumps = [
+        replace(rank(index, REDUCE), collectives=[last | {"group": group, "number": number}])
+        for index, (group, number) in enumerate(begun)
+    ]
     assert list(apart(dumps)) == [1]
     assert apart(dumps)[1].startswith("has begun 40 collectives of EP, others 41 (gloo:all_to_all)")
 
@@ -255,51 +210,34 @@ def test_where_a_rank_without_a_stack_is():
 
 
 def test_record_of_collectives():
-    entry = {
-        "process_group": ["0", "default_pg"],
-        "collective_seq_id": 4,
-        "profiling_name": "gloo:all_reduce",
-        "state": "scheduled",
-    }
+    entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "state": "scheduled"}
     other = entry | {"process_group": ["3", "EP"], "collective_seq_id": 9}
-    record = {
-        "entries": [entry, other, entry | {"collective_seq_id": 5}],
-        "pg_config": {"0": {"ranks": "[0, 1]"}},
-    }
-    found = last_collectives(record)
-    assert [(last["group"], last["number"], last["ranks"]) for last in found["last"]] == [
-        ("0", 5, "[0, 1]"),
-        ("3", 9, ""),
-    ]
+    entries = [entry | {"collective_seq_id": 4}, other, entry | {"collective_seq_id": 5}]
+    found = last_collectives({"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}})
+    numbers = [(last["group"], last["number"], last["ranks"]) for last in found["last"]]
+    assert numbers == [("0", 5, "[0, 1]"), ("3", 9, "")]
     assert len(found["entries"]) == 3
     assert last_collectives({}) == {"last": [], "entries": []}
 
 
 def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
-    folder = tmp_path / ask(tmp_path, "hang", "iteration 9, data: no rank has gone on for 70.0 s").folder
+    folder = tmp_path / ask(tmp_path, "hang", "iteration 9, data: no progress on any rank for 70.0 s").folder
     write_answer(folder, Answer(0, 3, 6, "node0", [0, 1], [], True))
     facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 70.0}
+    handled = facts | {"tool": "faulthandler", "without": "py-spy: not installed"}
     write_dump(folder, 0, facts, PY_SPY)
-    write_dump(
-        folder,
-        1,
-        facts | {"tool": "faulthandler", "without": "py-spy: not installed"},
-        FAULTHANDLER.replace("all_reduce", "other"),
-    )
+    write_dump(folder, 1, handled, FAULTHANDLER.replace("all_reduce", "other"))
     write_dump(folder, 2, facts | {"state": STOPPED}, PY_SPY, calls=["1.0 moe_exp.train.main:1"])
     (folder / "rank_00000.collectives.json").write_text(json.dumps({"last": [], "entries": []}))
     summary = summarize(folder)
     assert list(summary.named) == [2, 3, 4, 5]
     assert summary.line.startswith("rank 2 on node0 (is stopped); rank 3 on node 1 (was not found: ")
     assert summary.line.endswith("; and 1 more")
-    lines = summary.short.splitlines()
-    assert lines[0] == "iteration 9, data: no rank has gone on for 70.0 s"
-    assert lines[1] == "no answer from the launchers of nodes 1-2"
-    assert lines[2] == "not where the others are:"
-    assert lines[3].startswith(
-        "  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal such as SIGSTOP); it waits"
-        " in all_r"
-    )
+    reason, silent, _, first, *_ = summary.short.splitlines()
+    assert reason == "iteration 9, data: no progress on any rank for 70.0 s"
+    assert silent == "no answer from the launchers of nodes 1-2"
+    assert first.startswith("  rank 2 on node0 (iteration 9, data for 70.0 s): is stopped (by a signal")
+    assert "; it waits in all_reduce" in first
     assert "stacks of rank 1 by faulthandler (py-spy: not installed)" in summary.whole
     assert "latest calls of rank 2" in summary.whole
     assert summary.whole.startswith(summary.short)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import pytest
 
@@ -16,9 +16,8 @@ def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):
     assert exclude(path, "node-a.cluster.org", "slow")
     assert not exclude(path, "node-b", "again")
     assert read_excluded(path) == ["node-b", "node-a"]
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d matmul is wrong", read_reasons(path)["node-b"]
-    )
+    when, _, reason = read_reasons(path)["node-b"].partition(" ")
+    assert datetime.fromisoformat(when).tzinfo and reason == "matmul is wrong"
     assert slurm_option(read_excluded(path)) == "--exclude=node-b,node-a"
     assert slurm_option([]) == ""
 
@@ -35,14 +34,11 @@ def test_what_people_write_stays(tmp_path):
     assert readmit(tmp_path / "none", ["n1"]) == []
 
 
-@pytest.mark.parametrize("host", ["", "a b", "a,b", "$(reboot)", "--exclude=x", "n1;ls", "-n"])
-def test_what_is_no_host_name_is_refused(tmp_path, host):
-    with pytest.raises(ValueError, match="is not a host name"):
-        exclude(tmp_path / "list", host, "x")
+def test_what_is_no_host_name_is_refused(tmp_path):
+    for host in ("", "a b", "a,b", "$(reboot)", "--exclude=x", "n1;ls", "-n"):
+        with pytest.raises(ValueError, match="is not a host name"):
+            exclude(tmp_path / "list", host, "x")
     assert not (tmp_path / "list").exists()
-
-
-def test_a_line_that_holds_no_host_is_named(tmp_path):
     (tmp_path / "list").write_text("n1\nn2 and n3\n")
     with pytest.raises(ValueError, match=r"line 2 holds 'n2 and n3', no host name"):
         read_excluded(tmp_path / "list")

@@ -33,13 +33,8 @@ def webhook():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            bodies.append(
-                (
-                    self.path,
-                    self.headers["Content-Type"],
-                    self.rfile.read(int(self.headers["Content-Length"])),
-                )
-            )
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append((self.path, self.headers["Content-Type"], body))
             self.send_response(500 if "/500" in self.path else 302 if "/redirect" in self.path else 200)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
@@ -65,34 +60,33 @@ def webhook():
 def test_mail(security, pair, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
     with SmtpSink(security, pair, password=SECRET) as sink:
-        mail = Mail("localhost", sink.port, security, "watcher", SECRET, "me@host", ("a@b.org", "c@d.org"))
-        assert send_to_all([mail], "2 problems in\nrun", "line one\nüber 2") == {}
+        sent = mail(sink.port, security, user="watcher", password=SECRET, to=("a@b.org", "c@d.org"))
+        assert send_to_all([sent], "2 problems in\nrun", "line one\nüber 2") == {}
     assert sink.is_encrypted == [security != "none"]
     # "TO" before Python 3.13
     assert [line.lower() for line in sink.recipients] == ["rcpt to:<a@b.org>", "rcpt to:<c@d.org>"]
     (message,) = (email.message_from_bytes(text, policy=email.policy.default) for text in sink.messages)
     assert message["Subject"] == "2 problems in run"
-    assert (message["From"], message["To"], message["Auto-Submitted"]) == (
-        "me@host",
-        "a@b.org, c@d.org",
-        "auto-generated",
-    )
+    heads = [message[name] for name in ("From", "To", "Auto-Submitted")]
+    assert heads == ["me@host", "a@b.org, c@d.org", "auto-generated"]
     assert message.get_content().splitlines() == ["line one", "über 2"]
+
+
+def mail(port, security="none", *, user="", password="", to=("a@b.org",)):
+    return Mail("localhost", port, security, user, password, "me@host", to)
 
 
 def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
     with SmtpSink() as sink:
         sink.unknown = ("gone@b.org",)
-        failed = send_to_all(
-            [Mail("localhost", sink.port, "none", "", "", "me@host", ("a@b.org", "gone@b.org"))], "s", "t"
-        )
+        failed = send_to_all([mail(sink.port, to=("a@b.org", "gone@b.org"))], "s", "t")
     assert failed == {f"e-mail by localhost:{sink.port} in part": "refused for gone@b.org"}
     assert len(sink.messages) == 1
 
 
 def test_a_certificate_that_nobody_knows_is_not_trusted(pair):
     with SmtpSink("tls", pair) as sink:
-        failed = send_to_all([Mail("localhost", sink.port, "tls", "", "", "me@host", ("a@b.org",))], "s", "t")
+        failed = send_to_all([mail(sink.port, "tls")], "s", "t")
     assert "certificate" in failed[f"e-mail by localhost:{sink.port}"]
     assert sink.messages == []
 
@@ -100,8 +94,9 @@ def test_a_certificate_that_nobody_knows_is_not_trusted(pair):
 def test_a_refused_login_is_told_without_the_password(pair, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
     with SmtpSink("starttls", pair, password=SECRET) as sink:
-        mail = Mail("localhost", sink.port, "starttls", "other", SECRET, "me@host", ("a@b.org",))
-        (reason,) = send_to_all([mail], "s", "t").values()
+        (reason,) = send_to_all(
+            [mail(sink.port, "starttls", user="other", password=SECRET)], "s", "t"
+        ).values()
     assert reason.startswith("SMTPAuthenticationError: (535, b'*** is not what")
     assert SECRET not in reason
     assert base64.b64encode(f"\0other\0{SECRET}".encode()).decode() not in reason
@@ -109,25 +104,20 @@ def test_a_refused_login_is_told_without_the_password(pair, monkeypatch):
 
 def test_webhook_gets_slacks_form(webhook):
     url, bodies = webhook
-    assert (
-        send_to_all([Webhook(f"{url}/services/{SECRET}")], "1 problem in run", "loss < 3 & <!channel>") == {}
-    )
+    hook = Webhook(f"{url}/services/{SECRET}")
+    assert send_to_all([hook], "1 problem in run", "loss < 3 & <!channel>") == {}
     ((path, kind, body),) = bodies
     assert (path, kind) == (f"/services/{SECRET}", "application/json")
     assert json.loads(body) == {"text": "*1 problem in run*\nloss &lt; 3 &amp; &lt;!channel&gt;"}
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"), [("500", "HTTPError: HTTP Error 500"), ("redirect", "HTTPError: HTTP Error 302")]
-)
-def test_a_webhook_that_fails_is_named_without_its_token_and_the_others_get_the_message(
-    path, reason, webhook, tmp_path
-):
+@pytest.mark.parametrize(("path", "code"), [("500", 500), ("redirect", 302)])
+def test_a_webhook_that_fails_is_named_without_its_token(path, code, webhook, tmp_path):
     url, bodies = webhook
     channels = [Webhook(f"{url}/{path}/{SECRET}?key={SECRET}"), AlertFile(tmp_path / "alerts.log")]
     failed = send_to_all(channels, "1 problem in run", "first\nsecond")
     assert list(failed) == ["webhook at localhost"]
-    assert failed["webhook at localhost"].startswith(reason)
+    assert failed["webhook at localhost"].startswith(f"HTTPError: HTTP Error {code}")
     assert SECRET not in str(failed)
     assert [kind for _, kind, _ in bodies] == ["application/json"]
     head, *lines = (tmp_path / "alerts.log").read_text().splitlines()
@@ -138,8 +128,7 @@ def test_a_webhook_that_fails_is_named_without_its_token_and_the_others_get_the_
 def test_nobody_listens(tmp_path):
     with SmtpSink() as sink:
         port = sink.port
-    mail = Mail("localhost", port, "none", "", "", "me@host", ("a@b.org",))
-    failed = send_to_all([mail, AlertFile(tmp_path), AlertFile(tmp_path / "alerts.log")], "s", "t")
+    failed = send_to_all([mail(port), AlertFile(tmp_path), AlertFile(tmp_path / "alerts.log")], "s", "t")
     assert list(failed) == [f"e-mail by localhost:{port}", f"file {tmp_path}"]
     assert "refused" in failed[f"e-mail by localhost:{port}"]
     assert (tmp_path / "alerts.log").exists()
@@ -147,17 +136,13 @@ def test_nobody_listens(tmp_path):
 
 def test_channels_from_options(tmp_path):
     (tmp_path / "password").write_text(f"{SECRET}\n")
-    options = {
-        "mail_to": "a@b.org, c@d.org",
-        "smtp": "mail.b.org",
-        "smtp_user": "watcher",
-        "smtp_password_file": tmp_path / "password",
-    }
-    mail, hook, file = channels_of(
-        {**options, "mail_from": "me@b.org", "alert_file": tmp_path / "x"},
-        {"WATCH_WEBHOOK": f"https://hooks.org/{SECRET}"},
+    options = {"mail_to": "a@b.org, c@d.org", "mail_from": "me@b.org", "smtp": "mail.b.org"}
+    options |= {"smtp_user": "watcher", "smtp_password_file": tmp_path / "password"}
+    environ = {"WATCH_WEBHOOK": f"https://hooks.org/{SECRET}"}
+    by_mail, hook, file = channels_of({**options, "alert_file": tmp_path / "x"}, environ)
+    assert by_mail == Mail(
+        "mail.b.org", 587, "starttls", "watcher", SECRET, "me@b.org", ("a@b.org", "c@d.org")
     )
-    assert mail == Mail("mail.b.org", 587, "starttls", "watcher", SECRET, "me@b.org", ("a@b.org", "c@d.org"))
     assert hook.name == "webhook at hooks.org"
     assert file.path == tmp_path / "x"
 
@@ -170,13 +155,10 @@ def test_channels_from_options(tmp_path):
         ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: has no password in SMTP_PASSWORD."),
         (
             {"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"},
-            "--smtp-security=none: would send the password as plain",
+            "--smtp-security=none: would",
         ),
         ({"smtp": "h"}, "--smtp=h: is there without --mail-to."),
-        (
-            {"webhook_file": "/no/such"},
-            "--webhook-file=/no/such: cannot be read (No such file or directory).",
-        ),
+        ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file"),
         ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
         ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder is not there."),
     ],
@@ -191,6 +173,5 @@ def test_bad_options(options, line):
 def test_an_address_that_is_none_is_not_printed():
     with pytest.raises(ConfigError) as error:
         channels_of({}, {"WATCH_WEBHOOK": f"htp:/{SECRET}"})
-    assert error.value.problems == [
-        "WATCH_WEBHOOK=***: is no address of a webhook. Fix: write https://HOST/..., on one line."
-    ]
+    (line,) = error.value.problems
+    assert line.startswith("WATCH_WEBHOOK=***: is no address of a webhook. Fix: ") and SECRET not in line

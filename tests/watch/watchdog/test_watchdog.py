@@ -1,6 +1,4 @@
-"""The watchdog as it is called, over run folders and a squeue that prints what a test says: problems, once
-and again, and their end.
-"""
+"""The watchdog over run folders and a squeue that prints what a test says: problems, and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from datetime import datetime
 import pytest
 import yaml
 
-from helpers.watch.watched_run import DAY, HOUR, SETTINGS, WAITING, Run, found, running
+from helpers.watch.watched_run import DAY, HOUR, PENDING, SETTINGS, WAITING, Run, found, running
 from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.host.slurm_queue import parse_queue
@@ -47,13 +45,20 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
     assert "moe-exp: 1 problem in big_run\n" in text
 
 
-def test_stuck_by_the_runs_own_pace(dog, run, queue):
-    queue.set(running(run, since=-60.0) + WAITING)
-    # 3 log intervals of 40 s, 20 s of evaluation, twice 30 s of a save, and ten minutes: 800 s
-    assert found(dog, run, 4300.0 + 790)[0] == set()
-    assert found(dog, run, 4300.0 + 810)[0] == {"stuck"}
-    run.train(2040, 2040, 5200.0)
-    assert found(dog, run, 5300.0) == (set(), set(), {"stuck"})
+@pytest.mark.parametrize(
+    ("jobs", "looks"),
+    [
+        # 3 log intervals of 40 s, 20 s of evaluation, twice 30 s of a save, and ten minutes: 800 s
+        (lambda run: running(run, since=-60.0), {5090.0: set(), 5110.0: {"stuck"}}),
+        (lambda run: running(run, since=20000.0), {22000.0: set(), 22700.0: {"stuck"}}),  # has just started
+        (lambda run: PENDING, {4400.0: set(), 4400 + 0.9 * DAY: set(), 4400 + 1.1 * DAY: {"waiting"}}),
+    ],
+    ids=["running", "just started", "waiting"],
+)
+def test_problems_of_time(jobs, looks, dog, run, queue):
+    queue.set(jobs(run) + WAITING)
+    for at, expected in looks.items():
+        assert found(dog, run, at)[0] == expected
 
 
 def test_events_alone_are_no_progress(dog, run, queue):
@@ -62,28 +67,16 @@ def test_events_alone_are_no_progress(dog, run, queue):
     run.event("rank_failed", 2020, 5100.0, rank=3)
     run.event("restart", 2020, 5100.0, number=1)
     assert found(dog, run, 5150.0)[0] == {"stuck", "event rank_failed"}
-
-
-def test_a_job_that_has_just_started_has_time(dog, run, queue):
-    queue.set(running(run, since=20000.0) + WAITING)
-    assert found(dog, run, 20000.0 + 2000)[0] == set()
-    assert found(dog, run, 20000.0 + 2700)[0] == {"stuck"}
+    run.train(2040, 2040, 5200.0)
+    assert found(dog, run, 5300.0)[2] == {"stuck"}
 
 
 def test_jobs_that_never_start(dog, run, queue):
-    queue.set("102|PENDING|N/A|1-00:00:00|INVALID|DependencyNeverSatisfied\n")
+    queue.set(PENDING.replace("Priority", "DependencyNeverSatisfied"))
     dog.channels = []
     (look,) = dog.check(now=run.begin + 4400)
-    assert look.found == {
-        "never_starts": "will not start by itself: job 102 pending (DependencyNeverSatisfied)"
-    }
-
-
-def test_waiting_for_too_long(dog, run, queue):
-    queue.set("102|PENDING|N/A|1-00:00:00|INVALID|Priority\n" + WAITING)
-    assert found(dog, run, 4400.0)[0] == set()
-    assert found(dog, run, 4400.0 + 0.9 * DAY)[0] == set()
-    assert found(dog, run, 4400.0 + 1.1 * DAY)[0] == {"waiting"}
+    text = "will not start by itself: job 102 pending (DependencyNeverSatisfied)"
+    assert look.found == {"never_starts": text}
 
 
 def test_a_chain_that_ends_before_the_run(dog, run, queue):
@@ -154,10 +147,8 @@ def test_a_channel_that_fails_is_named_by_the_others(dog, run, queue, tmp_path, 
     (tmp_path / "no").mkdir()
     dog.channels = [AlertFile(tmp_path / "no"), AlertFile(tmp_path / "alerts.log")]
     assert found(dog, run, 4400.0)[1] == {"not_scheduled"}
-    assert (
-        f"the message did not get through by file {tmp_path / 'no'}: IsADirectoryError"
-        in capsys.readouterr().err
-    )
+    reason = f"did not get through by file {tmp_path / 'no'}: IsADirectoryError"
+    assert reason in capsys.readouterr().err
     key = f"channel file {tmp_path / 'no'}"
     assert found(dog, run, 4500.0) == ({"not_scheduled", key}, {key}, set())
     dog.channels = [AlertFile(tmp_path / "no")]
@@ -198,7 +189,7 @@ def test_a_failed_preflight_is_told(dog, run, queue):
 def test_a_job_that_goes_back_into_the_queue_is_no_missing_job(dog, run, queue):
     queue.set(running(run))
     found(dog, run, 4400.0)
-    queue.set("101_1|COMPLETING|2026-11-22T02:10:00|1-00:00:00|0:00|None\n")
+    queue.set(running(run).replace("RUNNING", "COMPLETING"))
     assert "not_scheduled" not in found(dog, run, 4500.0)[0]
     # it was the last one, and a node does not come clear
     assert "not_scheduled" in found(dog, run, 4400.0 + 1900)[0]
@@ -261,23 +252,19 @@ def test_end_with_the_gaps_between_jobs(run):
     run.event("resume", 2020, 4400.0 + 1800.0)
     run.train(2040, 2040, 6300.0)
     # 37,960 iterations, of which 10 h fit into this job; one more after a gap of half an hour
-    seconds = rules.wall_seconds_left(
-        sight(run, text=running(run, since=6100.0, left="10:00:00") + WAITING, at=6400.0)
-    )
-    assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 1800)
+    text, training = running(run, since=6100.0, left="10:00:00") + WAITING, 37960 * (2 + 0.02 / 3 + 0.03)
+    seconds = rules.wall_seconds_left(sight(run, text=text, at=6400.0))
+    assert seconds == pytest.approx(training + 1800)
     # none runs: the wait as SLURM expects it takes the place of the first gap
     start = datetime.fromtimestamp(run.begin + 6400 + 7200)
-    seconds = rules.wall_seconds_left(
-        sight(run, text=f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority", at=6400.0)
-    )
-    assert seconds == pytest.approx(37960 * (2 + 0.02 / 3 + 0.03) + 7200 + 1800, abs=2.0)
+    text = f"9|PENDING|{start:%Y-%m-%dT%H:%M:%S}|12:00:00|INVALID|Priority"
+    seconds = rules.wall_seconds_left(sight(run, text=text, at=6400.0))
+    assert seconds == pytest.approx(training + 7200 + 1800, abs=2.0)
 
 
-@pytest.mark.parametrize(
-    ("left", "here", "limit", "number"), [(10, 20, 5, 0), (21, 20, 5, 1), (31, 20, 5, 3), (31, 20, None, 1)]
-)
-def test_number_of_jobs_that_follow(left, here, limit, number):
-    assert num_switches(left, here, limit) == number
+def test_number_of_jobs_that_follow():
+    cases = [(10, 20, 5), (21, 20, 5), (31, 20, 5), (31, 20, None)]
+    assert [num_switches(*case) for case in cases] == [0, 1, 3, 1]
 
 
 def test_cut_off_lines_are_left_out(run):
@@ -288,19 +275,9 @@ def test_cut_off_lines_are_left_out(run):
     assert train[-1]["iteration"] == 2020
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (40, "40 s"),
-        (300, "5 min"),
-        (3 * 3600 + 600, "3 h 10 min"),
-        (7200, "2 h"),
-        (51 * 3600, "2 d 3 h"),
-        (-5, "0 s"),
-    ],
-)
-def test_time_spans_for_people(seconds, text):
-    assert rules.span(seconds) == text
+def test_time_spans_for_people():
+    spans = [rules.span(seconds) for seconds in (40, 300, 3 * 3600 + 600, 7200, 51 * 3600, -5)]
+    assert spans == ["40 s", "5 min", "3 h 10 min", "2 h", "2 d 3 h", "0 s"]
 
 
 def test_command_from_cron(run, queue, tmp_path, capsys):
@@ -314,11 +291,8 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
     assert main([*command, "--quiet"]) == 0
     assert capsys.readouterr().out == ""
     assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(
-        "big_run: well; iteration 2,020 of 40,000; 2 s each; last record 2 min ago; job 101_1 runs, 29 wait;"
-        " ends about"
-    )
+    state = "2 s each; last record 2 min ago; job 101_1 runs, 29 wait; ends about"
+    assert f"big_run: well; iteration 2,020 of 40,000; {state}" in capsys.readouterr().out
     queue.set("")
     assert main([*command, "--quiet"]) == 1
     assert "no job named big_run runs or waits" in capsys.readouterr().out
@@ -346,29 +320,15 @@ def test_bad_command(flags, line, run, capsys, monkeypatch):
 
 def test_daemon_looks_again_and_again(run, queue, tmp_path):
     alerts = tmp_path / "alerts.log"
-    command = [
-        sys.executable,
-        "-m",
-        "moe_exp",
-        "watch",
-        "run",
-        run.path,
-        "--slurm-name",
-        "x",
-        "--state",
-        tmp_path / "state",
-    ]
-    process = subprocess.Popen(
-        [*command, "--alert-file", alerts, "--every", "1"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "moe_exp", "watch", "run", run.path, "--slurm-name", "x", "--every", "1"]
+    command += ["--state", tmp_path / "state", "--alert-file", alerts]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(60, process.kill)
     timer.start()
     try:
         assert "no job named x runs or waits" in "".join(process.stdout.readline() for _ in range(4))
-        queue.set(
-            "9|PENDING|N/A|1-00:00:00|INVALID|Priority\n"
-            f"8|RUNNING|{datetime.now():%Y-%m-%dT%H:%M:%S}|5-00:00:00|4-00:00:00|None\n"
-        )
+        run.begin = time.time()
+        queue.set(PENDING + running(run, left="4-00:00:00"))
         while "over: no job named x" not in alerts.read_text():
             assert process.stdout.readline()
     finally:

@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from helpers.watch.watched_run import DAY, SETTINGS, WAITING, Run, found, running
+from helpers.watch.watched_run import DAY, PENDING, SETTINGS, Run, found, running
 from moe_exp.cli import main
 from moe_exp.watch.watchdog import watchdog
 from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
@@ -18,6 +18,8 @@ def test_what_was_wrong_is_not_over_because_nobody_can_look(dog, run, queue):
     assert found(dog, run, 4400.0)[1] == {"not_scheduled"}
     (run.path / "config.yaml").rename(run.path / "away")
     assert found(dog, run, 4500.0) == ({"not_scheduled", "unreadable"}, {"unreadable"}, set())
+    (run.path / "away").rename(run.path / "config.yaml")
+    assert found(dog, run, 4600.0) == ({"not_scheduled"}, set(), {"unreadable"})
 
 
 def test_a_file_system_that_does_not_answer_is_told(dog, run, queue, monkeypatch):
@@ -34,32 +36,13 @@ def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
 
 
 def test_from_cron_a_run_that_is_away_is_told_and_is_no_bad_command(run, queue, tmp_path, capsys):
-    command = [
-        "watch",
-        "run",
-        str(run.path),
-        "--state",
-        str(tmp_path / "state"),
-        "--alert-file",
-        str(tmp_path / "alerts.log"),
-    ]
+    state, alerts = f"--state={tmp_path / 'state'}", tmp_path / "alerts.log"
+    command = ["watch", "run", str(run.path), state, f"--alert-file={alerts}"]
     main(command)
     run.path.rename(tmp_path / "unmounted")
     assert main(command) == 1
-    assert "PROBLEM: cannot be read: RUN_DIR=" in (tmp_path / "alerts.log").read_text()
-    assert main(["watch", "run", str(tmp_path / "typo"), "--state", str(tmp_path / "state")]) == 2
-
-
-def test_a_run_folder_that_is_away_is_a_problem(dog, run, queue):
-    queue.set(running(run) + WAITING)
-    found(dog, run, 4400.0)
-    (run.path / "config.yaml").rename(run.path / "away")
-    assert found(dog, run, 4500.0)[1] == {"unreadable"}
-    (run.path / "away").rename(run.path / "config.yaml")
-    assert found(dog, run, 4600.0)[2] == {"unreadable"}
-
-
-PENDING = "102|PENDING|N/A|1-00:00:00|INVALID|Priority\n"
+    assert "PROBLEM: cannot be read: RUN_DIR=" in alerts.read_text()
+    assert main(["watch", "run", str(tmp_path / "typo"), state]) == 2
 
 
 @pytest.mark.parametrize("submitted", [False, True], ids=["by name", "by the ids that moe-exp slurm wrote"])
@@ -94,14 +77,13 @@ def test_a_name_that_is_neither_a_folder_nor_a_queued_job(queue, run, tmp_path, 
     command = ["watch", "run", str(run.path), str(tmp_path / "typo"), "--state", str(tmp_path / "state")]
     command += ["--slurm-name", "big_run", "--slurm-name", "other", "--alert-file", str(alerts)]
     line = (
-        f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other is "
+        f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other is"
     )
     for _ in range(2):
         assert main(command) == 2
         printed = capsys.readouterr()
-        assert [one.partition(" Fix: ")[0] for one in printed.err.splitlines()] == [
-            f"moe-exp watch: {line}queued."
-        ]
+        (error,) = printed.err.splitlines()
+        assert error.startswith(f"moe-exp watch: {line} queued. Fix: ")
         assert printed.out.startswith("big_run: PROBLEMS; iteration 2,020")
     assert alerts.read_text().count(f"PROBLEM: {line}") == 1
     assert main([*command, "--test-alert"]) == 0
@@ -121,9 +103,8 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     look = functools.partial(awaited, queue, tmp_path)
     assert look(PENDING, 0.0) == {}
     assert look(PENDING, 0.9 * DAY) == {}
-    assert look(PENDING, 1.1 * DAY) == {
-        "waiting": "no job has run for 26 h 24 min: job 102 pending (Priority)"
-    }
+    text = "no job has run for 26 h 24 min: job 102 pending (Priority)"
+    assert look(PENDING, 1.1 * DAY) == {"waiting": text}
     assert set(look(PENDING.replace("Priority", "JobHeldUser"), 1.1 * DAY)) == {"never_starts"}
     started = running(queue, since=1.2 * DAY)
     assert look(started, 1.2 * DAY + 1700) == {}
@@ -140,21 +121,17 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     assert set(check.found) == {"slurm_silent"}
 
 
-def test_without_squeue_a_missing_folder_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
-    (check,) = dog.check()
-    assert check.is_unknown
-    assert "is no run folder" in check.found["unknown"] and "--slurm-name" not in check.found["unknown"]
-    assert "squeue: is not on PATH" in check.found["no_squeue"]
-
-
-def test_without_squeue_a_run_that_was_seen_queued_is_not_unknown(queue, tmp_path, monkeypatch):
+def test_without_squeue_a_missing_folder_is_unknown_unless_seen_queued(queue, tmp_path, monkeypatch):
     """As under cron, whose PATH lacks it."""
-    queue.lines.write_text(PENDING)
-    watched = [Watched(tmp_path / "later", "big_run")]
-    (seen,) = Watchdog(watched, [], folder=tmp_path / "state").check()
-    assert not seen.is_unknown
+
+    def look(name):
+        (check,) = Watchdog([Watched(tmp_path / name, "big_run")], [], folder=tmp_path / "state").check()
+        return check
+
+    queue.set(PENDING)
+    assert not look("seen").is_unknown
     monkeypatch.setenv("PATH", str(tmp_path))
-    (check,) = Watchdog(watched, [], folder=tmp_path / "state").check()
-    assert not check.is_unknown and set(check.found) == {"no_squeue"}
+    assert set(look("seen").found) == {"no_squeue"}
+    texts = look("later").found
+    assert "is no run folder" in texts["unknown"] and "--slurm-name" not in texts["unknown"]
+    assert "squeue: is not on PATH" in texts["no_squeue"]

@@ -24,11 +24,8 @@ def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
     """Also where it has taken a second rank and the job with it."""
     (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"max_restarts": max_restarts}))
     queue.set(running(run) + WAITING)
-    dog = Watchdog(
-        [Watched(run.path, "" if jobs is None else "big_run")],
-        [AlertFile(tmp_path / "alerts.log")],
-        folder=tmp_path / "state",
-    )
+    watched = Watched(run.path, "" if jobs is None else "big_run")
+    dog = Watchdog([watched], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state")
     assert found(dog, run, 4350.0) == (set(), set(), set())
     for rank in (3, 5):
         run.event("rank_failed", 2020, 4360.0, rank=rank, host="node-a", cause="SIGKILL")
@@ -52,10 +49,8 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     run.event("too_many_bad_steps", 2039, 4360.0, in_a_row=10)
     found(dog, run, 4400.0)
     (look,) = dog.check(now=run.begin + 4360 + 1680)
-    told = (
-        "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039,"
-        f" {look_time(run, 4360.0)}: in_a_row: 10), and no other has begun since"
-    )
+    event = f"too_many_bad_steps at iteration 2,039, {look_time(run, 4360.0)}: in_a_row: 10"
+    told = f"its last start has failed 28 min ago ({event}), and no other has begun since"
     assert look.found == {"failed": told}
     assert not look.is_well
     run.event("resume", 2000, 6100.0)
@@ -80,8 +75,7 @@ def test_a_failure_that_only_the_launcher_has_noted(dog, run, queue):
     os.utime(summary, (run.begin + 4350, run.begin + 4350))
     (look,) = dog.check(now=run.begin + 4400)
     assert list(look.found) == ["failed"] and "ends about" not in look.report()
-    begun = datetime.fromtimestamp(run.begin + 4380).astimezone().isoformat(timespec="seconds")
-    (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": begun}]}))
+    (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": look_time(run, 4380)}]}))
     # another start is on its way to its first record
     assert found(dog, run, 4400.0) == (set(), set(), {"failed"})
 
