@@ -60,10 +60,8 @@ def choose_routing(
     if rule := failure or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
-        return (
-            "triton",
-            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
-        )
+        reason = f"Triton kernels for row order and drops; the router itself in torch: {router_problem}"
+        return "triton", reason
     return "triton", "Triton kernels for the router, row order and drops"
 
 

@@ -113,19 +113,12 @@ class MicrobatchCapacity:
         return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
 
     def _keep(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
-        num_experts, use_kernels = self.config.num_experts, self.config.use_kernels
+        config = self.config
+        options: dict[str, Any] = {"num_experts": config.num_experts, "use_kernels": config.use_kernels}
         if self.settings.token_rounding:
-            tile = self.settings.token_rounding
-            return keep_full_tiles(
-                expert_TK, weights_TK, num_experts=num_experts, tile=tile, use_kernels=use_kernels
-            )
-        return keep_within_capacity(
-            expert_TK,
-            None if self.settings.drop_policy == "position" else weights_TK,
-            num_experts=num_experts,
-            capacity=self._capacity(num_tokens),
-            use_kernels=use_kernels,
-        )
+            return keep_full_tiles(expert_TK, weights_TK, tile=self.settings.token_rounding, **options)
+        by_weight = None if self.settings.drop_policy == "position" else weights_TK
+        return keep_within_capacity(expert_TK, by_weight, capacity=self._capacity(num_tokens), **options)
 
     def _capacity(self, num_tokens: Any) -> Any:
         """Slots per expert: an int for an int, a tensor for a tensor."""

@@ -214,7 +214,7 @@ def test_statistics_keep_their_dtype_in_a_bf16_model():
     assert layer.router.expert_bias.dtype == torch.float32
 
 
-def test_a_layer_that_is_not_drawn_by_hand_has_sane_weights():
+def test_initial_weights():
     layer = tiny_layer_on("cpu")
     for name, parameter in layer.named_parameters():
         assert (not parameter.any()) if "bias" in name else (0.005 < parameter.std() < 0.05), name

@@ -50,10 +50,8 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
     if not torch.cuda.is_available():
         raise ValueError(f"fp8={fp8}: needs a CUDA device. Fix: set FP8=none.")
     if (found := torch.cuda.get_device_capability()) < oldest:
-        rule = (
-            f"needs a GPU of compute capability {oldest[0]}.{oldest[1]} or newer, this is"
-            f" {found[0]}.{found[1]}"
-        )
+        least, this = (f"{major}.{minor}" for major, minor in (oldest, found))
+        rule = f"needs a GPU of compute capability {least} or newer, this is {this}"
         others = [name for name, (capability, _) in RECIPES.items() if capability <= found]
         fix = f"use FP8_RECIPE={others[0]}" if others else "set FP8=none"
         raise ValueError(f"fp8_recipe={recipe}: {rule}. Fix: {fix}.")

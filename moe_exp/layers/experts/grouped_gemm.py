@@ -149,15 +149,11 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):
-        return (
-            "loop",
-            f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {str(dtype).removeprefix('torch.')}",
-        )
+        found = str(dtype).removeprefix("torch.")
+        return "loop", f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {found}"
     if not (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
-        return (
-            "triton",
-            "one function of Triton kernels, which gather the rows and keep the least for backward",
-        )
+        reason = "one function of Triton kernels, which gather the rows and keep the least for backward"
+        return "triton", reason
     if dtype == torch.float16:
         return "loop", f"not triton: {rule}; the other grouped GEMMs are one kernel in bf16 only"
     name, reason = _choose_on_gpu(has_grouped_mm)

@@ -19,11 +19,8 @@ def choose_norm(device_type: str) -> tuple[str, str]:
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
     if device_type == "cuda":
         has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
-        reason += (
-            "; RMSNorm is one kernel each way"
-            if has_kernel
-            else f"; torch {torch.__version__} has no kernel for RMSNorm"
-        )
+        without = f"torch {torch.__version__} has no kernel for RMSNorm"
+        reason += f"; {'RMSNorm is one kernel each way' if has_kernel else without}"
     return "torch", reason
 
 

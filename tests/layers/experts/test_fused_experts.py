@@ -294,14 +294,16 @@ def test_recomputed(reentrant, twins):
 # Megatron's main_grad
 
 
-def backward_of(adds_to_main_grad=True, dtype=FP32, bias=False, repeats=1, main_grad=None, **attributes):
+def backward_of(
+    adds_to_main_grad=True, dtype=FP32, bias=False, fp8=False, repeats=1, main_grad=None, **attributes
+):
     """Experts with rows (5, 0, 3) after `repeats` backward passes, and what `main_grad` held before.
 
     Every weight has one in the dtype `main_grad` (None: no weight has one), and other attributes.
     """
     experts = Experts(
         num_local_experts=3, hidden_size=8, ffn_size=6, activation="swiglu", backend="triton", dtype=dtype,
-        adds_to_main_grad=adds_to_main_grad, bias=bias,
+        adds_to_main_grad=adds_to_main_grad, bias=bias, fp8=fp8,
     )  # fmt: skip
     before = {}
     for seed, (name, weight) in enumerate(experts.named_parameters()):
@@ -317,10 +319,14 @@ def backward_of(adds_to_main_grad=True, dtype=FP32, bias=False, repeats=1, main_
     return experts, before
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_gradients_are_added_to_main_grad(dtype, limit):
-    plain, _ = backward_of(adds_to_main_grad=False, dtype=dtype)
-    experts, before = backward_of(dtype=dtype, repeats=2, main_grad=FP32, grad_added_to_main_grad=False)
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "limit"),
+    [(FP32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 1e-2)],
+)
+def test_gradients_are_added_to_main_grad(dtype, fp8, limit):
+    options = {"dtype": dtype, "fp8": fp8}
+    plain, _ = backward_of(adds_to_main_grad=False, **options)
+    experts, before = backward_of(**options, repeats=2, main_grad=FP32, grad_added_to_main_grad=False)
     for (name, weight), ordinary in zip(experts.named_parameters(), plain.parameters(), strict=True):
         added = (weight.main_grad - before[name]) / 2
         assert (added - ordinary.grad).norm() < limit * ordinary.grad.norm()

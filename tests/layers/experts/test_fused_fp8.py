@@ -11,7 +11,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_fused_experts import (
     assert_same_bits,
     chosen,
@@ -24,10 +23,7 @@ from test_fused_experts import (
 )
 
 from helpers.layers.kernel_device import needs_kernels
-from helpers.layers.references import make_groups
-from helpers.layers.tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
-from helpers.ranks import run_on_ranks
-from moe_exp.layers.dispatcher import Dispatched, DispatchRecord
+from helpers.layers.tiny_moe import random
 from moe_exp.layers.experts import Experts, fp8
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.kernels import launch
@@ -133,28 +129,6 @@ def test_numbers_of_rows(counts, twins):
             assert max(errors([y[first : first + 1], dx[first : first + 1]], [y_one, dx_one])) < 1e-3
 
 
-def test_gradients_are_added_to_main_grad(twins):
-    counts = (5, 0, 130)
-    found = {}
-    for adds in (False, True):
-        torch.manual_seed(0)
-        experts = Experts(
-            num_local_experts=3, hidden_size=24, ffn_size=16, activation="swiglu", backend="triton",
-            dtype=BF16, adds_to_main_grad=adds, fp8=True,
-        )  # fmt: skip
-        for weight in experts.parameters():
-            weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-        rows_RD = random(sum(counts), 24, seed=7).to(BF16).requires_grad_()
-        weights_R = random(sum(counts), seed=8).float()
-        experts(Dispatched(rows_RD, weights_R, torch.tensor(counts), DispatchRecord(None))).sum().backward()
-        found[adds] = [
-            weight.main_grad - 1 if adds else weight.grad.float() for weight in experts.parameters()
-        ]
-    # The ordinary ones are in bf16; the second expert has no rows.
-    assert max(errors(found[True], found[False])) < 5e-3
-    assert not any(gradient[1].any() for gradient in found[True])
-
-
 # What cannot run
 
 
@@ -190,39 +164,6 @@ def test_the_self_test_compares_what_runs(gathers, monkeypatch):
     monkeypatch.setattr(products, "quantize_columns", zeros)
     checks = check_kernels("experts", sizes, torch.device("cpu"))
     assert [check.kernel for check in checks if check.problem] == ["weight_grad"] * 2
-
-
-# The layer on several ranks
-
-
-def layer_results(x_TD, dy_TD, **groups):
-    """Output and gradients of a tiny layer in FP8."""
-    layer = tiny_layer(backend="triton", dtype=torch.float32, **groups)
-    layer.experts.fp8 = True
-    x_TD = x_TD.float().requires_grad_()
-    y_TD, _ = layer(x_TD)
-    (y_TD * dy_TD.float()).sum().backward()
-    experts = layer.experts
-    return [y_TD.detach(), x_TD.grad, experts.weight1.grad, experts.weight2.grad]
-
-
-def on_ranks(tokens, seeds) -> list[float]:
-    """Each rank has tokens of its own; the errors against one rank with all of them, in FP8, too."""
-    groups, rank = make_groups(2, 1), dist.get_rank()
-    inputs = [
-        (pushed_tokens(tokens, seed=seed), random(len(tokens), HIDDEN, seed=seed + 10)) for seed in seeds
-    ]
-    parts = layer_results(*inputs[rank], **groups)
-    y_TD, dx_TD, *dweights = layer_results(*(torch.cat(both) for both in zip(*inputs, strict=True)))
-    mine = slice(rank * len(tokens), (rank + 1) * len(tokens))
-    expected = [cut(gradient, 1, groups["ep_group"], None) for gradient in dweights]
-    return errors(parts, [y_TD[mine], dx_TD[mine], *expected])
-
-
-def test_experts_over_two_ranks_equal_one_rank():
-    tokens = [[t % 4, (t + 1) % 4] for t in range(40)]
-    for found in run_on_ranks(2, on_ranks, tokens, (20, 21)):
-        assert max(found) < 1e-5, found
 
 
 # Whole runs

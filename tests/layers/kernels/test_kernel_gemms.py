@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ REAL_LIMIT = LIMIT | {torch.float32: 1e-5}
 DTYPES = list(LIMIT)
 # The ends of the experts' rows: uneven and empty; one expert takes all; one row each; none at all.
 ENDS = {"uneven": [0, 37, 38, 70], "one": [0, 45, 45], "single": [1, 2, 3], "none": [0, 0]}
+FEW = ("one", "single", "none")
 WASTE = 9  # rows that no expert has
 
 
@@ -72,35 +74,22 @@ def check_up(case: tuple[tuple, dict], rows: int, limits: dict[torch.dtype, floa
     if (bias := kwargs.get("bias1_LW")) is not None:
         kwargs |= {"bias1_LW": bias.double()}
     expected = up.up_projection_torch(x.double(), w.double(), offsets, **kwargs)
+    if (token_R := kwargs.get("token_R")) is not None:  # padding remains zero
+        assert not hidden_RW[:rows][token_R[:rows] == len(x)].any()
     check(hidden_RW, expected[0], rows, x.dtype, limits)
     check(active_RF, expected[1], rows, x.dtype, limits)
 
 
-# All activations; gated and not in every dtype, with and without gather.
-UP = [(activation, torch.float32, True) for activation in ACTIVATIONS]
-UP += [(name, dtype, dtype == torch.bfloat16) for name in ("swiglu", "gelu") for dtype in DTYPES[1:]]
+NAMES, WIDE = ("swiglu", "gelu"), (torch.float32, torch.bfloat16)
+UP = [("uneven", (37, 19), activation, torch.float32, True, False) for activation in ACTIVATIONS]
+UP += [("uneven", (37, 19), name, dtype, dtype in WIDE, False) for name in NAMES for dtype in DTYPES[1:]]
+UP += [("uneven", (37, 19), *case, True) for case in itertools.product(NAMES, WIDE, (True, False))]
+UP += [(ends, (64, 48), "swiglu", torch.float32, gather, False) for ends in FEW for gather in (True, False)]
 
 
-@pytest.mark.parametrize(("activation", "dtype", "gather"), UP)
-def test_up_projection(activation: str, dtype: torch.dtype, gather: bool) -> None:
-    check_up(up_case(ENDS["uneven"], 37, 19, activation, gather, dtype), 70)
-
-
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_up_projection_with_bias(activation: str, gather: bool) -> None:
-    args, kwargs = up_case(ENDS["uneven"], 37, 19, activation, gather, torch.float32, bias=True)
-    hidden_RW, _ = up.up_projection(*args, **kwargs)
-    if gather:
-        assert not hidden_RW[:70][kwargs["token_R"][:70] == 21].any()  # padding remains zero
-    check_up((args, kwargs), 70)
-    check_up(up_case(ENDS["uneven"], 37, 19, activation, gather, torch.bfloat16, bias=True), 70)
-
-
-@pytest.mark.parametrize("gather", [True, False])
-@pytest.mark.parametrize("ends", ["one", "single", "none"])
-def test_up_projection_of_extreme_groups(ends: str, gather: bool) -> None:
-    check_up(up_case(ENDS[ends], 64, 48, "swiglu", gather, torch.float32), ENDS[ends][-1])
+@pytest.mark.parametrize(("ends", "sizes", "activation", "dtype", "gather", "bias"), UP)
+def test_up_projection(ends, sizes, activation, dtype, gather, bias) -> None:
+    check_up(up_case(ENDS[ends], *sizes, activation, gather, dtype, bias), ENDS[ends][-1])
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -129,22 +118,15 @@ def test_padding_of_no_tokens_is_zero() -> None:
     assert not any(part.any() for part in found)
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(
-    ("depth", "width", "dtype"), [(37, 75, torch.float32), (37, 43, torch.float16), (64, 256, torch.bfloat16)]
-)
-def test_grouped_matmul(depth: int, width: int, dtype: torch.dtype, transposed: bool) -> None:
-    check_down(ENDS["uneven"], depth, width, dtype, transposed)
+DOWN = [(37, 75, torch.float32), (37, 43, torch.float16), (64, 256, torch.bfloat16)]
+DOWN = [("uneven", *sizes, transposed, False) for sizes in DOWN for transposed in (True, False)]
+DOWN += [("uneven", 37, 43, torch.float32, True, True), ("uneven", 37, 256, torch.bfloat16, True, True)]
+DOWN += [(ends, 48, 40, torch.float32, True, False) for ends in FEW]
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(43, torch.float32), (256, torch.bfloat16)])
-def test_grouped_matmul_with_bias(width: int, dtype: torch.dtype) -> None:
-    check_down(ENDS["uneven"], 37, width, dtype, True, bias=True)
-
-
-@pytest.mark.parametrize("ends", ["one", "single", "none"])
-def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
-    check_down(ENDS[ends], 48, 40, torch.float32, True)
+@pytest.mark.parametrize(("ends", "depth", "width", "dtype", "transposed", "bias"), DOWN)
+def test_grouped_matmul(ends, depth, width, dtype, transposed, bias) -> None:
+    check_down(ENDS[ends], depth, width, dtype, transposed, bias=bias)
 
 
 @needs_descriptors

@@ -142,11 +142,11 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
 
 
 def failing(monkeypatch, kernel, is_failing, error):
-    """Launches fail where `is_failing(kwargs)` or `is_failing(kwargs, args)` says so."""
-    run, takes_args = kernel.fn.run, is_failing.__code__.co_argcount == 2
+    """Launches fail where `is_failing(args, kwargs)` says so."""
+    run = kernel.fn.run
 
     def launched(*args, **kwargs):
-        if is_failing(kwargs, args) if takes_args else is_failing(kwargs):
+        if is_failing(args, kwargs):
             raise error
         return run(*args, **kwargs)
 
@@ -171,7 +171,7 @@ ERRORS = [
 def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, failure):
     """All with descriptors: those without are left."""
     watch, (operands, expected) = stopwatch(grouped_matmul), product()
-    failing(monkeypatch, grouped_matmul._kernel, lambda kwargs: kwargs["TMA"], failure)
+    failing(monkeypatch, grouped_matmul._kernel, lambda args, kwargs: kwargs["TMA"], failure)
     for _ in range(2):
         y_RO = grouped_matmul.grouped_matmul(*operands)
         assert error(y_RO, expected) < 1e-3
@@ -191,13 +191,13 @@ def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog)
     chosen = watch.launched[-1]["num_stages"], watch.launched[-1]["num_warps"]
     assert watch.launched[-1]["TMA"] == 1
 
-    def fails(kwargs):
+    def fails(args, kwargs):
         return kwargs["TMA"] and (kwargs["num_stages"], kwargs["num_warps"]) == chosen
 
     failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("illegal alignment"))
     y_RO = grouped_matmul.grouped_matmul(*operands)
     assert error(y_RO, expected) < 1e-3
-    assert not fails(watch.launched[-1])
+    assert not fails((), watch.launched[-1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -205,7 +205,7 @@ def test_descriptors_that_cannot_be_encoded_fail_no_config_without_them(stopwatc
     """The driver encodes every descriptor of a launch, used or not."""
     watch, (operands, expected) = stopwatch(grouped_matmul), product()
 
-    def fails(kwargs, args):
+    def fails(args, kwargs):
         return any(isinstance(x, TensorDescriptor) for x in args)
 
     failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("failed to create tensor map"))
@@ -249,11 +249,11 @@ def test_no_config_runs(stopwatch, monkeypatch):
     """The last error is the cause; a full memory is nobody's fault but its own."""
     stopwatch(grouped_matmul)
     (operands, _), kernel = product(), grouped_matmul._kernel
-    failing(monkeypatch, kernel, lambda kwargs: True, RuntimeError("the driver says no"))
+    failing(monkeypatch, kernel, lambda args, kwargs: True, RuntimeError("the driver says no"))
     with pytest.raises(RuntimeError, match="kernel grouped_matmul: none of its 7 configs runs") as raised:
         grouped_matmul.grouped_matmul(*operands)
     assert str(raised.value.__cause__) == "the driver says no"
-    failing(monkeypatch, kernel, lambda kwargs: True, torch.OutOfMemoryError("full"))
+    failing(monkeypatch, kernel, lambda args, kwargs: True, torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError):
         grouped_matmul.grouped_matmul(*operands)
 

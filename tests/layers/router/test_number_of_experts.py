@@ -9,16 +9,10 @@ from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, random, ti
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.router.assignment import within_top_p
 from moe_exp.layers.router.replay import record_routing
 
 # Scores of experts 0 to 3: 0.5, 0.3, 0.15, 0.05; then 0.25 each but for rounding; then 0.9, 0.05, 0.03, 0.02.
 SCORES = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.27, 0.26, 0.24, 0.23], [0.9, 0.05, 0.03, 0.02]])
-
-
-def test_top_p_by_hand():
-    found = within_top_p(torch.tensor([[0.5, 0.3, 0.15], [0.27, 0.26, 0.24], [0.9, 0.05, 0.03]]), 0.7)
-    assert found.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
 
 
 def test_top_p_of_one_token_in_numbers():
