@@ -130,9 +130,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
     """The iteration's folder that UPCYCLE_FROM means. `find`: refuses what is damaged, as `find_source`.
-
-    Raises:
-        ValueError: it has no whole checkpoint, or not that of a dense run of the same sizes; a line each.
+    ValueError, a line each, if it has no whole checkpoint, or not that of a dense run of the same sizes.
     """
     try:
         folder = one_checkpoint(expanded(config.upcycle_from))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.legs import start_job, write_data
+from helpers.checkpoint.legs import Leg, run_legs, start_job, write_data
 from helpers.checkpoint.saving import save
 from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp import train
@@ -155,18 +155,6 @@ def test_nothing_is_gathered_or_copied(tmp_path):
     assert all(foreign == 0 for _, foreign in found)
 
 
-def loaded_as(settings: dict[str, Any], port: int, source: str, again: str) -> None:
-    """On one rank: loads, and saves what it has then."""
-    job, _ = _trained(settings | {"seed": 1}, port, steps=0)
-    progress = load(job.config, job.runtime, Path(source), job.trained)
-    save(job.config, job.runtime, Path(again), job.trained, progress)
-
-
-def saved_after_two_steps(settings: dict[str, Any], port: int, folder: str) -> None:
-    job, progress = _trained(settings, port)
-    save(job.config, job.runtime, Path(folder), job.trained, progress)
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHANGES = [
     ("fp32", "bf16", True), ("fp32", "bf16", False), ("bf16", "fp32", False), ("bf16", "fp16", True),
@@ -182,10 +170,13 @@ def test_main_weights_and_moments_go_over_to_another_dtype(before, after, distri
     """To the bit, and the model's weights are those of the optimizer, on every data parallel rank."""
     settings = {"gpus_per_node": 2, "distributed_optimizer": distributed}
     settings["train_data"] = str(write_data(tmp_path))
-    source, again = str(tmp_path / "source"), str(tmp_path / "again")
-    run_on_ranks(2, saved_after_two_steps, settings | {"dtype": before}, free_port(), source, join=False)
-    run_on_ranks(2, loaded_as, settings | {"dtype": after}, free_port(), source, again, join=False)
-    first, second = (CheckpointReader(Path(name) / "iter_0000002") for name in (source, again))
+    source, again = tmp_path / "source", tmp_path / "again"
+    legs = [
+        Leg(settings | {"dtype": before}, None, 2, {2: source}),
+        Leg(settings | {"dtype": after, "seed": 1}, source, 0, {2: again}),
+    ]
+    run_legs(legs)
+    first, second = (CheckpointReader(folder / "iter_0000002") for folder in (source, again))
     weights = [key for key in second.tensors if not key.startswith(PREFIX)]
     assert len(weights) == 10
     for key in weights:

@@ -85,10 +85,8 @@ def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | N
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """The added tokens of a folder's tokenizer.json with ids from `vocab_size`, in their order.
-
-    Raises:
-        ValueError: the tokenizer's own vocabulary has such ids, or ids are missing.
+    """The added tokens of a folder's tokenizer.json with ids from `vocab_size`, in their order. ValueError if
+    its own vocabulary has such ids, or ids are missing.
     """
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizer_vocab_size(path)) <= vocab_size:
