@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,16 +101,12 @@ class Runs:
         }
         return clean_environ(**{**places, **(TINY if tiny else {}), **settings})
 
-    def start(
-        self, name: str, *flags: str, under: Sequence[str] = (), **settings: Any
-    ) -> subprocess.Popen[str]:
-        """Starts the run `name` with settings as in `environ`; `flags` go to the script, `under` is a command
-        that starts it.
-        """
+    def start(self, name: str, *flags: str, **settings: Any) -> subprocess.Popen[str]:
+        """Starts the run `name` with settings as in `environ`; `flags` go to the script."""
         # Files, not pipes: ranks that outlive the launcher would keep those open. A session of its own, out
         # of reach of Ctrl-C.
         with self._stream(name, "out").open("w") as out, self._stream(name, "err").open("w") as err:
-            command, environ = [*under, "bash", str(SCRIPT), *flags], self.environ(name, **settings)
+            command, environ = ["bash", str(SCRIPT), *flags], self.environ(name, **settings)
             return subprocess.Popen(
                 command, env=environ, stdout=out, stderr=err, text=True, start_new_session=True
             )

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import time
@@ -330,17 +329,3 @@ def test_run_folder_of_another_model(runs):
     assert run.stderr.startswith(f"moe-exp: {rule}") and run.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
     assert list(folder.checkpoints.iterdir()) == []
-
-
-def test_read_only_run_dir(runs):
-    under = []
-    if os.geteuid() == 0:  # who may write everywhere, unless that right is taken away
-        if shutil.which("setpriv") is None:
-            pytest.skip("needs setpriv, as root")
-        under = ["setpriv", "--bounding-set=-dac_override"]
-    runs.run_dir.mkdir()
-    runs.run_dir.chmod(0o500)
-    run = runs.end("refused", runs.start("refused", under=under))
-    assert run.code == 2
-    assert run.stderr.startswith(f"moe-exp: RUN_DIR={runs.run_dir}: {runs.run_dir} is not writable. Fix: ")
-    assert list(runs.run_dir.iterdir()) == []
