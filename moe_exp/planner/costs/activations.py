@@ -179,8 +179,10 @@ class _Account:
     def _attention(self) -> float:
         """Projections and core, without the norm before."""
         config = self._config
-        is_latent = config.multi_latent_attention
-        per_token = self._input * self._hidden + (self._latent() if is_latent else 0.0)
+        is_latent, per_token = config.multi_latent_attention, float(self._input * self._hidden)
+        if is_latent:  # inputs of the norms and projections of latent attention (arXiv:2405.04434)
+            for rank in filter(None, (config.q_lora_rank, config.kv_lora_rank)):
+                per_token += self._width * rank + (self._norm(rank) if config.qk_norm else 0.0)
         per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not is_latent else 0.0)
         kept = self._tokens * per_token + self._all_tokens * per_head_token / self._tp
         return kept + self._positions() + self._block_masks()
@@ -238,12 +240,6 @@ class _Account:
         if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
             return (8 if self._on_cpu else self._width) * (query + key) + 8
         return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
-
-    def _latent(self) -> float:
-        """Inputs of the norms and projections of latent attention, per token (arXiv:2405.04434)."""
-        config, width = self._config, self._width
-        ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
-        return sum((self._norm(rank) if config.qk_norm else 0.0) + width * rank for rank in ranks)
 
     def _positions(self) -> float:
         """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys

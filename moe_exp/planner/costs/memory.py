@@ -92,7 +92,10 @@ def memory_of(
     of_experts = max(1, sum(part.expert for part in parameters))
     num_moe = [part.expert * sum(config.moe_layers) // of_experts for part in parameters]
     in_flight = micro_batches_in_flight(config, job.num_microbatches)
-    handed_on, bucket_bytes = _communication_bytes(job, kept)
+    # hidden states between stages and gathered sequences; and DeepSpeed's buckets at most
+    handed_on = 2 * kept.hidden if config.pp > 1 else 0.0
+    handed_on += kept.hidden * config.tp if job.sequence_parallel else 0.0
+    bucket_bytes = 2 * job.of_deepspeed * (2 if job.sharding == "zero1" else 1) * _BUCKET_ELEMENTS
     workspace, overhead = 0.0 if on_cpu else _WORKSPACE_BYTES, _PROCESS_BYTES
     if not on_cpu:
         overhead = workspace + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
@@ -242,11 +245,3 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
         return _BytesPerParameter(weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards)
     state = 20.0 if job.sharding == "none" else 18 / shards
     return _BytesPerParameter(weights, 2, state, state)
-
-
-def _communication_bytes(job: Job, kept: Activations) -> tuple[float, float]:
-    """Hidden states between stages and gathered sequences; and DeepSpeed's buckets at most."""
-    between = 2 * kept.hidden if job.config.pp > 1 else 0.0
-    num_buckets = job.of_deepspeed * (2 if job.sharding == "zero1" else 1)
-    gathered = kept.hidden * job.config.tp if job.sequence_parallel else 0.0
-    return between + gathered, 2 * num_buckets * _BUCKET_ELEMENTS

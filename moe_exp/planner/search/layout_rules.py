@@ -224,17 +224,12 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     splits = [split_layers(config.num_layers, num_stages)]
     if weight >= _LARGE_VOCABULARY:
         splits.append(split_layers(config.num_layers, num_stages, count_ends=True))
-    if round(weight) > 1:
-        splits.append(_light_last_stage(config.num_layers, num_stages, round(weight)))
+    if (output := round(weight)) > 1:  # the output layer counts as so many layers, the embedding as one
+        last = max(0, round((config.num_layers + 1 + output) / num_stages) - output)
+        first, *others = split_layers(config.num_layers - last + 1, num_stages - 1)
+        splits.append([first - 1, *others, last])
     texts = dict.fromkeys(stages_text(split) for split in splits if min(split) >= 0 and all(split[1:-1]))
     return tuple({} if is_even and "," not in text else {"pipeline_layers": text} for text in texts) or ({},)
-
-
-def _light_last_stage(num_layers: int, num_stages: int, output_layers: int) -> list[int]:
-    """A split that counts the output layer as `output_layers` layers and the embedding as one."""
-    last = max(0, round((num_layers + 1 + output_layers) / num_stages) - output_layers)
-    first, *others = split_layers(num_layers - last + 1, num_stages - 1)
-    return [first - 1, *others, last]
 
 
 def notes(config: Config) -> list[str]:

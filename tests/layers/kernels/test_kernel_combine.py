@@ -29,7 +29,6 @@ def test_kernel_and_twin_sum_as_float64(num_tokens, topk, width, num_rows, dtype
         out_TD = function(y_RD, row_TK, weights_TK)
         assert out_TD.dtype == dtype
         assert relative_error(out_TD, expected) < limit
-        assert torch.equal(out_TD, function(y_RD, row_TK, weights_TK))
 
 
 def test_adds_in_slot_order_in_fp32():

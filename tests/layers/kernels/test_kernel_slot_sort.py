@@ -34,10 +34,9 @@ def test_kernel_sorts_as_its_twin(num_tokens, topk, num_experts, kind, drops):
     expert_TK = routing(num_tokens, topk, num_experts, kind)
     share = {"none": 0.0, "some": 0.3, "all": 1.0}[drops]
     kept_TK = torch.rand(expert_TK.shape, device=DEVICE) > share if share else None
-    twice = [slot_sort(expert_TK, num_experts, kept_TK) for _ in range(2)]
-    for *ours, reference in zip(*twice, slot_sort_torch(expert_TK, num_experts, kept_TK), strict=True):
-        for one in ours:
-            assert one.dtype == torch.int32 and torch.equal(one, reference)
+    found, expected = (function(expert_TK, num_experts, kept_TK) for function in (slot_sort, slot_sort_torch))
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.int32 and torch.equal(one, other)
 
 
 def test_index_types_and_experts_of_dropped_slots_do_not_matter():

@@ -45,14 +45,22 @@ def expert_by_expert(args, indices):
     return torch.stack([torch.einsum("rm,rn->mn", a_RM[a:b], b_RN[a:b]) for a, b in itertools.pairwise(ends)])
 
 
+FUNCTIONS = [(weight_grad, dtype, limit) for dtype, limit in DTYPES.items()]
+FUNCTIONS += [(weight_grad_torch, torch.float64, 1e-13), (weight_grad_torch, torch.bfloat16, 1e-2)]
+
+
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_against_outer_products(dtype, side):
+@pytest.mark.parametrize(("function", "dtype", "limit"), FUNCTIONS)
+def test_against_outer_products(function, dtype, limit, side):
+    """New, and added to main_grad, in fp32 whatever the operands are."""
     args, indices = inputs((0, 5, 0, 33), side=side, dtype=dtype)
-    dw_LMN = weight_grad(*args, **indices)
+    dw_LMN, expected = function(*args, **indices), expert_by_expert(args, indices)
     assert dw_LMN.dtype == dtype
     assert not dw_LMN[[0, 2]].any()
-    assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
+    assert error(dw_LMN, expected) < limit
+    main_grad = torch.ones(4, 40, 24, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
+    assert error(function(*args, **indices, out=main_grad), 1 + expected) < min(limit, 1e-6)
+    assert torch.equal(main_grad[0], torch.ones_like(main_grad[0]))
 
 
 @needs_descriptors
@@ -104,12 +112,6 @@ def test_the_order_of_the_experts_changes_nothing(block, monkeypatch):
     assert torch.equal(weight_grad(*args, **indices), expected)
 
 
-def test_bf16_products_are_added_in_fp32():
-    args, indices = inputs((20, 13), dtype=torch.bfloat16)
-    main_grad = torch.zeros(2, 40, 24, device=DEVICE)
-    assert error(weight_grad(*args, **indices, out=main_grad), expert_by_expert(args, indices)) < 1e-6
-
-
 def test_main_grad_in_a_buffer():
     """As Megatron's is: a view, whose neighbours must stay."""
     args, indices = inputs((20, 13))
@@ -143,17 +145,6 @@ def test_compiled_operators():
     assert torch.equal(new, expected)
     assert torch.equal(added, expected)
     assert torch.equal(main_grad, expected)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
-def test_the_twin_against_outer_products(dtype, limit, side):
-    args, indices = inputs((0, 5, 0, 33), side=side, dtype=dtype)
-    expected = expert_by_expert(args, indices)
-    assert error(weight_grad_torch(*args, **indices), expected) < limit
-    main_grad = torch.ones(4, 40, 24, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
-    assert error(weight_grad_torch(*args, **indices, out=main_grad), 1 + expected) < min(limit, 1e-6)
-    assert torch.equal(main_grad[0], torch.ones_like(main_grad[0]))
 
 
 @pytest.mark.gpu
