@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import xxhash
 from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
-from moe_exp.data.inspect.hashes import Hashes
 from moe_exp.data.kinds import is_stream
 from moe_exp.data.samples.packing import cut_documents
 from moe_exp.data.stage import read_json
-from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, progress, table_console
 
@@ -34,6 +34,7 @@ _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
 _ADVANCE_BYTES = 2**20
+_Words = npt.NDArray[np.uint64]
 
 
 def inspect_path(
@@ -79,6 +80,69 @@ def data_files(path: Path, text_field: str) -> list[Path]:
     """
     found = files_in(path, text_field=text_field, with_validation=True) if path.is_dir() else []
     return found or find_inputs([path], text_field=text_field)
+
+
+class Hashes:
+    """XXH3-128 of documents, 16 bytes each, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._bytes) // 16
+
+    def add(self, document: bytes | memoryview) -> None:
+        """Adds a document."""
+        self._bytes += xxhash.xxh3_128_digest(document)
+
+    def extend(self, other: Hashes) -> None:
+        """Adds those of another instance."""
+        self._bytes += other._bytes
+
+    @property
+    def _words(self) -> tuple[_Words, _Words]:
+        first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
+        return first, second
+
+    def sorted_words(self) -> tuple[_Words, _Words]:
+        """Both halves of every hash, sorted by the first half, then by the second."""
+        first, second = self._words
+        order = np.lexsort((second, first))
+        return first[order], second[order]
+
+    def num_duplicates(self) -> int:
+        """Documents that another one before them is equal to."""
+        first, second = self.sorted_words()
+        return int(((first[1:] == first[:-1]) & (second[1:] == second[:-1])).sum())
+
+    def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
+        """Whether each document is among `sorted_words` of another instance.
+
+        If two of those agree in the first 64 bits but not in the last, only one is compared; that takes
+        2**32 documents.
+        """
+        mine_first, mine_second = self._words
+        if not len(first):
+            return np.zeros(len(self), dtype=np.bool_)
+        place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
+        return (first[place] == mine_first) & (second[place] == mine_second)
+
+
+def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
+    """Documents of `one` that `other` lacks, and the reverse; two equal documents count as two."""
+    joined = Hashes()
+    joined.extend(one)
+    joined.extend(other)
+    first, second = joined._words
+    order = np.lexsort((second, first))
+    first, second = first[order], second[order]
+    is_start = np.ones(len(order), dtype=np.bool_)
+    is_start[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    if not len(order):
+        return 0, 0
+    # Of every run of equal hashes: how many more of them `one` has.
+    surplus = np.add.reduceat(np.where(order < len(one), 1, -1), np.flatnonzero(is_start))
+    return int(surplus[surplus > 0].sum()), int(-surplus[surplus < 0].sum())
 
 
 # Token files

@@ -16,12 +16,17 @@ from typing import Any
 import numpy as np
 
 from moe_exp.data.documents import Tally, is_validation_file
-from moe_exp.data.inspect.hashes import Hashes, difference
-from moe_exp.data.inspect.inspection import BLOCK_TOKENS, data_files, documents_with_progress, token_blocks
+from moe_exp.data.inspect.inspection import (
+    BLOCK_TOKENS,
+    Hashes,
+    data_files,
+    difference,
+    documents_with_progress,
+    token_blocks,
+)
 from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.ranged import prefix_of
-from moe_exp.data.tokens.tokens import bin_idx_problem
+from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
 from moe_exp.host.progress import progress
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles, share_range
 from moe_exp.data.tokens.ranged import open_tokens
+from moe_exp.data.tokens.tokens import Int64Array, Share, TokenFiles, share_range
 
 _Word = TypeVar("_Word", int, npt.NDArray[Any])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -22,8 +22,8 @@ import torch
 
 from moe_exp.data.samples.corpus import Corpus
 from moe_exp.data.samples.packing import PackedCorpus
-from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles
 from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
+from moe_exp.data.tokens.tokens import Int64Array, Share, TokenFiles
 
 Packing = Literal["concatenate", "best_fit"]
 
@@ -272,3 +272,155 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
+
+
+# Batches
+
+
+def split_batch(
+    tokens_BS1: torch.Tensor, positions_BS: torch.Tensor | None = None, masked_id: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Splits samples into what Megatron's forward step takes.
+
+    Args:
+        tokens_BS1: token ids of shape [B, S1].
+        positions_BS: of the tokens in their documents, int64; None: in the samples.
+        masked_id: the token that ends a document, after which the next one is not predicted; None: every
+            token counts.
+
+    Returns:
+        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones and
+        zeros; all of shape [B, S].
+    """
+    tokens_BS = tokens_BS1[:, :-1].contiguous()
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.size(1)).repeat(len(tokens_BS), 1)
+    counted = torch.ones_like(tokens_BS, dtype=torch.bool) if masked_id is None else tokens_BS != masked_id
+    return {
+        "tokens": tokens_BS,
+        "labels": tokens_BS1[:, 1:].contiguous(),
+        "loss_mask": counted.float(),
+        "position_ids": positions_BS.to(tokens_BS.device, non_blocking=True),
+    }
+
+
+def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """Which inputs, bool [B, S], only fill a sample up (DOCUMENT_PACKING=best_fit): of the end-of-document
+    tokens that it ends with, all but the first, which ends its last document.
+    """
+    at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
+    return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
+
+
+def context_part(
+    batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
+) -> dict[str, torch.Tensor]:
+    """The part of a batch, each [B, S], that a context parallel rank has: tokens `first` to `end - 1` of each
+    of its `ranges`, together [B, S/C].
+    """
+    if len(ranges) == 1:
+        return dict(batch)
+    return {
+        name: torch.cat([values[:, first:end] for first, end in ranges], dim=1)
+        for name, values in batch.items()
+    }
+
+
+# Samples without some that are left out
+
+
+Range = tuple[int, int]
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    """The same numbers as ranges that neither overlap nor touch, in order; empty ones are left out."""
+    found: list[Range] = []
+    for first, end in sorted((int(first), int(end)) for first, end in ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
+
+
+def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
+    """Number in the stream of consumed sample `consumed`. `skipped`: as `merged` returns them."""
+    for first, end in skipped:
+        if consumed < first:
+            break
+        consumed += end - first
+    return consumed
+
+
+def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
+    """Numbers in the stream of the consumed samples [first, end). `skipped`: as `merged` returns them."""
+    found = []
+    begin = stream_number(first, skipped)
+    while first < end:
+        # As far as the next skip, or to the end.
+        limit = next((start for start, _ in skipped if start > begin), begin + end - first)
+        count = min(end - first, limit - begin)
+        found.append((begin, begin + count))
+        first += count
+        begin = stream_number(first, skipped)
+    return tuple(found)
+
+
+def skipped_from(
+    saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
+) -> tuple[Range, ...]:
+    """Ranges that are skipped after a checkpoint.
+
+    What lies before the checkpoint's place in the stream is past: it was skipped, or it was trained on, and
+    only the checkpoint knows.
+
+    Args:
+        saved: skips of the checkpoint.
+        wanted: skips of the run, maybe later than the checkpoint.
+        consumed: samples that the checkpoint has consumed.
+
+    Returns:
+        Ranges by which consumed sample `consumed` is the one that follows those of the checkpoint.
+    """
+    past = merged(saved)
+    # The sample before is the last that was trained; skips that follow it at once are ahead.
+    place = stream_number(consumed - 1, past) + 1 if consumed else 0
+    return merged([*past, *((max(int(first), place), int(end)) for first, end in wanted if end > place)])
+
+
+class SkippingSamples:
+    """`samples` without `skipped`; the interface is `dataset.Samples`, by numbers of consumed samples.
+
+    Args:
+        samples: the stream.
+        skipped: ranges that are left out.
+        length: of a stream that ends, such as Megatron's order: as many of its first samples as were skipped
+            come again at its end; None: it has no end.
+    """
+
+    def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):
+        self.skipped = merged(skipped)
+        # Without skips a stream that has come to its end says so itself.
+        self._samples, self._length = samples, length if self.skipped else None
+
+    def stage_at(self, index: int) -> Stage:
+        """The stage that sample number `index` is of."""
+        return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+        ranges = stream_ranges(first, first + count, self.skipped)
+        if self._length is None or ranges[-1][1] <= self._length:
+            parts = [self._samples.batch(begin, end - begin) for begin, end in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        numbers = (number for begin, end in ranges for number in range(begin, end))
+        return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
+
+    def origin(self, index: int) -> Origin:
+        """Origin of sample number `index`."""
+        return self._samples.origin(self._within(stream_number(index, self.skipped)))
+
+    def _within(self, number: int) -> int:
+        while self._length is not None and number >= self._length:
+            number = stream_number(number - self._length, self.skipped)
+        return number

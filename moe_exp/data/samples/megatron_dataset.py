@@ -27,8 +27,7 @@ import torch
 from filelock import FileLock
 
 from moe_exp.data.samples.dataset import Origin, Stage, fingerprint_of
-from moe_exp.data.tokens.files import Int64Array, TokenFiles, parse_split, part_tokens
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles, parse_blend, parse_split, part_tokens
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

@@ -19,12 +19,17 @@ from moe_exp.config import Config, problem
 from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
-from moe_exp.data.samples.dataset import content_of, fingerprint_of
-from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
-from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
-from moe_exp.data.tokens.files import manifest_of, parse_split
+from moe_exp.data.samples.dataset import (
+    Range,
+    content_of,
+    fingerprint_of,
+    merged,
+    skipped_from,
+    stream_number,
+)
+from moe_exp.data.tokens.manifests import DocumentTokens, documents_of
 from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_exp.data.samples.corpus import Corpus, Epoch, Piece, hash_of, shuffled
-from moe_exp.data.tokens.files import Int64Array, TokenFiles
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
 
 _BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
 _SHORTEST = 2  # tokens: one to predict the next from

@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from moe_exp.data.documents import Tally
 from moe_exp.data.kinds import TextRule
-from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests, write_all
+from moe_exp.data.shuffle.blocks import (
+    LINE_BYTES,
+    DocumentBlocks,
+    LineBlocks,
+    Slice,
+    read_slice,
+    sum_digests,
+    write_all,
+)
 from moe_exp.data.shuffle.buckets import (
     NUM_KEYS,
     Keys,
@@ -35,7 +43,6 @@ from moe_exp.data.shuffle.buckets import (
     first_key,
     text_choices,
 )
-from moe_exp.data.shuffle.slices import Slice, read_slice
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import read_json, write_json

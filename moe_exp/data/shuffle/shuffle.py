@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
+from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
     TEMPORARY,
@@ -38,12 +39,10 @@ from moe_exp.data.shuffle.scatter import (
     most_buckets,
     scatter,
 )
-from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import run_stage_passes
-from moe_exp.data.tasks.slurm_jobs import check_no_jobs
+from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.memory import available_memory_bytes
 from moe_exp.host.progress import progress_of

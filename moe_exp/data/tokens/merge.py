@@ -12,13 +12,16 @@ import numpy as np
 
 from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
-from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact, tokenizer_facts
 from moe_exp.data.tokens.ranged import read_ranges
 from moe_exp.data.tokens.tokens import (
     bin_idx_problem,
     bin_idx_tokens,
+    manifest_of,
     order_problem,
+    other_tokenizer,
     read_index,
+    tokenizer_fact,
+    tokenizer_facts,
     write_index,
 )
 from moe_exp.host.files import bytes_text
@@ -30,12 +33,7 @@ _COPY_BYTES = 2**22
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files of shards into those of one run over all of them, and returns the manifest.
-
-    Args:
-        prefixes: of the shards, in order; those of other programs too.
-        output: path without suffix.
-        start_over: replace what is there.
+    """Joins token files of shards, those of other programs too, in order, and returns the manifest.
 
     Raises:
         ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.

@@ -40,9 +40,6 @@ _CHANGES = {
 class TokenBytes:
     """Bytes per token of one tokenizer.
 
-    Args:
-        tokenizer: that made the tokens.
-
     Attributes:
         inside_V: bytes of every token after another one, int64 [V].
         first_V: bytes of every token as the first of a document, where some decoders take a space away.
@@ -87,11 +84,8 @@ class TokenBytes:
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the tokens that follow one another.
-
-        Args:
-            ids: [N]; ids that the tokenizer does not have stand for nothing.
-            is_first: [N], whether a token is the first of its document.
+        """Bytes of each of the tokens [N] that follow one another; `is_first` [N]: of its document. Unknown ids
+        stand for nothing.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)
