@@ -45,26 +45,17 @@ def inspect_path(
     text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:
-    """Reads all of `path` and says what is in it.
+    """Reads all of `path` and returns plain values as --json prints them; `kind` is `tokens` or `documents`.
 
     Args:
         path: a prefix of .bin/.idx (with suffix or without), a file of documents or a folder of such.
-        tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not
-            have.
+        tokenizer: tokenizer.json or its folder, to decode samples and count ids that it does not have.
         num_samples: documents to show.
-        text_field: of JSONL.
         seq_len: tokens of a training sample, for the share of documents that it cuts.
-
-    Returns:
-        Plain values as --json prints them; `kind` is `tokens` or `documents`.
-
-    Raises:
-        ValueError: there is no such file, or it is damaged.
     """
     if path.is_dir() or ending(path):
-        report = inspect_documents(
-            data_files(path, text_field), num_samples=num_samples, text_field=text_field
-        )
+        files = data_files(path, text_field)
+        report = inspect_documents(files, num_samples=num_samples, text_field=text_field)
         return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
@@ -73,11 +64,7 @@ def inspect_path(
 
 
 def data_files(path: Path, text_field: str) -> list[Path]:
-    """The files of documents that `path` names: itself, or those of the folder, for validation too.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The files of documents that `path` names: itself, or those of the folder, for validation too."""
     found = files_in(path, text_field=text_field, with_validation=True) if path.is_dir() else []
     return found or find_inputs([path], text_field=text_field)
 
@@ -92,11 +79,9 @@ class Hashes:
         return len(self._bytes) // 16
 
     def add(self, document: bytes | memoryview) -> None:
-        """Adds a document."""
         self._bytes += xxhash.xxh3_128_digest(document)
 
     def extend(self, other: Hashes) -> None:
-        """Adds those of another instance."""
         self._bytes += other._bytes
 
     @property
@@ -259,8 +244,8 @@ def inspect_documents(
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
             before = tally.num_documents
-            how: dict[str, Any] = {"text_field": text_field, "skip_bad": True}
-            for line, text in documents_with_progress(path, tally, advance, **how):
+            documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
+            for line, text in documents:
                 data = text.encode()
                 hashes.add(data)
                 lengths.append(len(data))
@@ -313,8 +298,7 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
     ]
     samples: list[dict[str, Any]] = []
     by_filter: Counter[str] = Counter()
-    found: Any = read_json(folder / "datatrove/samples.json")
-    for sample in found or []:
+    for sample in read_json(folder / "datatrove/samples.json") or []:
         by_filter[sample["filter"]] += 1
         if by_filter[sample["filter"]] <= num_samples:
             samples.append(sample)

@@ -32,35 +32,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Epoch:
-    """An order of documents.
+    """An order of documents."""
 
-    Args:
-        documents: their numbers in the file.
-        ends: of what is counted of each of them, running sums: tokens, or whole windows.
-        key: of the shuffle of windows.
-        by_length: of those with a rest, by its length, for `PackedCorpus`.
-    """
-
-    documents: Int64Array
-    ends: Int64Array
-    key: int
+    documents: Int64Array  # numbers in the file
+    ends: Int64Array  # running sums of what is counted of each document: tokens, or whole windows
+    key: int  # of the shuffle of windows
+    # For `PackedCorpus`, documents with a rest, by its length.
     by_length: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Corpus:
     """The windows of one prefix, epoch after epoch. Memory: 8 bytes a document, 16 more per cached epoch.
 
-    The documents of an epoch are concatenated and cut into windows.
-
-    Args:
-        prefix: of the .bin/.idx files.
-        seq_len: tokens per sample.
-        key: of the shuffles.
-        shuffle: False keeps the order of the file.
-        share: the part of the documents that is read, from 0 to 1.
-
-    Raises:
-        ValueError: the files are missing, damaged or smaller than one window.
+    The documents of an epoch are concatenated and cut into windows. Arguments and errors are those of
+    `SampleStream`; `key` is that of the shuffles.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
@@ -111,7 +96,7 @@ class Corpus:
             self._epochs[number] = self._order(self._first + documents, window_key)
         return self._epochs[number]
 
-    # What is different where windows are made otherwise.
+    # Overridden where windows are made otherwise.
 
     def _filler_of(self, files: TokenFiles) -> int:
         """The token of places in a window that no piece fills; here there are none."""
@@ -136,8 +121,7 @@ class Corpus:
             start += count
 
 
-# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would
-# see other data.
+# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions.
 
 
 def hash_of(text: str) -> int:
@@ -159,8 +143,7 @@ def shuffled(size: int, key: int) -> Int64Array:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Image of `index` under a keyed permutation of range(size); needs no memory, unlike a table of all
-    windows.
+    """Image of `index` under a keyed permutation of range(size), without a table of all windows.
 
     A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains", cycle-walking): less than four steps on average.

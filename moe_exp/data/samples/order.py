@@ -41,14 +41,10 @@ class SampleOrder:
         weights: share of each file in the blend, such as 7/10; empty if Megatron reads files without
             weights.
         share: the part of each file's documents that is read, begin and end from 0 to 1.
-        seed: of the shuffles.
-        seq_len: tokens per sample.
-        data_order: DATA_ORDER.
         num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
         tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
         content: of the tokens (`dataset.content_of`).
         manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
-        packing: DOCUMENT_PACKING.
         eod_id, bos_id: as of `DocumentTokens`, both None if they are not known; they follow from the files,
             and are not compared.
         stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
@@ -158,9 +154,8 @@ class Change:
     @property
     def problem(self) -> str:
         """Why training does not continue with it, in one line."""
-        rule = f"{self.rule}, so {self.consequence}"
         fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to continue with other data"
-        return problem(self.name, self.value, rule, fix)
+        return problem(self.name, self.value, f"{self.rule}, so {self.consequence}", fix)
 
 
 def order_changes(
@@ -214,11 +209,9 @@ def order_changes(
     if rule := _other_stage(order.stages, saved.get("stages", []), checkpoint, next_sample):
         add("DATA_STAGES", rule, "give back the old stage; later ones may change")
     if "num_samples" in differing and "data_order" not in differing:
-        rule = (
-            f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than"
-            f" the {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not"
-            " have"
-        )
+        rule = f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise"
+        rule += f" than the {saved['num_samples']} of {checkpoint}"
+        rule += ", a limit that a run with DATA_ORDER=stream does not have"
         add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
     return changes
 
@@ -226,16 +219,9 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[Range, ...]]:
-    """DATA_STAGES of a run as it continues from a checkpoint.
-
-    Args:
-        config: settings of this start.
-        progress: facts of the checkpoint's `Progress`; empty: training starts at iteration 0.
-        rollbacks: of the run.
-
-    Returns:
-        `config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
-        that the stream leaves out.
+    """`config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
+    that the stream leaves out, as a run continues from a checkpoint with these facts of `Progress` (empty:
+    from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)

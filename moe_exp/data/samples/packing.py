@@ -20,7 +20,6 @@ from moe_exp.data.samples.corpus import Corpus, Epoch, Piece, hash_of, shuffled
 from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
 
 _BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
-_SHORTEST = 2  # tokens: one to predict the next from
 
 
 class Item(NamedTuple):
@@ -47,12 +46,7 @@ class Group:
 
 
 def best_fit(counts: Int64Array, room: int) -> list[Group]:
-    """Which pieces share a sample.
-
-    Args:
-        counts: pieces of each length in tokens, [room + 1]; none is shorter than 2.
-        room: tokens of a sample.
-    """
+    """Which pieces share a sample of `room` tokens, by the number of pieces of each length, [room + 1]."""
     by_room: dict[int, list[Group]] = {}
     rooms: list[int] = []  # those that groups have, ascending
 
@@ -72,7 +66,7 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
             del by_room[left], rooms[at]
         return left, group
 
-    for length in range(room, _SHORTEST - 1, -1):
+    for length in range(room, 1, -1):  # a piece has two tokens: one to predict the next from
         first, end = 0, int(counts[length])
         while first < end:
             left, group = take(length)
@@ -150,13 +144,9 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """What samples of `seq_len` tokens do to documents of these lengths, both ways of making them.
-
-    Returns:
-        `concatenated`: share of the documents that are cut when all are one text, 0 to 1: one of n tokens
-        with a probability of (n - 1) / seq_len, as its place is random. `best_fit`: the same by best fit,
-        where only those longer than a sample are. `filler`: share of end-of-document tokens that fill samples
-        up by best fit. And `seq_len`.
+    """Share of the documents that samples of `seq_len` tokens cut, 0 to 1. `concatenated`: when all are one
+    text, one of n tokens with a probability of (n - 1) / seq_len, as its place is random; `best_fit`: those
+    longer than a sample. `filler`: share of the tokens that fill samples up by best fit.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = _num_samples(counts)

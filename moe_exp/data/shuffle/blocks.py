@@ -1,9 +1,7 @@
-"""The same reading, checks and counts as `documents.read_documents`, in large blocks at a fraction of its
-CPU.
+"""Reading, checks and counts of `documents.read_documents`, in large blocks at a fraction of its CPU.
 
-A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What
-is done for each line is finding its end, parsing it and two hashes; everything else is done for a block at a
-time.
+A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. For
+each line its end is found, it is parsed and hashed twice; everything else is done for a block at a time.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ _LF, _CR = 10, 13
 
 class LineBlocks:
     """Reads files in blocks of whole lines, all into `buffer`: a block is valid until the next is asked for.
-
-    Args:
-        block_bytes: size of the buffer. It grows for a line that does not fit.
-        longest_bytes: no line may be longer.
-        text_field: of the lines that files other than JSONL become.
-        rule: what a document of a text file is.
+    The buffer grows for a line that does not fit, up to `longest_bytes`.
     """
 
     def __init__(
@@ -129,25 +122,16 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
 @dataclass
 class Documents:
-    """The documents of a block.
+    """The documents of a block."""
 
-    Args:
-        begins, ends: of their lines in the buffer, with the LF, without BOM and CR.
-        text_digests, line_digests: XXH3-128 of each text, and of each line without its LF.
-        text_bytes: lengths of the texts in UTF-8.
-        num_bytes: that the block has in the decompressed file, with all that is no document.
-        num_lines: likewise.
-        start: where the buffer begins in the decompressed file.
-    """
-
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    text_digests: bytes
-    line_digests: bytes
-    text_bytes: NDArray[np.int64]
-    num_bytes: int
+    begins: NDArray[np.int64]  # of their lines in the buffer, without BOM
+    ends: NDArray[np.int64]  # with the LF, without CR
+    text_digests: bytes  # XXH3-128
+    line_digests: bytes  # of lines without LF
+    text_bytes: NDArray[np.int64]  # in UTF-8
+    num_bytes: int  # of the block in the decompressed file, with all that is no document
     num_lines: int
-    start: int = 0
+    start: int = 0  # of the buffer in the decompressed file
 
     def tally(self) -> Tally:
         """Counts of the texts."""
@@ -155,14 +139,8 @@ class Documents:
 
 
 class DocumentBlocks:
-    """Reads the documents of files block by block.
-
-    Args:
-        lines: reads the blocks.
-        tally: what is skipped is counted here.
-        text_field: name of the field with the text.
-        skip_bad: skip and count what is no document instead of raising.
-        most_lines: at a time; each takes `LINE_BYTES`, however short it is.
+    """Reads the documents of files block by block; what is skipped is counted in `tally`. Of `most_lines` at
+    a time each takes `LINE_BYTES`, however short it is.
     """
 
     def __init__(
@@ -179,10 +157,7 @@ class DocumentBlocks:
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
         """Yields the documents of each block of `LineBlocks.read`, in parts if it has over `most_lines`.
-
-        Raises:
-            BadDocument: at the first line that is no document, or if a compressed file is damaged.
-            ValueError: a line is longer than the memory for it.
+        BadDocument at a line that is none, or if a compressed file is damaged.
         """
         num_lines = 0
         try:
@@ -249,11 +224,7 @@ def sum_digests(digests: bytes) -> int:
 
 
 def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], path: Path) -> int:
-    """Writes buffers to the open file `path`, without putting them together, and returns their bytes.
-
-    Raises:
-        OSError: with the file's name; on a full disk as well.
-    """
+    """Writes buffers to the open file `path`, without putting them together, and returns their bytes."""
     total_bytes = sum(map(len, buffers))
     step = min(_BUFFERS_PER_CALL, 1 + _BYTES_PER_CALL * len(buffers) // max(1, total_bytes))
     try:
@@ -319,11 +290,7 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
 
 
 def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
-    """Yields the documents of each block.
-
-    Raises:
-        BadDocument, ValueError: as of `DocumentBlocks.read`.
-    """
+    """Yields the documents of each block, as `DocumentBlocks.read`."""
     start, end = one.bounds()
     try:
         yield from reader.read(one.path, start=start, end=end)

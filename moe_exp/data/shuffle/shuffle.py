@@ -114,14 +114,12 @@ def shuffle_documents(
         valid_fraction: of the distinct texts, for validation; at least one.
         memory_bytes: budget of each task; by default they have a quarter of what the machine, or the
             container, has left, or most of what a job has.
-        text_field: name of the field with the text.
         skip_bad: skip and count lines that are no documents instead of stopping at the first.
         start_over: see `run_stage`.
         rule: what a document of a text file is.
 
     Returns:
-        The manifest; None while SLURM jobs are under way. Call again to see how far they are, and to publish
-        what they have made.
+        The manifest; None while SLURM jobs are under way: call again to publish what they have made.
 
     Raises:
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
@@ -176,8 +174,8 @@ def _default_memory(execution: Execution, tasks: int) -> int:
 
 def _check_memory(num_bytes: int) -> None:
     if num_bytes < SMALLEST_MEMORY_BYTES:
-        fix = "give 256MB or more"
-        raise ValueError(f"memory={num_bytes / 2**20:g}MB: must be at least 16 MB. Fix: {fix}.")
+        size = f"{num_bytes / 2**20:g}MB"
+        raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
 
 
 def _begin(
@@ -300,11 +298,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 def check_shuffle(
     inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
 ) -> list[Path]:
-    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files.
-
-    Raises:
-        ValueError: one of them cannot be used.
-    """
+    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
     check_apart(files, output)
@@ -318,11 +312,7 @@ def check_settings(
     valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
 ) -> None:
-    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`.
-
-    Raises:
-        ValueError: one of them cannot be used.
-    """
+    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`."""
     if memory_bytes is not None:
         _check_memory(memory_bytes)
     if not name or Path(name).name != name:
@@ -330,8 +320,8 @@ def check_settings(
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
-        fix = f"give {DEFAULT_VALID_FRACTION}"
-        raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: {fix}.")
+        rule = "must be between 0 and 1"
+        raise ValueError(f"valid_fraction={valid_fraction}: {rule}. Fix: give {DEFAULT_VALID_FRACTION}.")
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

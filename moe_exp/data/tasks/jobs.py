@@ -67,9 +67,6 @@ def run_stage_passes(
         return run_passes(passes, execution, name=name, follows=True)
 
 
-# On this machine
-
-
 def _run_local(passes: Sequence[Pass], workers: int) -> None:
     from datatrove.executor import LocalPipelineExecutor
 
@@ -124,9 +121,6 @@ def merge_stats(one: Pass) -> None:
         merged.save_to_disk(file)
 
 
-# Ray
-
-
 def _run_ray(one: Pass, execution: Execution) -> None:
     if not one.left():
         return
@@ -163,11 +157,7 @@ _LAUNCHER = "launch_pickled_pipeline"
 
 
 def check_no_jobs(folder: Path) -> None:
-    """Whether SLURM jobs still work in a folder that is to be thrown away, or worked in from here.
-
-    Raises:
-        ValueError: they do.
-    """
+    """Checks that no SLURM jobs work in a folder that is to be thrown away, or worked in from here."""
     if there := _jobs_there(folder):
         fix = f"scancel {' '.join(there)}, or wait for them"
         raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")
@@ -181,12 +171,8 @@ def _jobs_there(folder: Path) -> list[str]:
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Submits what is left of the passes, each after the one before it, unless earlier jobs are still there.
 
-    Args:
-        passes, execution, name: as of `run_passes`.
-        follows: the step follows another, whose last job may submit it, once.
-
-    Raises:
-        ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
+    `follows`: the step follows another, whose last job may submit it, once. Raises ValueError if sbatch
+    refuses, squeue does not answer, or this is a job itself.
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):
@@ -196,10 +182,9 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         return
     if "SLURM_JOB_ID" in os.environ and (jobs_file.exists() or not follows):
         left = passes[-1].left()
-        first = f"the first is {left[0]}, see {passes[-1].folder}/logs"
+        rule = f"inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see"
         fix = "call the same command on a login node, it submits what is left"
-        rule = f"inside a job, and {len(left)} tasks are not complete ({first})"
-        raise ValueError(f"executor=slurm: {rule}. Fix: {fix}.")
+        raise ValueError(f"executor=slurm: {rule} {passes[-1].folder}/logs). Fix: {fix}.")
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
         fix = "add the folder where pip puts programs"
         raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: {fix}.")

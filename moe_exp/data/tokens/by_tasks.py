@@ -32,7 +32,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """Tokenizing by tasks, to which it travels by pickle; `folder`: of the stage, `num_tasks`: of each pass."""
+    """Tokenizing by tasks, to which it travels by pickle; in the stage's folder, `num_tasks` a pass."""
 
     folder: Path
     bin_path: Path

@@ -1,4 +1,4 @@
-"""What the token files of a run say: tokens that begin and end documents, lengths, the vocabulary. No torch."""
+"""Vocabulary and documents of a run's token files: tokens that begin and end them, lengths. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DocumentTokens:
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """The tokenizer `name` with these tokens. Raises as `load_named_tokenizer`, and if it lacks the end."""
+        """The tokenizer `name` with these tokens; ValueError if it is no tokenizer, or lacks the end."""
         found = load_named_tokenizer(name, allow_special=allow_special)
         if self.eod_id not in (None, found.eod_id):
             if (token := found.token(self.eod_id)) is None:

@@ -84,8 +84,8 @@ class TokenBytes:
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the tokens [N] that follow one another; `is_first` [N]: of its document. Unknown ids
-        stand for nothing.
+        """Bytes of each of the tokens [N] that follow one another; `is_first` [N]: of its document. Ids that
+        the tokenizer does not have stand for nothing.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)

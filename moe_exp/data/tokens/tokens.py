@@ -65,7 +65,7 @@ class BinIdxWriter:
         return self
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends one document and the end-of-document token; ValueError if an id is out of the vocabulary."""
+        """Appends one document and the end-of-document token; ValueError at an id out of the vocabulary."""
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
