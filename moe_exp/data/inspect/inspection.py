@@ -339,11 +339,15 @@ def print_inspection(report: dict[str, Any]) -> None:
     console = table_console()
     console.print(table)
     for sample in report["samples"]:
-        console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
+        where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
+        if (text := sample.get("text")) is None:
+            text = " ".join(map(str, sample["first_ids"]))
+            text += " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
+        shown = f"[bold]{escape(where)}[/bold]\n{escape(text)}"
+        console.print(shown, highlight=False, emoji=False, soft_wrap=True)
     if "filters" in report:
-        table = Table(
-            "filter", "removed", "share", "edited", "reasons", title="Filters", title_justify="left"
-        )
+        columns = "filter", "removed", "share", "edited", "reasons"
+        table = Table(*columns, title="Filters", title_justify="left")
         for one in report["filters"]:
             counts = [f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items()]
             share, reasons = f"{one['removed'] / max(1, report['read']):.2%}", escape(", ".join(counts))
@@ -387,12 +391,3 @@ def _document_rows(report: dict[str, Any]) -> dict[str, object]:
     fields = (name if count == in_all else f"{name} ({count:,})" for name, count in report["fields"].items())
     rows[f"fields of the first {in_all:,}"] = ", ".join(fields)
     return rows | {"text hash": report["text_hash"]}
-
-
-def _sample_text(sample: dict[str, Any]) -> str:
-    where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
-    text = sample.get("text")
-    if text is None:
-        text = " ".join(map(str, sample["first_ids"]))
-        text += " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
-    return f"[bold]{escape(where)}[/bold]\n{escape(text)}"

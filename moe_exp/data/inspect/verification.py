@@ -1,8 +1,7 @@
 """Whether files are still what their manifest says, and whether two corpora hold the same documents.
 
-Everything is read again: sizes and hashes of the files, then the documents themselves, counted and hashed as
-when they were written (`documents.Tally`). Memory for that: 16 bytes a validation document; for a comparison
-about 50 a document of both sides.
+Everything is read again and hashed. Memory: 16 bytes a validation document; for a comparison about 50 a
+document of both sides.
 """
 
 from __future__ import annotations

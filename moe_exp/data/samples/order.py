@@ -34,36 +34,23 @@ from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Everything that the order of the training samples depends on.
+    """Everything that the order of the training samples depends on."""
 
-    Args:
-        fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
-        weights: share of each file in the blend, such as 7/10; empty if Megatron reads files without
-            weights.
-        share: the part of each file's documents that is read, begin and end from 0 to 1.
-        num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
-        tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
-        content: of the tokens (`dataset.content_of`).
-        manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
-        eod_id, bos_id: as of `DocumentTokens`, both None if they are not known; they follow from the files,
-            and are not compared.
-        stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
-            fingerprint and hash of its files together; and `from_tokens`, which is not compared.
-    """
-
-    fingerprint: str
-    weights: list[str]
-    share: list[float]
+    fingerprint: str  # `dataset.fingerprint_of` the token files; not their paths, so files may be moved
+    weights: list[str]  # of files in the blend, such as 7/10; empty if Megatron reads them without
+    share: list[float]  # of each file's documents that is read, begin and end from 0 to 1
     seed: int
     seq_len: int
     data_order: str
-    num_samples: int | None
-    tokenizer: str | None = None
-    content: str = ""
-    manifest: str | None = None
+    num_samples: int | None  # of the whole run, which Megatron's order depends on; None: ours does not
+    tokenizer: str | None = None  # `tokenizer_fingerprint` of TOKENIZER
+    content: str = ""  # `dataset.content_of` the tokens
+    manifest: str | None = None  # hashes of whole files by their manifests; None if one has none
     packing: str = "concatenate"
-    eod_id: int | None = None
+    eod_id: int | None = None  # as of `DocumentTokens`; both follow from the files, and are not compared
     bos_id: int | None = None
+    # The later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
+    # fingerprint and hash of its files together; and `from_tokens`, which is not compared.
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod

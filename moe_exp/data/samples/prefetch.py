@@ -63,7 +63,6 @@ class ReadAhead:
     costs a restart of the processes, not a wrong sample.
 
     Args:
-        samples: what is read.
         starts: given the first sample of a batch, first sample and number of samples of this batch and of
             those that follow it.
         num_workers: processes, at least 1; started at the first batch.
@@ -158,10 +157,8 @@ def _handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 def _end_with_rank(rank_pid: int, worker: int) -> None:
-    """Has the system end this worker with its rank, however that ends.
-
-    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its
-    start; one whose rank ended before that start would stay for ever.
+    """Has the system end this worker with its rank: by itself it would look every five seconds whether its
+    parent is another than at its start, and stay if the rank ended before that.
     """
     end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_pid:

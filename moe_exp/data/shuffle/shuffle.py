@@ -10,9 +10,7 @@ each with an LF.
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
 Three passes: index, scatter (scatter.py) and write (write.py), by tasks of datatrove's executors; one process
-is one task, which does the first two at once. A pass begins when the one before is done, a task that was
-killed begins anew, one that is done is not run again. On the disk are at most the inputs, the scattered lines
-and the outputs.
+is one task, which does the first two at once. The disk holds at most inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations

@@ -22,46 +22,33 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Where a conversion runs, and with how many tasks and workers. Has no effect on the result.
-
-    Args:
-        workers: tasks at a time; default: the cores that this process may use, for SLURM and Ray no limit.
-        partition, time_limit, qos: of the SLURM jobs, as sbatch takes them.
-        cpus_per_task, mem_per_cpu_gb: of a SLURM job or Ray task.
-        max_array_size: the SLURM cluster's MaxArraySize: more tasks become more job arrays.
-        sbatch: other options of sbatch, `account=x`.
-        finish_command: what the last SLURM job runs: the same command with --finish.
-    """
+    """Where a conversion runs, and with how many workers. Has no effect on the result."""
 
     executor: str = "local"  # or slurm or ray
-    workers: int | None = None
-    partition: str | None = None
+    workers: int | None = None  # default: the cores that this process may use; for SLURM and Ray no limit
+    partition: str | None = None  # of the SLURM jobs, as sbatch takes it; likewise the next two
     time_limit: str = "24:00:00"
     qos: str | None = None
-    cpus_per_task: int = 1
+    cpus_per_task: int = 1  # of a SLURM job or Ray task
     mem_per_cpu_gb: int = 4
-    max_array_size: int = 1001
-    sbatch: tuple[str, ...] = ()
-    finish_command: tuple[str, ...] = ()
+    max_array_size: int = 1001  # the SLURM cluster's MaxArraySize: more tasks become more job arrays
+    sbatch: tuple[str, ...] = ()  # other options of sbatch, `account=x`
+    finish_command: tuple[str, ...] = ()  # of the last SLURM job: the same command with --finish
 
     def __post_init__(self) -> None:
         rule, fix = "", ""
         if self.executor not in EXECUTORS:
             rule, fix = f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}", "choose one"
         elif self.workers is not None and self.workers < 1:
-            rule, fix = (
-                f"workers={self.workers}: must be at least 1",
-                "omit it, or give a number of processes",
-            )
+            rule = f"workers={self.workers}: must be at least 1"
+            fix = "omit it, or give a number of processes"
         elif self.executor == "slurm" and not self.partition:
             rule = "partition=: executor=slurm needs the partition of the jobs"
             fix = "give --partition; `sinfo` lists them"
         # compute nodes may lack it
         elif self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
-            rule, fix = (
-                "executor=slurm: there is no command sbatch here",
-                "call it on a login node of the cluster",
-            )
+            rule = "executor=slurm: there is no command sbatch here"
+            fix = "call it on a login node of the cluster"
         elif self.executor == "ray" and importlib.util.find_spec("ray") is None:
             rule, fix = "executor=ray: the package ray is not installed", "pip install ray"
         elif wrong := next((option for option in self.sbatch if "=" not in option), ""):

@@ -48,7 +48,12 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
         _run_local(passes, num_workers(execution))
     else:
         for one in passes:
-            _run_ray(one, execution)
+            if one.left():
+                ray_executor(one, execution).run()
+            if left := one.left():  # RayPipelineExecutor.run returns without an error then
+                rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
+                log = f"{one.folder}/logs/task_{left[0]:05d}.log"
+                raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
     return True
 
 
@@ -119,17 +124,6 @@ def merge_stats(one: Pass) -> None:
     merged = sum((PipelineStats.from_json(part) for part in parts), start=PipelineStats())
     with (one.folder / "stats.json").open("w") as file:
         merged.save_to_disk(file)
-
-
-def _run_ray(one: Pass, execution: Execution) -> None:
-    if not one.left():
-        return
-    ray_executor(one, execution).run()
-    if left := one.left():
-        # RayPipelineExecutor.run returns without an error then
-        rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
-        log = f"{one.folder}/logs/task_{left[0]:05d}.log"
-        raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
 
 
 def ray_executor(one: Pass, execution: Execution) -> Any:

@@ -53,24 +53,15 @@ class Part(Slice):
 
 @dataclass
 class PartCounts:
-    """Counts of a part.
-
-    Args:
-        num_tokens: end-of-document tokens included.
-        num_eods: end-of-document tokens, those in texts included.
-        num_checked: documents compared with the tokenizer's own package.
-        num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
-        token_hash: XXH3-128 of its tokens.
-        block_hashes: the same of each block of CHECKED_BYTES.
-    """
+    """Counts of a part."""
 
     tally: Tally = field(default_factory=Tally)
-    num_tokens: int = 0
-    num_eods: int = 0
-    num_checked: int = 0
-    num_rerouted: int = 0
-    token_hash: str = ""
-    block_hashes: list[str] = field(default_factory=list)
+    num_tokens: int = 0  # end-of-document tokens included
+    num_eods: int = 0  # end-of-document tokens, those in texts included
+    num_checked: int = 0  # documents compared with the tokenizer's own package
+    num_rerouted: int = 0  # documents that gigatoken was not given, see CheckedGigatoken
+    token_hash: str = ""  # XXH3-128 of its tokens
+    block_hashes: list[str] = field(default_factory=list)  # the same of each block of CHECKED_BYTES
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tally": self.tally.to_json()}
@@ -131,19 +122,12 @@ def line_number(part: Slice, number: int) -> int:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """How a text becomes tokens.
-
-    Args:
-        json_key: name of the field with the text.
-        append_eod: end every document with the end-of-document token; ValueError if the tokenizer has none.
-        skip_bad: skip and count bad lines instead of stopping.
-        rule: what a document of a text file is.
-    """
+    """How a text becomes tokens; ValueError if it is to end with a token that the tokenizer lacks."""
 
     tokenizer: TextTokenizer
-    json_key: str = "text"
+    json_key: str = "text"  # field with the text
     append_eod: bool = False
-    skip_bad: bool = False
+    skip_bad: bool = False  # skip and count bad lines instead of stopping
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:

@@ -40,27 +40,17 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, ready to be sent to workers.
-
-    Args:
-        name: the user's name for it.
-        content: a tokenizer.json, or a SentencePiece model; empty for bytes.
-        vocab_size: highest id + 1.
-        eod_id: of the token that ends a document, or None.
-        allow_special: read special tokens in a text as such.
-        bos_id: of the token that every document begins with; None if they begin with their text.
-        bos_token: the token that the tokenizer's own files put before a text, if any.
-    """
+    """A tokenizer, ready to be sent to workers."""
 
     kind: Literal["huggingface", "sentencepiece", "bytes"]
-    name: str
-    content: bytes = field(repr=False)
-    vocab_size: int
-    eod_id: int | None
+    name: str  # the user's
+    content: bytes = field(repr=False)  # a tokenizer.json, or a SentencePiece model; empty for bytes
+    vocab_size: int  # highest id + 1
+    eod_id: int | None  # of the token that ends a document
     eod_token: str | None
-    allow_special: bool = False
-    bos_id: int | None = None
-    bos_token: str | None = None
+    allow_special: bool = False  # read special tokens in a text as such
+    bos_id: int | None = None  # of the token that documents begin with; None: they begin with their text
+    bos_token: str | None = None  # that the tokenizer's own files put before a text
 
     def special_tokens(self) -> dict[int, str]:
         """Id to token of what no text may give, without unknown words; none with `allow_special`."""
