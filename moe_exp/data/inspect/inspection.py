@@ -298,7 +298,8 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
     ]
     samples: list[dict[str, Any]] = []
     by_filter: Counter[str] = Counter()
-    for sample in read_json(folder / "datatrove/samples.json") or []:
+    found: Any = read_json(folder / "datatrove/samples.json")
+    for sample in found or []:
         by_filter[sample["filter"]] += 1
         if by_filter[sample["filter"]] <= num_samples:
             samples.append(sample)

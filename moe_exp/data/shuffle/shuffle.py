@@ -39,7 +39,7 @@ from moe_exp.data.shuffle.scatter import (
 )
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, num_workers
+from moe_exp.data.tasks.execution import Execution, Step, bytes_through, num_workers
 from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.memory import available_memory_bytes
@@ -231,12 +231,8 @@ def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writin
         (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
         (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     ]
-    passes = [
-        Pass([step], num_tasks, stage.folder / "datatrove" / folder)
-        for (step, num_tasks), folder in zip(steps, _PASSES, strict=True)
-    ]
-    through = [job.temporary / folder / "through" for folder in _PASSES]
-    return run_stage_passes(passes, execution, stage, "shuffle", through)
+    by_pass = dict(zip(_PASSES, steps, strict=True))
+    return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
 
 
 def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:

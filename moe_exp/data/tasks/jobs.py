@@ -14,14 +14,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Pass, bytes_through, in_turn, num_workers
+from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
 from moe_exp.data.tasks.pool import AGAIN, WorkerPool
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.progress import progress_of
@@ -58,15 +58,18 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
 
 
 def run_stage_passes(
-    passes: Sequence[Pass], execution: Execution, stage: Stage, verb: str, through: Sequence[Path]
+    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: Stage, verb: str, working: Path
 ) -> bool:
     """`run_passes` of a stage that follows others, with a progress bar where its tasks end here.
 
-    Each pass goes through the stage's inputs; in the folders `through` its tasks say how far they are.
+    Each step, by name and with its number of tasks, goes through the stage's inputs; in folders of these
+    names in `working` its tasks say how far they are.
     """
     name = stage.output.name
+    passes = [Pass([step], n, stage.folder / "datatrove" / key) for key, (step, n) in steps.items()]
     if execution.executor == "slurm":
         return run_passes(passes, execution, name=name, follows=True)
+    through = [working / key / "through" for key in steps]
     total = len(through) * sum(path.stat().st_size for path in stage.inputs)
     with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
         return run_passes(passes, execution, name=name, follows=True)

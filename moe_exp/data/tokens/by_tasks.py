@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Pass, Step, Through
+from moe_exp.data.tasks.execution import Execution, Step, Through
 from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.tokens.encoders import one_thread
 from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
@@ -173,16 +173,10 @@ def _write_at(descriptor: int, content: memoryview, place: int) -> int:
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: Stage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are under way."""
-    steps = [
-        Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)),
-        Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)),
-    ]
-    passes = [
-        Pass([step], job.num_tasks, job.folder / "datatrove" / name)
-        for step, name in zip(steps, PASSES, strict=True)
-    ]
-    through = [job.folder / folder / "through" for folder in PASSES]
-    if not run_stage_passes(passes, execution, stage, "tokenize", through):
+    made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
+    joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks
+    steps = dict(zip(PASSES, (made, joined), strict=True))
+    if not run_stage_passes(steps, execution, stage, "tokenize", job.folder):
         return None
     digests = [bytes.fromhex(digest) for done in job.facts("joined") for digest in done]
     return BlockHash.of_all(digests, job.block_bytes)

@@ -348,7 +348,7 @@ class JoinedParts:
                 while left and (chunk := file.read(min(_COPY_BYTES, left))):
                     digest.update(chunk)
                     left -= len(chunk)
-                if digest.hexdigest() != counts.token_hash:
+                if counts.token_hash != digest.hexdigest():
                     break
                 self.add(counts)
             file.truncate(self._num_bytes)

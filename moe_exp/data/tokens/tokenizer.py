@@ -90,10 +90,8 @@ class TextTokenizer:
     def log_left_out(self) -> None:
         """Says that documents do not begin with the BOS that the tokenizer's own files put before a text."""
         if self.bos_token is not None and self.bos_id is None:
-            text = (
-                "tokenizer %s puts %s before a text, documents get none: --prepend-bos (PREPEND_BOS) keeps it"
-            )
-            logger.warning(text, self.name, self.bos_token)
+            text = "tokenizer %s puts %s before a text, documents get none: %s keeps it"
+            logger.warning(text, self.name, self.bos_token, "--prepend-bos (PREPEND_BOS)")
 
     def recorded(self) -> dict[str, Any]:
         """`facts`, and `ids`, a hash of what decides the ids of a text; for `same_tokenizer`."""
@@ -138,11 +136,9 @@ def load_tokenizer(
         raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
     if tokenizer_type == "ByteLevelTokenizer":
         if eod_token is not None or allow_special:
-            wrong = ("allow_special", True) if eod_token is None else ("eod_token", eod_token)
-            rule = (
-                "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
-            )
-            raise setting_error(*wrong, rule, "omit it")
+            field, value = ("allow_special", "True") if eod_token is None else ("eod_token", eod_token)
+            rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends"
+            raise setting_error(field, value, f"{rule} a document", "omit it")
         loaded = TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")
     elif tokenizer_type == "GPT2BPETokenizer":
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
@@ -285,10 +281,8 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises plain Exception
-        rule, fix = (
-            f"with {merge_file} is not a GPT-2 vocabulary ({error})",
-            "give GPT-2's vocab.json and merges.txt",
-        )
+        rule = f"with {merge_file} is not a GPT-2 vocabulary ({error})"
+        fix = "give GPT-2's vocab.json and merges.txt"
         raise setting_error("vocab_file", vocab_file, rule, fix) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
