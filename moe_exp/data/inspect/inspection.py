@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
 from moe_exp.data.kinds import is_stream
-from moe_exp.data.samples.packing import cut_documents
+from moe_exp.data.samples.corpus import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import Int64Array, TokenFiles

@@ -193,9 +193,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def _written(content: dict[str, Any]) -> Tally | None:
-    """Counts of a step's output in its manifest: `train` and `valid`, `written`, the manifest itself, or
-    `read`.
-    """
+    """Counts of a step's output: `train` and `valid` of its manifest, `written`, the manifest, or `read`."""
     sides = [content.get("train"), content.get("valid")]
     for parts in (sides, [content.get("written")], [content], [content.get("read")]):
         counts = [part for part in parts if isinstance(part, dict) and "text_hash" in part]

@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from moe_exp.data.samples.corpus import Corpus
-from moe_exp.data.samples.packing import PackedCorpus
+from moe_exp.data.samples.corpus import Corpus, PackedCorpus
 from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
 from moe_exp.data.tokens.tokens import Int64Array, Share, TokenFiles
 
@@ -32,7 +31,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 class Stage(NamedTuple):
     """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
-    (`packing.PackedCorpus`).
+    (`PackedCorpus`).
     """
 
     number: int
@@ -88,7 +87,7 @@ class SampleStream:
         seed: key of both shuffles.
         shuffle: False keeps the order of the file, as for validation.
         share: the part of each file's documents that is read, from 0 to 1 (`tokens.files.parse_split`).
-        packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `packing.PackedCorpus`.
+        packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `PackedCorpus`.
 
     Raises:
         ValueError: a file is missing, damaged or smaller than one window.

@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,16 +173,6 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
     return _build(order, folder)  # found there; the arrays stay on disk
 
 
-class _NoTokenizer:
-    """Stands in for Megatron's tokenizer: files have their own type, and nothing is masked."""
-
-    vocab_size = None
-    eod = None
-
-    def __init__(self) -> None:
-        self.unique_identifiers = {"class": type(self).__name__}  # part of the names of the index files
-
-
 def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     """Has Megatron build both datasets, or read them from `folder`."""
     has_validation = order.num_valid_samples > 0
@@ -189,11 +180,13 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     if not order.split:
         valid_blend = _blend(order.valid) if has_validation else None
         files = {"blend_per_split": [_blend(order.train), valid_blend, None]}
+    # Files have their own type, and nothing is masked. The identifiers are part of the names of index files.
+    tokenizer = SimpleNamespace(vocab_size=None, eod=None, unique_identifiers={"class": "_NoTokenizer"})
     config = GPTDatasetConfig(
         random_seed=order.seed,
         sequence_length=order.seq_len,
         path_to_cache=str(folder),
-        tokenizer=_NoTokenizer(),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

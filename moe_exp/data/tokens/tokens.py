@@ -205,31 +205,26 @@ def _header_problem(path: Path) -> str | None:
 
 
 def _size_problem(prefix: str, in_order: bool) -> str | None:
-    dtype, sizes, _, documents = read_index(prefix)
+    dtype, sizes, begins, documents = read_index(prefix)
+    actual_bytes = bin_bytes(prefix) or 0
     if documents[0] != 0 or documents[-1] != len(sizes):
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
     if wrong := order_problem(prefix):
         fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order writes them in order"
-        return f"{wrong} ({fix})" if in_order else _range_problem(prefix)
+        if in_order:
+            return f"{wrong} ({fix})"
+        ends = begins + sizes.astype(np.int64) * dtype.itemsize
+        worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
+        if begins[worst] >= 0 and ends[worst] <= actual_bytes:
+            return None
+        ended = f"begins at byte {begins[worst]} and ends at byte {ends[worst]}"
+        return f"sequence {worst} of {prefix}.idx {ended} of the .bin, which has {actual_bytes}"
     expected_bytes = bin_idx_tokens(prefix) * dtype.itemsize
-    actual_bytes = bin_bytes(prefix) or 0
     if actual_bytes == expected_bytes:
         return None
     state = "truncated" if actual_bytes < expected_bytes else "of another index"
     return f"{prefix}.bin is {state}: {actual_bytes} bytes, by the sizes in its .idx {expected_bytes}"
-
-
-def _range_problem(prefix: str) -> str | None:
-    """Says which sequence of a sound index is not in the .bin, or None."""
-    dtype, sizes, begins, _ = read_index(prefix)
-    num_bytes = bin_bytes(prefix) or 0
-    ends = begins + sizes.astype(np.int64) * dtype.itemsize
-    worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
-    if begins[worst] >= 0 and ends[worst] <= num_bytes:
-        return None
-    ended = f"begins at byte {begins[worst]} and ends at byte {ends[worst]}"
-    return f"sequence {worst} of {prefix}.idx {ended} of the .bin, which has {num_bytes}"
 
 
 def bin_idx_tokens(prefix: str | Path) -> int:
@@ -261,7 +256,14 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
         return [(1.0, prefix_of(text.strip()))]
     if words and all(_number(word) is None for word in words):
-        return _by_size([prefix_of(word) for word in words])
+        prefixes = [prefix_of(word) for word in words]
+        if len(prefixes) == 1:
+            return [(1.0, prefixes[0])]
+        for prefix in prefixes:
+            if wrong := bin_idx_problem(prefix):
+                fix = "correct the path, or give a weight before each prefix"
+                raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
+        return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
     pairs = []
@@ -284,16 +286,6 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:
-    if len(prefixes) == 1:
-        return [(1.0, prefixes[0])]
-    for prefix in prefixes:
-        if wrong := bin_idx_problem(prefix):
-            fix = "correct the path, or give a weight before each prefix"
-            raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
-    return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]
 
 
 # Files as arrays, and the parts that SPLIT makes of them
