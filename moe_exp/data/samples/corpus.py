@@ -19,6 +19,7 @@ _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _FEISTEL_ROUNDS = 6
+_BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
 
 
 class Piece(NamedTuple):
@@ -165,9 +166,6 @@ def permuted(index: int, size: int, key: int) -> int:
 # 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). Pieces of one length are
 # exchangeable, so that whole classes of them are placed at once: the plan takes no longer for a billion
 # documents than for a million, and is the same in every epoch, which only deals other documents to it.
-
-
-_BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
 
 
 class Item(NamedTuple):

@@ -25,6 +25,7 @@ from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
 from moe_exp.data.tokens.tokens import Int64Array, Share, TokenFiles
 
 Packing = Literal["concatenate", "best_fit"]
+Range = tuple[int, int]
 
 _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
@@ -305,9 +306,6 @@ def context_part(
 # Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know only that number.
 # The stream counts its own. Consumed sample n is the n-th of the stream that is not skipped: the order of all
 # others stays, and none is lost or repeated. Ranges are [first, end) in numbers of the stream.
-
-
-Range = tuple[int, int]
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:

@@ -33,6 +33,7 @@ _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
 # Linux gives a larger write larger pages, and a virtual machine has those back from its host only at five
 # times the CPU of the copy.
 _BYTES_PER_CALL = 2**20
+_SEARCH_BYTES = 2**16
 _LF, _CR = 10, 13
 
 
@@ -242,9 +243,6 @@ def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], 
 
 
 # Slices of the inputs
-
-
-_SEARCH_BYTES = 2**16
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,11 @@ from moe_exp.host.files import read_json, write_json
 from moe_exp.host.progress import progress_of
 from moe_exp.host.slurm_queue import job_environment, still_there
 
+logger = logging.getLogger(__name__)
+
+_JOBS = "slurm_jobs.json"
+_LAUNCHER = "launch_pickled_pipeline"
+
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follows: bool = False) -> bool:
     """Runs what is left of the passes, the last of which makes the output; `name`, `follows`: see `submit`.
@@ -146,13 +151,6 @@ def ray_executor(one: Pass, execution: Execution) -> Any:
 # SLURM
 
 
-logger = logging.getLogger(__name__)
-
-_JOBS = "slurm_jobs.json"
-_REMOVE = "see with squeue that none of its jobs is left, and remove it"
-_LAUNCHER = "launch_pickled_pipeline"
-
-
 def check_no_jobs(folder: Path) -> None:
     """Checks that no SLURM jobs work in a folder that is to be thrown away, or worked in from here."""
     if there := _jobs_there(folder):
@@ -162,7 +160,8 @@ def check_no_jobs(folder: Path) -> None:
 
 def _jobs_there(folder: Path) -> list[str]:
     jobs_file = folder / _JOBS
-    return still_there(read_json(jobs_file, fix=_REMOVE)) if jobs_file.exists() else []
+    fix = "see with squeue that none of its jobs is left, and remove it"
+    return still_there(read_json(jobs_file, fix=fix)) if jobs_file.exists() else []
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:

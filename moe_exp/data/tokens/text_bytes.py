@@ -17,8 +17,7 @@ import orjson
 
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, pieces_of
-
-Int64Array = npt.NDArray[np.int64]
+from moe_exp.data.tokens.tokens import Int64Array
 
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -36,8 +36,12 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float6
 _BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'"
 _CODES = {name: code for code, name in _DTYPES.items()}
 _LENGTHS_PER_WRITE = 2**20
+_ENDS_LOOKED_AT = 2000
+_MOST_PARTS = 3  # of SPLIT: training, validation, test
 
 TokenDtype = np.dtype[np.uint16] | np.dtype[np.int32]
+Share = tuple[float, float]
+Int64Array = npt.NDArray[np.int64]
 
 
 # Token files
@@ -289,13 +293,6 @@ def _number(word: str) -> float | None:
 
 
 # Files as arrays, and the parts that SPLIT makes of them
-
-
-Int64Array = npt.NDArray[np.int64]
-Share = tuple[float, float]
-
-_ENDS_LOOKED_AT = 2000
-_MOST_PARTS = 3  # training, validation, test
 
 
 class TokenFiles:
