@@ -23,11 +23,10 @@ from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, trained_documents
-from moe_exp.data.tokens.files import Share, parse_split, tokenizer_facts
+from moe_exp.data.tokens.manifests import DocumentTokens, check_ends, documents_of, trained_documents
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, same_tokenizer
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import Share, parse_blend, parse_split, tokenizer_facts
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded

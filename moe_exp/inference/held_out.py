@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.config import problem, setting_error
-from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokens import Share, TokenFiles, share_range
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.devices import Nodes
 from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
 from moe_exp.runs.records import read_metrics

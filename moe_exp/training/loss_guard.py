@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import Samples
-from moe_exp.data.samples.skipping import Range, merged, stream_ranges
+from moe_exp.data.samples.dataset import Range, Samples, merged, stream_ranges
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks

@@ -22,10 +22,9 @@ from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.dataset import Range, Samples, SkippingSamples, skipped_from
 from moe_exp.data.samples.megatron_dataset import MegatronSamples
 from moe_exp.data.samples.order import is_same_order
-from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks

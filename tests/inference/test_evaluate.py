@@ -25,9 +25,8 @@ from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.config.loading import to_yaml
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles
 from moe_exp.engine import runtime
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.held_out import Cut, HeldOut

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.hf.model_folder import read_json
-from moe_exp.data.tokens.document_ends import DocumentTokens
+from moe_exp.data.tokens.manifests import DocumentTokens
 from moe_exp.data.tokens.tokenizer import (
     USUAL_EOD_TOKENS,
     ids_before_text,

@@ -44,7 +44,7 @@ from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import trained_documents
+from moe_exp.data.tokens.manifests import trained_documents
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress

@@ -18,7 +18,7 @@ import xxhash
 from moe_exp.data.convert.named_filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
 
