@@ -269,7 +269,7 @@ class PartEncoder:
             reason = f"the tokenizer reads {self._special_tokens[int(token)]} in the text as a special token"
             if not self.settings.skip_bad:
                 raise BadDocument(part.path, line_number(part, number), reason)
-            tally.take_back(text.encode())
+            tally.add(text.encode(), -1)
             tally.skipped[reason] += 1
         is_kept = np.ones(len(lengths), bool)
         is_kept[documents] = False
