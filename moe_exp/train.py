@@ -47,9 +47,7 @@ from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
-from moe_exp.engine.backends import backends_of
-from moe_exp.engine.finite_steps import skip_steps_not_finite
-from moe_exp.engine.kernel_checks import KernelFailure, check_run, tune_run
+from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
@@ -57,22 +55,22 @@ from moe_exp.engine.optimizer_setup import (
     build_scheduler,
     next_batch,
     set_megatron_hooks,
+    skip_steps_not_finite,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
+from moe_exp.runs.summary import finish_run
 from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
-from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
+from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
-from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import (
     build_data,
     bytes_per_token,
@@ -160,7 +158,8 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     finally:
         is_first = bool(release_run_folders())
         end_logging()
-        runtime.free_garbage()
+        gc.unfreeze()
+        gc.collect()  # model and process groups are parts of cycles
     seconds = time.monotonic() - start
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)

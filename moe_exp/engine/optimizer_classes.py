@@ -44,10 +44,8 @@ class Adam(torch.optim.Optimizer):
         capturable: bool = False,
     ):
         if not adam_w_mode:
-            raise ValueError(
-                "adam_w_mode=False: only decoupled weight decay is supported. Fix: use"
-                " decoupled_weight_decay=True."
-            )
+            rule = "only decoupled weight decay is supported"
+            raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

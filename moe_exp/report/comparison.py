@@ -10,10 +10,10 @@ import numpy as np
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.quantities import rate_text
-from moe_exp.report.load_history import Floats
-from moe_exp.report.run_data import AXES, Run
+from moe_exp.planner.costs.params import count_parameters
+from moe_exp.report.run_data import AXES, Floats, Run, latest
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
-from moe_exp.runs.seeds import grouped_by_seed, shared_points
+from moe_exp.runs.curves import grouped_by_seed, shared_points
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
@@ -162,6 +162,32 @@ def rounded_up(loss: float) -> float:
     if not np.isfinite(loss):
         return loss
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
+
+
+class Overview:
+    """One run in numbers, at its end; NaN for what was not measured. Throughput is the median of the records.
+
+    `cost` is that of `loss` in `unit`; None if it was not reached, or if losses do not compare (no `unit`).
+    """
+
+    def __init__(self, run: Run, loss: float, unit: str | None, window_tokens: float):
+        count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
+        own_end = smoothed(run, NATS, window_of([run]))
+        memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
+        self.run = run
+        self.total_parameters = count.total if count else nan
+        self.active_parameters = count.active_per_token if count else nan
+        self.final_loss = float(own_end[-1]) if len(own_end) else nan  # training, last 5% of its tokens
+        self.valid_loss, self.valid_ppl, self.bits_per_byte = (
+            latest(run.valid[key]) for key in ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
+        )
+        self.peak_memory_bytes = float(np.fmax.reduce(memory)) if len(memory) else nan  # maximum over ranks
+        self.tokens_per_second, self.tflops_per_gpu = (
+            float(np.nanmedian(train[key])) if np.isfinite(train[key]).any() else nan
+            for key in ("tokens_per_second", "tflops_per_gpu")
+        )
+        self.iteration, self.tokens, self.flops, self.seconds = (run.last(axis) for axis in AXES)
+        self.cost = cost_of(train, smoothed(run, unit, window_tokens), loss) if unit else None
 
 
 def seed_groups(runs: Sequence[Run]) -> list[Group]:

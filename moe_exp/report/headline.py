@@ -26,8 +26,7 @@ from moe_exp.report.comparison import (
     why_not_compared,
     window_of,
 )
-from moe_exp.report.load_history import Floats
-from moe_exp.report.run_data import Run
+from moe_exp.report.run_data import Floats, Run
 
 Axis = Literal["consumed_tokens", "consumed_flops", "training_seconds"]
 AXES: dict[Axis, str] = {

@@ -19,7 +19,7 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
-from moe_exp.report.comparison import NATS, VALIDATION, Cost, Parity, has_loss, why_not_compared
+from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, has_loss, why_not_compared
 from moe_exp.report.headline import (
     AXES,
     RANKING_RULE,
@@ -34,9 +34,7 @@ from moe_exp.report.headline import (
     pairs,
     ranking,
 )
-from moe_exp.report.load_history import LAYER_KEYS
-from moe_exp.report.overview import Overview
-from moe_exp.report.run_data import Run
+from moe_exp.report.run_data import LAYER_KEYS, Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
 ASSETS = Path(__file__).parent / "assets"

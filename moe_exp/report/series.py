@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_exp.report.load_history import Floats
+from moe_exp.report.run_data import Floats
 
 SPIKE_FACTOR = 3.0
 SPIKE_WINDOW = 50

@@ -1,4 +1,4 @@
-"""How a run ended: the values of summary.json and a short text."""
+"""Output at the end of a run: summary.json, a plot of the loss, and a short text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,9 @@ from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
-from moe_exp.runs.records import Record
+from moe_exp.host.files import write_json
+from moe_exp.runs.curves import draw_loss_curve
+from moe_exp.runs.records import Record, iter_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
@@ -56,6 +58,39 @@ class Caller:
         if "run_name" in changes:
             command = re.sub(" --resume(?=[ =])", " --config", command)
         return " ".join([*given, command, *flags])
+
+
+def finish_run(
+    config: Config,
+    folder: RunFolder,
+    *,
+    since: datetime,
+    wall_seconds: float,
+    code: int | None = None,
+    caller: Caller | None = None,
+) -> tuple[Status, str] | None:
+    """Writes the summary of the start of this run that was launched at `since` (with time zone).
+
+    Returns:
+        The status and the summary text, which says what could not be written; None if the run did not get as
+        far as its run folder.
+    """
+    records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
+    start, *later = _latest_start(records) or [{}]
+    # Events have whole seconds.
+    if "event" not in start or datetime.fromisoformat(start["time"]) < since.replace(microsecond=0):
+        return None
+    status: Status = next((one["status"] for one in later[::-1] if one.get("event") == "end"), "failed")
+    summary = summarize(config, records, experts, folder, wall_seconds, status, code)
+    text, curve = summary_text(summary, config, caller), folder.path / "loss_curve.png"
+    try:
+        write_json(folder.summary, summary)
+        if summary["min_lm_loss"] is not None:
+            draw_loss_curve(records, curve, config.name)
+            text += f"\n  {curve}   # the loss curve"
+    except OSError as error:  # a full disk; the status is known anyway
+        text += f"\n  not written: {error.filename or folder.summary} ({error.strerror or error})"
+    return status, text
 
 
 @dataclass

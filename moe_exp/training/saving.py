@@ -106,10 +106,8 @@ class CheckpointManager:
             return TO_BE_CONTINUED
         # Else a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not by every rank
-            line = (
-                "no checkpoint was saved since this start (SAVE_AT_END=false): iterations up to %d are lost"
-            )
-            logger.warning(line, progress.iteration)
+            line = "no checkpoint was saved since this start (SAVE_AT_END=false)"
+            logger.warning("%s: iterations up to %d are lost", line, progress.iteration)
         return FAILED
 
 

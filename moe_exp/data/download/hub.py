@@ -25,8 +25,8 @@ from moe_exp.data.download.from_store import LISTING, download_from_store, has_s
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
+from moe_exp.host.object_store import first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
-from moe_exp.host.retries import first_line, patiently
 
 logger = logging.getLogger(__name__)
 
