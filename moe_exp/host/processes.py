@@ -67,10 +67,10 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process after its exit handlers, without freeing its objects one by one.
+    """Ends this process after its exit handlers, without freeing its objects one by one, which takes a second.
 
-    With torch and Megatron loaded that takes a second per rank. To be made before anything else registers
-    an exit handler: the first of them is the last to run. Nothing changes until `code` is set.
+    To be made before anything else registers an exit handler: the first of them is the last to run. Nothing
+    changes until `code` is set.
     """
 
     def __init__(self) -> None:

@@ -138,7 +138,6 @@ def why_not_compared(run: Run, window_tokens: float) -> str:
 
 
 def lowest(values: Floats) -> float:
-    """The lowest finite value; NaN without one."""
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
@@ -231,15 +230,7 @@ def parities(runs: Sequence[Run]) -> list[Parity]:
 
 
 def parity(one: Group, other: Group) -> Parity:
-    """Compares the two at the lowest loss that both reach.
-
-    The loss is that of validation, if the runs were validated on the same data and both come down to it
-    after their first validation. Otherwise it is the smoothed training loss: at a record, the mean of the
-    last w tokens, in whole records; w is 5% of the tokens of the shortest run, and at least 1% of those of
-    the longest. The loss that both reach is the larger of the two minima, rounded up to four places. Each
-    one's cost is where its curve first reaches it, interpolated linearly between two points. Without a point
-    before, there is no cost to compare.
-    """
+    """Compares the two at the lowest loss that both reach, as `page_parts._PARITY_RULE` says."""
     runs = (*one.runs, *other.runs)
     unit, window = loss_unit(runs), window_of(runs)
     reasons = {run.name: why_not_compared(run, window) for run in runs}
@@ -267,19 +258,12 @@ def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
             return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
     ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
     assert ours and theirs
-    return replace(
-        pair,
-        loss=loss,
-        flops=_share(ours.flops, theirs.flops),
-        seconds=_share(ours.seconds, theirs.seconds),
-        tokens=_share(ours.tokens, theirs.tokens),
-        is_reached=own_lowest <= other_lowest,
-        other_lowest=other_lowest,
-    )
-
-
-def _share(ours: float, theirs: float) -> float:
-    return ours / theirs if theirs > 0 else float("nan")
+    shares: dict[str, float] = {}
+    for name in ("flops", "seconds", "tokens"):
+        used, base = getattr(ours, name), getattr(theirs, name)
+        shares[name] = used / base if base > 0 else float("nan")
+    is_reached = own_lowest <= other_lowest
+    return replace(pair, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
 
 
 def parity_text(found: Parity) -> str:
@@ -339,7 +323,12 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
-        values = [_value(run, name) for run in runs]
+        values = [
+            _UNKNOWN if name not in run.settings
+            else _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense"
+            else _shown(run.settings[name])
+            for run in runs
+        ]  # fmt: skip
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
         is_chosen = False
         if known and _NO_EXPERTS in values:
@@ -347,12 +336,6 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
-
-
-def _value(run: Run, name: str) -> str:
-    if name not in run.settings:
-        return _UNKNOWN
-    return _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense" else _shown(run.settings[name])
 
 
 def _part(name: str) -> str:

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cache
 from html import escape
@@ -87,17 +87,14 @@ def write_report(
         raise ConfigError(problems)
     runs = read_runs(paths)
     written = report_html if kind == "html" else report_markdown
-    text = _valid(written(runs, title=title, loss=loss, notes=notes))
+    text = written(runs, title=title, loss=loss, notes=notes)
+    # folder names or events may not be valid UTF-8
+    text, *warnings = (one.encode(errors="replace").decode() for one in (text, *warnings_of(runs)))
     if out is None:
         print(text, end="")
     else:
         write_atomically(out.resolve(), text)  # keeps a symlink
-    return [_valid(line) for line in warnings_of(runs)]
-
-
-def _valid(text: str) -> str:
-    """Replaces what is not valid UTF-8 by `?`, in folder names or events."""
-    return text.encode(errors="replace").decode()
+    return warnings
 
 
 def check_out(out: Path | None) -> list[str]:
@@ -237,6 +234,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     step = max(1, (num_valid := len(run.valid["iteration"])) // points)
     every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
     axes = {key: train[key] for key in AXES}
+    lows = [(max(0, index - 1), index) for index in new_minima(best, max(20, points // 3))]
     return {
         "name": run.name,
         "kind": run.kind,
@@ -248,7 +246,11 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
             **{key: _list(run.valid[key][every]) for key in AXES},
             **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
         },
-        "reach": _reach(best, axes, new_minima(best, max(20, points // 3))),
+        # record of each new minimum of the loss, and the one before it: the page interpolates between them
+        "reach": {
+            "loss": [[_rounded(best[at], digits=9) for at in pair] for pair in lows],
+            **{key: [_list(values[at] for at in pair) for pair in lows] for key, values in axes.items()},
+        },
         "changes": _changes(run),
         "spikes": {
             "value": _list(train["grad_norm"][spiked]),
@@ -266,15 +268,6 @@ def _changes(run: Run) -> dict[str, Any]:
         "text": [mark.text for mark in marks],
         "kind": [mark.kind for mark in marks],
         **{key: _list(run.train[key][at]) for key in AXES},
-    }
-
-
-def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:
-    """Record of each new minimum of the loss, and the one before it: the page interpolates between them."""
-    pairs = [(max(0, index - 1), index) for index in minima]
-    return {
-        "loss": [[_rounded(loss[place], digits=9) for place in pair] for pair in pairs],
-        **{key: [_list(values[place] for place in pair) for pair in pairs] for key, values in axes.items()},
     }
 
 

@@ -47,9 +47,6 @@ CURVES = (
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
-_LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
-_MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
-_PROGRESS_BYTES = 1 << 26
 
 
 def number(value: object) -> float:
@@ -101,19 +98,16 @@ class LoadHistory:
         if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
             return False
         if not self.layers:
-            self._begin(layers[0], counts_RLE.shape[2])
+            self.layers = layers[0]
+            self._loads_CLE = np.zeros((self._num_columns, *counts_RLE.shape[1:]))
+            self._sums_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(self.layers)))
+            self._counts_CKL = np.zeros_like(self._sums_CKL)
         if any(row != self.layers for row in layers) or counts_RLE.shape[1:] != self._loads_CLE.shape[1:]:
             return False
         self._sum(np.array([column for column, _, _ in records]), counts_RLE, values_RKL)
         for column, iteration, _ in records:
             self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
         return True
-
-    def _begin(self, layers: list[int], num_experts: int) -> None:
-        self.layers = layers
-        self._loads_CLE = np.zeros((self._num_columns, len(layers), num_experts))
-        self._sums_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(layers)))
-        self._counts_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(layers)))
 
     def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
@@ -141,7 +135,6 @@ class LoadHistory:
 
     @property
     def num_experts(self) -> int:
-        """Experts per layer."""
         return self._loads_CLE.shape[2]
 
     def columns(self, most: int = NUM_COLUMNS) -> tuple[Floats, Floats, dict[str, Floats]]:
@@ -210,7 +203,7 @@ class Run:
         if not self.num_records and not self.events:
             return "no records"
         age = (datetime.now(timezone.utc) - self.written).total_seconds() if self.written else math.inf
-        return "running" if age < _LIVE_SECONDS else "no end recorded"
+        return "running" if age < 600 else "no end recorded"  # wrote within ten minutes
 
     def last(self, key: str) -> float:
         """The latest finite value of a train curve; NaN without one."""
@@ -230,7 +223,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise ConfigError(problems)
     metrics = [RunFolder(path).metrics for path in folders]
     total = sum(path.stat().st_size for path in metrics if path.exists())
-    if total < _PROGRESS_BYTES:
+    if total < 1 << 26:
         runs = [read_run(path) for path in folders]
     else:
         with progress("reading metrics", total) as advance:
@@ -288,25 +281,21 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
         run.notes.append(f"metrics.jsonl: {num_bad} lines are not records and are left out")
     reader.finish()
     run.ended = follower.status()
-    _read_extras(run, folder)
-    return run
-
-
-def _read_extras(run: Run, folder: RunFolder) -> None:
-    """Provenance, and the files that users put into a run folder for the report."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # the run has not started yet
         run.starts = [one for one in read_json(folder.provenance)["starts"] if isinstance(one, dict)]
+    # files that users put into a run folder for the report
     run.text = _text_of(run, "notes.md").strip()
     for line in _text_of(run, "generated.jsonl").splitlines():
         sample = parsed_record(line) or {}
         if isinstance(text := sample.get("text"), str):
             run.samples.append((str(sample.get("prompt", "")), text))
+    return run
 
 
 def _text_of(run: Run, name: str) -> str:
     try:
         with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_TEXT)
+            return file.read(200_000)
     except FileNotFoundError:
         return ""
     except OSError as error:

@@ -25,7 +25,6 @@ _AXES = (
     ("consumed_flops", "by FLOPs", "model FLOPs"),
     ("training_seconds", "by time", "seconds of training"),
 )
-_LOSSES = (("train", "lm_loss", "training loss"), ("valid", "lm_loss", "validation loss"))
 _EXPERTS = (
     ("max_over_mean", "busiest expert over the mean"),
     ("dead_fraction", "share of dead experts"),
@@ -56,10 +55,6 @@ class MirroredRun:
     kind: str
     follower: Follower
     squares: LoadSquares
-
-    @property
-    def name(self) -> str:
-        return self.follower.name
 
     @property
     def is_moe(self) -> bool:
@@ -100,10 +95,8 @@ def wandb_report(
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads what a report needs of the runs; each metrics.jsonl once.
-
-    Raises:
-        ConfigError: a path is not a run folder, or the run is not in wandb's `project`; a line for each.
+    """Reads what a report needs of the runs; each metrics.jsonl once. ConfigError with a line for each path
+    that is not a run folder, or whose run is not in wandb's `project`.
     """
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [line for folder in folders for line in _problems(folder, project)]
@@ -191,10 +184,8 @@ def _need_key() -> None:
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments as in `wandb_report`.
-
-    Raises:
-        ConfigError: the package is missing, or the title is too long.
+    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments and errors as in
+    `wandb_report`.
     """
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}"
@@ -204,7 +195,13 @@ def build_report(
     def by_tokens(title: str, **y: Any) -> Any:
         return wr.LinePlot(title=title, x="train/consumed_tokens", title_x="tokens", **y)
 
-    loss = [_loss_panel(wr, *which, *axis) for which in _LOSSES for axis in _AXES]
+    loss = []
+    for kind, text in (("train", "training loss"), ("valid", "validation loss")):
+        smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6}
+        options = smooth | {"smoothing_show_original": True} if kind == "train" else {}
+        for axis, by, label in _AXES:
+            curve = {"x": f"{kind}/{axis}", "y": [f"{kind}/lm_loss"], "title_x": label}
+            loss.append(wr.LinePlot(title=f"{text} {by}", **curve, **options))
     speed = [by_tokens(text, y=[name]) for name, text in _SPEED]
     memory = by_tokens("peak memory of the fullest rank, bytes", y=["perf/peak_memory_bytes"])
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
@@ -220,19 +217,15 @@ def build_report(
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
     if moe := [run for run in runs if run.is_moe]:
-        head = wr.H1("Load of the experts")
-        blocks[5:5] = [head, *_squares(wr, moe), _grid(wr, moe, load, columns=2)]
+        squares = []
+        for run in moe:
+            if text := run.squares.text():
+                squares += [wr.H3(run.follower.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
+        blocks[5:5] = [wr.H1("Load of the experts"), *squares, _grid(wr, moe, load, columns=2)]
     what = f"{len(runs) - len(moe)} dense and {len(moe)} MoE runs"
     about = {"title": title, "description": f"{what}: the same tokens, the same FLOPs, the same time."}
     # Run sets without a project use the report's.
     return wr.Report(project=project, entity=entity, blocks=blocks, width="fluid", **about)
-
-
-def _loss_panel(wr: Any, kind: str, key: str, text: str, axis: str, by: str, label: str) -> Any:
-    x, y = f"{kind}/{axis}", [f"{kind}/{key}"]
-    smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6}
-    options = smooth | {"smoothing_show_original": True} if kind == "train" else {}
-    return wr.LinePlot(title=f"{text} {by}", x=x, y=y, title_x=label, **options)
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
@@ -252,14 +245,6 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
     return wr.PanelGrid(runsets=sets, panels=list(panels), custom_run_colors=colors)
 
 
-def _squares(wr: Any, runs: Sequence[MirroredRun]) -> list[Any]:
-    blocks = []
-    for run in runs:
-        if text := run.squares.text():
-            blocks += [wr.H3(run.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
-    return blocks
-
-
 def _table(runs: Sequence[MirroredRun]) -> str:
     rows = [["run", "kind", "iteration", "tokens", "loss", "validation loss", "tokens/s", "peak memory"]]
     for run in runs:
@@ -270,7 +255,7 @@ def _table(runs: Sequence[MirroredRun]) -> str:
             _cell(watched.valid.get("lm_loss"), ".4f"), _cell(train.get("tokens_per_second"), ",.0f"),
             _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
         ]  # fmt: skip
-        rows.append([_markdown(run.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
+        rows.append([_markdown(run.follower.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -351,5 +336,4 @@ class LoadSquares:
 
 
 def _larger(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
-    """The larger value of each layer of the two."""
     return {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in {**a, **b}}

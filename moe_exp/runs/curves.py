@@ -232,7 +232,11 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         for number, (name, seeds) in enumerate(lines.items()):
             _draw_line(axes, f"C{number}", name, [points for points in seeds if points[0]])
         for number, of_run in enumerate(runs.values() if "loss" in title else ()):
-            marks = [found for records in of_run for found in _placed_marks(records, x)]
+            marks: list[tuple[Mark, float]] = []
+            for records in of_run:
+                points = _curve(records, "train", "iteration", lambda record: record.get(x))
+                found = marks_of(records) if points[0] else []
+                marks += [(mark, float(np.interp(mark.after, *points))) for mark in found]
             _draw_marks(axes, marks, f"C{number}")
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x.replace("_", " "))
@@ -263,12 +267,6 @@ def _draw_line(axes: Any, color: str, name: str, seeds: Sequence[Points]) -> Non
         axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0)
         y = values.mean(axis=0)
     axes.plot(x, y, color=color, label=name, marker="o" if len(x) < 10 else None)
-
-
-def _placed_marks(records: Records, x: str) -> list[tuple[Mark, float]]:
-    """The marks of a run, and where they are on the axis `x`."""
-    iterations, places = _curve(records, "train", "iteration", lambda record: record.get(x))
-    return [(mark, float(np.interp(mark.after, iterations, places))) for mark in marks_of(records) if places]
 
 
 def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, Any]], float | None]) -> Points:

@@ -110,16 +110,13 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
 def open_run_folder(
     config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
 ) -> RunFolder:
-    """Creates or reopens the run folder; called by rank 0 only.
+    """Creates or reopens the run folder; called by rank 0 only. ConfigError if it cannot be written.
 
     Args:
         config: settings of this start; they replace config.yaml, and provenance.json records the changes.
         argv: command line to record; sys.argv by default.
         resumed_from: iteration of this run's checkpoint that training resumes from; None: it does not. Then
             changes of settings that matter are logged, and recorded as an event.
-
-    Raises:
-        ConfigError: the folder cannot be written.
     """
     folder = RunFolder.of(config)
     try:
@@ -141,10 +138,8 @@ def open_run_folder(
 
 
 def hold_run_folder(config: Config) -> None:
-    """Locks the run folder until this process ends; called by rank 0 only.
-
-    Raises:
-        ConfigError: another run holds it; both would delete each other's records and checkpoints.
+    """Locks the run folder until this process ends; called by rank 0 only. ConfigError if another run holds
+    it: both would delete each other's records and checkpoints.
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -193,24 +188,21 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
     try:
         return list(read_json(path)["starts"])
     except (ValueError, KeyError, TypeError):
-        broken = path.replace(path.with_suffix(".json.broken"))
-        line = "%s cannot be read; kept as %s, and the list of starts begins again"
-        logger.warning(line, path, broken.name)
+        broken = path.replace(path.with_suffix(".json.broken")).name
+        logger.warning("%s cannot be read; kept as %s, and the list of starts begins again", path, broken)
         return []
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
-    """Name to [before, now] of the settings that differ from those of the previous start."""
+    """Name to [before, now] of the settings that differ from those of the previous start, if known."""
     before, now = _previous_settings(folder), config.model_dump()
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
-    """Settings of the previous start; empty if its file is missing or unreadable."""
-    try:
+    with suppress(ValueError):  # its file is missing or unreadable
         return recorded_settings(folder.config)
-    except ValueError:
-        return {}
+    return {}
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
@@ -304,7 +296,17 @@ def run_folder_problems(config: Config) -> list[str]:
         return [problem("run_dir", config.run_dir, rule, fix)]
     if wrong_kind := _kind_problems(config, folder):
         return wrong_kind
-    return _write_problems(config, folder, place) + _model_problems(config, folder)
+    used = (
+        place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
+        folder.metrics,
+    )  # fmt: skip
+    fix = "choose a RUN_DIR that you may write to, or change its permissions"
+    found = [
+        problem("run_dir", config.run_dir, f"{path} is not writable", fix)
+        for path in used
+        if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
+    ]
+    return found + _model_problems(config, folder)
 
 
 def existing_place(path: Path) -> Path:
@@ -352,19 +354,6 @@ def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
     return [
         problem("run_name", config.name, f"{path} is no {kind}", "move it away, or give another RUN_NAME")
         for path, kind in wrong
-    ]
-
-
-def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:
-    used = (
-        place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
-        folder.metrics,
-    )  # fmt: skip
-    fix = "choose a RUN_DIR that you may write to, or change its permissions"
-    return [
-        problem("run_dir", config.run_dir, f"{path} is not writable", fix)
-        for path in used
-        if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
     ]
 
 

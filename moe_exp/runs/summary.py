@@ -182,19 +182,17 @@ def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-# Events that end a run so that the same command does not simply resume.
-_ENDS = ("too_many_bad_steps", "hang", "rank_failed")
-
-
 def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The event that explains the failure: the first of _ENDS since the latest start or restart, if any."""
-    found: list[Mapping[str, Any]] = []
-    for event in (record for record in _latest_start(records) if record["kind"] == "event"):
-        if event["event"] == "restart":
-            found = []
-        elif event["event"] in _ENDS:
-            found.append(event)
-    return dict(found[0]) if found else None
+    """The event that explains the failure, so that the same command does not simply resume: the first such
+    one since the latest start or restart, if any.
+    """
+    found = None
+    for record in _latest_start(records):
+        if record.get("event") == "restart":
+            found = None
+        elif record.get("event") in ("too_many_bad_steps", "hang", "rank_failed"):
+            found = found or dict(record)
+    return found
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -203,9 +201,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _expert_balance(experts: Experts) -> dict[str, Any] | None:
-    """Balance at the last train record: layer with the busiest expert, and number of idle experts; and MaxVio
-    of the slots of the whole run.
-    """
+    """Balance at the last train record, and MaxVio of the slots of the whole run."""
     measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:
         return None
@@ -226,7 +222,7 @@ def _expert_balance(experts: Experts) -> dict[str, Any] | None:
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
-    """The summary for people: results, where they are and what to try next; no newline at the end."""
+    """The summary for people: results, where they are and what to try next."""
     head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
     head += ", this start in" if summary["num_starts"] > 1 else " in"
     head += f" {timedelta(seconds=round(summary['wall_seconds']))}"
@@ -248,7 +244,10 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
     until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
-    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{_speed_text(summary)}")
+    speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
+    speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
+    speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
+    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
         lines.append(f"experts      {_balance_text(balance)}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
@@ -259,13 +258,6 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
-
-
-def _speed_text(summary: Mapping[str, Any]) -> str:
-    speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
-    speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
-    texts = [text.format(summary[key]) for key, text in speeds if summary[key] is not None]
-    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _balance_text(balance: Mapping[str, Any]) -> str:
