@@ -139,10 +139,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
 
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
     """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
-
-    Raises:
-        ValueError: the settings cannot run, or what they name cannot be used.
-        SaveError, ReplicaError, GuardEnd: why the run has ended, on every rank.
+    Raises why it cannot run, or has ended (SaveError, ReplicaError, GuardEnd), on every rank.
     """
     config = checked_config({**flags, **runtime.world_settings()})
     if not config.train_data:
@@ -314,7 +311,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             log(job, progress, interval, metrics, step)
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and iteration < config.train_iters:
-            logger.info("the run ends after iteration %d: %s", iteration, faults.stop_in_words(end.stop))
+            logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
             metrics.event("stop", iteration, reason=end.stop)
         if saver.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
@@ -394,7 +391,7 @@ def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -
     """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
     return end_of_iteration(
         stop=stop,
-        reasons=faults.STOP_REASONS,
+        reasons=tuple(faults.STOP_REASONS),
         is_writing=is_writing,
         losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
         device=job.runtime.device,

@@ -30,12 +30,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LONGEST_WAIT_SECONDS = 60.0
 _MAX_FAILURES = 8  # in a row: about three minutes
 _UNREACHABLE_FAILURES = 4  # of a server that this process has never reached: its address may be wrong
 _PART_BYTES = 2**25
-_PARTS = 4  # of a file at a time
-_FEW = 64  # files that are asked for one by one rather than listed
 _WORKERS = 8  # files at a time
 # as the packages call what identifies a file's content
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
@@ -45,7 +42,6 @@ _FINAL = (
 )  # fmt: skip
 # of botocore, which is not imported here
 _NO_ACCESS = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_FINAL_NAMES = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
 _UNREACHABLE_NAMES = {"EndpointConnectionError", "ClientConnectorError", "ConnectError", "gaierror"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "data"}
 
@@ -69,8 +65,9 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            fix = "give one such as s3://bucket/folder"
-            raise ValueError(f"{url}: is no URL of an object store. Fix: {fix}.")
+            raise ValueError(
+                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
+            )
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
@@ -140,7 +137,7 @@ class Store:
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The files of some names that are there."""
-        if len(names) > _FEW:
+        if len(names) > 64:  # listing is faster
             listed = self.files()
             return {name: listed[name] for name in names if name in listed}
         with ThreadPoolExecutor(_WORKERS) as pool:
@@ -171,8 +168,8 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            fix = "create it, or correct the URL"
-            raise ValueError(f"{self.url}: there is no such bucket. Fix: {fix}.") from None
+            rule = "there is no such bucket. Fix: create it, or correct the URL."
+            raise ValueError(f"{self.url}: {rule}") from None
 
     def remove(self, name: str) -> None:
         """Removes a file; there need be none."""
@@ -203,7 +200,7 @@ class Store:
             start = file.tell()
             advance(start)
             while start < known.bytes:
-                end = min(start + _PARTS * _PART_BYTES, known.bytes)
+                end = min(start + 4 * _PART_BYTES, known.bytes)
                 begins = range(start, end, _PART_BYTES)
                 for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
                     file.write(data)
@@ -226,7 +223,9 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 def _may_pass(error: Exception) -> bool:
     """Whether trying again may help."""
-    if isinstance(error, _FINAL) or _names_of(error) & _FINAL_NAMES:
+    if isinstance(error, _FINAL):
+        return False
+    if _names_of(error) & (_NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}):
         return False
     return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
 
@@ -286,7 +285,7 @@ def patiently(
             if failures >= (limit_of(error) or max_failures):
                 raise
             # Jitter: workers of one cluster that were refused together do not come back together.
-            seconds = max(min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), wait_of(error))
+            seconds = max(min(60.0, 2.0 ** (failures - 1)), wait_of(error))
             seconds *= random.uniform(1.0, 1.5)
             what = "%s. Failure %d of %d, trying again in %.0f s"
             logger.warning(what, first_line(error), failures, max_failures, seconds)

@@ -23,9 +23,6 @@ from moe_exp.runs.run_folder import RunFolder
 LAST_RECORDS = 2000  # losses kept for the plot
 _CHUNK_BYTES = 1 << 22
 _TAIL_BYTES = 8192  # a whole record of a small model: the end alone may equal that of another one
-_DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
-# The floor is for small runs, where an evaluation or a checkpoint takes longer than ten iterations.
-_LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
 
 
 class WorstLayer(NamedTuple):
@@ -201,7 +198,8 @@ class Follower:
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False
-        return age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
+        # In small runs an evaluation or a checkpoint takes longer than ten iterations.
+        return age > max(10.0, 10.0 * usual)
 
 
 def number(value: Any) -> float | None:
@@ -214,7 +212,7 @@ def number(value: Any) -> float | None:
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
     """Number of experts with less than 1% of their fair share, the mean of the layer; 0 without tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
-    return sum(tokens < _DEAD_SHARE * fair for tokens in tokens_per_expert)
+    return sum(tokens < 0.01 * fair for tokens in tokens_per_expert)
 
 
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:

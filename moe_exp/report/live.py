@@ -24,9 +24,7 @@ from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.run_data import distinct_names, run_problems
 
 _PLOT_RECORDS = 500
-_PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
-_OTHER_LINES = 19  # of the view of one run without its plot
-_LONGEST_ETA_SECONDS = 1e10  # three centuries: a stall
+_LAYERS = 3
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
@@ -178,7 +176,7 @@ def _progress(follower: Follower) -> RenderableType:
 
 def _eta(follower: Follower) -> str:
     eta_seconds = number(follower.watched.train.get("eta_seconds"))
-    if eta_seconds is None or eta_seconds > _LONGEST_ETA_SECONDS or follower.status():
+    if eta_seconds is None or eta_seconds > 1e10 or follower.status():  # three centuries: a stall
         return _NOTHING
     # Counted down since it was written, but not while the run is late.
     passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0
@@ -197,7 +195,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     if console.options.ascii_only:
         caption += f": {min(known):.4f} to {max(known):.4f}"
         return [Text(sparkline(losses, width, ascii_only=True)), Text(caption, style="dim")]
-    height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
+    height = max(3, min(8, console.height - 19))  # the other lines of the view
     lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
     # Approximate: the plot shows means of neighbors.
     labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
@@ -269,7 +267,7 @@ def _event_lines(follower: Follower) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for overflow in ("fold", "fold", "ellipsis"):
         table.add_column(no_wrap=True, overflow=overflow)
-    for event in list(follower.watched.events)[-_EVENTS:]:
+    for event in list(follower.watched.events)[-3:]:
         known = ("kind", "iteration", "event", "time")
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
         table.add_row(

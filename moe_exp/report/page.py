@@ -44,16 +44,11 @@ MOST_BYTES = 5_000_000
 _SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
 _LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
-_DETAILS = (1.0, 0.5, 0.2, 0.05)
-# Limits of one page, far under 5 MB for any runs.
-_POINTS, _LOAD_VALUES = 8_000, 600_000
-_FEWEST_POINTS, _MOST_POINTS = 40, 1_000
 _DRAWN = (
     "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
     "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
     "experts/router_entropy",
 )  # fmt: skip
-_WITH_RANGE = ("lm_loss", "grad_norm")
 LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20
 
@@ -141,7 +136,7 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
         "sections": "".join(map(parts.section_html, sections)),
         **_assets(),
     }
-    for detail in _DETAILS:
+    for detail in (1.0, 0.5, 0.2, 0.05):
         text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
@@ -198,9 +193,10 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
         loss: at which costs are given; None for the lowest that all runs reach.
         detail: factor on the number of points.
     """
-    points = round(detail * min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS // max(len(runs), 1))))
+    # limits that keep the page far under 5 MB for any runs
+    points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), loss_unit(runs)
-    budget = detail * _LOAD_VALUES / max(sum(bool(run.load) for run in runs), 1)
+    budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
     found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
@@ -226,7 +222,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
     ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
-    curves = {key: _curve(train[key], starts, with_range=key in _WITH_RANGE) for key in _DRAWN}
+    curves = {key: _curve(train[key], starts, with_range=key in ("lm_loss", "grad_norm")) for key in _DRAWN}
     memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
     curves["memory_bytes"] = _curve(memory, starts)
     best = smoothed(run, unit, window)

@@ -63,10 +63,8 @@ class ReplicaError(RuntimeError):
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
-
-    Raises:
-        ReplicaError: on every rank, if any has a problem.
+    """Compares all replicas; returns the seconds that this took. ReplicaError on every rank if any has a
+    problem. `metrics` on rank 0 only.
     """
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):

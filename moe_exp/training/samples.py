@@ -129,10 +129,8 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch` with a check of token ids, which on a GPU would abort without a useful message.
-
-    Raises:
-        ValueError: a token is not in the vocabulary; names the first such sample and its documents.
+    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary, which on a
+    GPU would abort without a useful message.
     """
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
