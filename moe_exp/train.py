@@ -339,17 +339,11 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration as this rank sees it.
+    """One iteration as this rank sees it."""
 
-    Args:
-        done: the batch, and whether the optimizer changed the weights; the same on every rank.
-        losses: of each micro-batch, see `microbatch.lm_loss`, [2]; empty but on the last pipeline stage.
-        num_zeros: zeros in the gradient, if counted.
-    """
-
-    done: Iteration
-    losses: Sequence[Tensor]
-    num_zeros: float | None
+    done: Iteration  # the same on every rank
+    losses: Sequence[Tensor]  # of micro-batches, see `lm_loss`, [2]; empty but on the last pipeline stage
+    num_zeros: float | None  # in the gradient, if counted
 
 
 def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
@@ -464,15 +458,12 @@ def mean_valid_loss(job: Job) -> float:
 def log_stage(job: Job, step: Step, metrics: Metrics) -> None:
     """Writes an event if a stage of DATA_STAGES has begun with `step`."""
     first = step.done.first_sample
-    stage = job.train_stream.stage_at(first)
-    if first and stage.number != job.train_stream.stage_at(first - 1).number:
-        data = stages_of(job.config)[stage.number].train_data
-        logger.info(
-            "data stage %d from sample %d on: %s, %d tokens each", stage.number, first, data, stage.seq_len
-        )
-        metrics.event(
-            "data_stage", step.done.iteration, stage=stage.number, train_data=data, seq_len=stage.seq_len
-        )
+    number, seq_len, _ = job.train_stream.stage_at(first)
+    if first and number != job.train_stream.stage_at(first - 1).number:
+        data = stages_of(job.config)[number].train_data
+        logger.info("data stage %d from sample %d on: %s, %d tokens each", number, first, data, seq_len)
+        facts = {"stage": number, "train_data": data, "seq_len": seq_len}
+        metrics.event("data_stage", step.done.iteration, **facts)
 
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:

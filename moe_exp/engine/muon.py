@@ -40,15 +40,10 @@ _BUCKET = 1 << 26
 
 
 class Ranks(NamedTuple):
-    """Process groups of some matrices.
+    """Process groups of some matrices."""
 
-    Attributes:
-        split: ranks that have a part of each matrix; None: it is whole.
-        shared: ranks that have the same matrices or parts, and share the work; None: only this one.
-    """
-
-    split: dist.ProcessGroup | None = None
-    shared: dist.ProcessGroup | None = None
+    split: dist.ProcessGroup | None = None  # have a part of each matrix; None: it is whole
+    shared: dist.ProcessGroup | None = None  # have the same ones, and share the work; None: only this rank
 
 
 class _Matrices(NamedTuple):

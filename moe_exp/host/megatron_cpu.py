@@ -47,9 +47,7 @@ class _Event:
 
     def record(self, stream: Any = None) -> None: ...
 
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait = synchronize = record
 
     def query(self) -> bool:
         return True
@@ -60,14 +58,12 @@ class _Stream(torch.cpu.Stream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: Any = None) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    wait_event = synchronize = wait_stream
 
     def record_event(self, event: Any = None) -> _Event:  # type: ignore[override]
         return _Event()
-
-    def synchronize(self) -> None: ...
 
 
 class _CpuAccelerator(types.ModuleType):

@@ -250,9 +250,6 @@ def _names_of(error: BaseException | None) -> set[str]:
     return names
 
 
-# Calls that may fail for a while: of a server that is busy, or a connection that breaks
-
-
 def patiently(
     action: Callable[[], T],
     max_failures: int,
@@ -265,7 +262,6 @@ def patiently(
     """Result of `action`, which is tried again after failures that may pass.
 
     Args:
-        action: what to do.
         max_failures: in a row since `num_left` went down; the last one is raised.
         passes: whether trying again may help.
         num_left: how much there is to do.

@@ -38,12 +38,9 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended; Ctrl-C is left to the caller. Waits for runs that do not exist yet.
 
     Args:
-        paths: run folders, or their metrics.jsonl; duplicates are shown once.
+        paths: run folders, or their metrics.jsonl; duplicates are shown once. ConfigError if one is no run.
         once: show one picture and return, as always if `console` is not a terminal.
         seconds: polling interval.
-
-    Raises:
-        ConfigError: a path is not a run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
     problems = []

@@ -62,10 +62,9 @@ def write_report(
     loss: float | None = None,
     notes: str = "",
 ) -> list[str]:
-    """Writes the report of these run folders to `out`, or prints it if that is None.
+    """Writes the report of run folders, which may be unfinished or empty, to `out`, or prints it (None).
 
     Args:
-        paths: run folders, in the order of the report; runs may be unfinished or empty.
         out: an earlier report is replaced, any other file is not.
         kind: `html` or `md`.
         title: heading; by default the names of the runs.
@@ -125,15 +124,17 @@ def title_of(runs: Sequence[Run]) -> str:
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
-    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section.content]
+    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section[2]]
+    names = [("result", "Result"), *((name, title) for name, title, *_ in sections)]
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in names)
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
         "subtitle": f"{number}, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
-        "contents": parts.contents_html(sections),
+        "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
-        "sections": "".join(map(parts.section_html, sections)),
+        "sections": "".join(parts.section_html(*section) for section in sections),
         **_assets(),
     }
     for detail in (1.0, 0.5, 0.2, 0.05):
@@ -146,21 +147,21 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
 
 def _sections(
     runs: Sequence[Run], views: Sequence[Overview], chosen: float, unit: str | None, loss: float | None
-) -> list[parts.Section]:
-    """The foldable parts of the page below the result."""
+) -> list[tuple[str, str, str, bool]]:
+    """The foldable parts of the page below the result, as in `section_html`."""
     differing = differing_settings(runs)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
     speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
     return [
-        parts.Section("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss")),
-        parts.Section("numbers", "The runs in numbers", parts.overview_html(views)),
-        parts.Section("cost", "Time to a loss", cost),
-        parts.Section("settings", "Settings that differ", parts.settings_html(runs, differing)),
-        parts.Section("experts", "Experts", parts.experts_html(runs)),
-        parts.Section("training", "Training and speed", speed, is_open=False),
-        parts.Section("samples", "Generated text", samples_html(runs), is_open=False),
-        parts.Section("about", "Machine and command", about_html(runs), is_open=False),
-        parts.Section("events", "Events", events_html(runs), is_open=False),
+        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
+        ("numbers", "The runs in numbers", parts.overview_html(views), True),
+        ("cost", "Time to a loss", cost, True),
+        ("settings", "Settings that differ", parts.settings_html(runs, differing), True),
+        ("experts", "Experts", parts.experts_html(runs), True),
+        ("training", "Training and speed", speed, False),
+        ("samples", "Generated text", samples_html(runs), False),
+        ("about", "Machine and command", about_html(runs), False),
+        ("events", "Events", events_html(runs), False),
     ]
 
 
@@ -186,12 +187,8 @@ def _filled(fields: dict[str, str]) -> str:
 
 
 def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """The JSON value that the script reads.
-
-    Args:
-        runs: from `read_runs`.
-        loss: at which costs are given; None for the lowest that all runs reach.
-        detail: factor on the number of points.
+    """The JSON value that the script reads; `loss` as in `write_report`, `detail` a factor on the number of
+    points.
     """
     # limits that keep the page far under 5 MB for any runs
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -40,29 +39,11 @@ from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 ASSETS = Path(__file__).parent / "assets"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page that can be folded. `content` is HTML; without any, the section is left out."""
-
-    name: str
-    title: str
-    content: str
-    is_open: bool = True
-
-
-def contents_html(sections: Sequence[Section]) -> str:
-    """Links to the parts of the page."""
-    links = [("result", "Result"), *((one.name, one.title) for one in sections)]
-    return "<ul>" + "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links) + "</ul>"
-
-
-def section_html(section: Section) -> str:
-    """A section with its heading as the handle that folds it."""
-    name, is_open = section.name, " open" if section.is_open else ""
-    return (
-        f'<section id="{name}" aria-labelledby="h-{name}"><details class="group"{is_open}>'
-        f'<summary><h2 id="h-{name}">{section.title}</h2></summary>{section.content}</details></section>\n'
-    )
+def section_html(name: str, title: str, content: str, is_open: bool) -> str:
+    """A section with its heading as the handle that folds it; `content` is HTML."""
+    summary = f'<summary><h2 id="h-{name}">{title}</h2></summary>'
+    details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
+    return f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:

@@ -27,7 +27,6 @@ from moe_exp.runs.records import Record, iter_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
-_CODES = {"stopped": TO_BE_CONTINUED, "failed": FAILED}  # if the ranks' is not known
 
 
 @dataclass(frozen=True)
@@ -131,21 +130,18 @@ def summarize(
     """The content of summary.json, of the latest start.
 
     Losses are in nats per token; None if not measured or not finite. Speeds are medians over the train
-    records, so that warm-up, evaluation and checkpoints do not distort them.
-
-    Args:
-        records, experts: from `split_experts`; may be empty.
-        status: finished (TRAIN_ITERS reached), stopped (asked to end earlier) or failed.
-        code: exit code of the ranks; None if unknown.
+    records, so that warm-up, evaluation and checkpoints do not distort them. `records` and `experts` are from
+    `split_experts`, `code` is the exit code of the ranks, None if unknown.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
     last = train[-1] if train else {}
     with_loss = [record for record in train if record["lm_loss"] is not None]
     lowest = min(with_loss, key=lambda record: float(record["lm_loss"]), default={})
+    likely_code = TO_BE_CONTINUED if status == "stopped" else FAILED  # the ranks' is unknown
     return {
         "status": status,
-        "exit_code": FINISHED if status == "finished" else code or _CODES[status],
+        "exit_code": FINISHED if status == "finished" else code or likely_code,
         "ended_by": _ended_by(records) if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
