@@ -209,6 +209,12 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def number_text(value: Any, form: str, factor: float = 1.0) -> str:
+    """A finite number times `factor` in a format; a dash for anything else."""
+    known = number(value)
+    return "-" if known is None else format(known * factor, form)
+
+
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
     """Number of experts with less than 1% of their fair share, the mean of the layer; 0 without tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))

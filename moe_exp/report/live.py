@@ -20,7 +20,7 @@ from rich.text import Text
 from moe_exp.config import ConfigError
 from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
-from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
+from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number, number_text
 from moe_exp.report.run_data import distinct_names, run_problems
 
 _PLOT_RECORDS = 500
@@ -129,7 +129,7 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
     memory = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
     worst = Text(_NOTHING)
     if layers := layers_by_load(train):
-        worst = Text(f"{layers[0].layer}: {_number(layers[0].max_over_mean, '.2f')}x")
+        worst = Text(f"{layers[0].layer}: {number_text(layers[0].max_over_mean, '.2f')}x")
         worst.append(f", {layers[0].num_dead} dead", style="red" if layers[0].num_dead else "dim")
         worst.append(f", {layers[0].dropped:.1%} dropped" if layers[0].dropped else "")
     return {
@@ -138,12 +138,12 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
         "iteration": Text(_iterations(follower)),
         "loss": _loss_text(follower),
         "eta": Text(_eta(follower)),
-        "tokens/s": Text(_number(train.get("tokens_per_second"), ",.0f")),
+        "tokens/s": Text(number_text(train.get("tokens_per_second"), ",.0f")),
         "worst layer": worst,
-        "valid": Text(_number(watched.valid.get("lm_loss"), ".4f")),
+        "valid": Text(number_text(watched.valid.get("lm_loss"), ".4f")),
         "curve": Text(sparkline(losses, 16, ascii_only=console.options.ascii_only), style="blue"),
-        "grad norm": Text(_number(train.get("grad_norm"), ".3g")),
-        "learning rate": Text(_number(train.get("learning_rate"), ".3e")),
+        "grad norm": Text(number_text(train.get("grad_norm"), ".3g")),
+        "learning rate": Text(number_text(train.get("learning_rate"), ".3e")),
         "memory": Text(bytes_text(memory) if memory else _NOTHING),
         "last record": Text(_NOTHING if age is None else duration(age)),
     }
@@ -239,7 +239,8 @@ def _validation(valid: Mapping[str, Any]) -> str:
     perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
     ema = number(valid.get("ema_lm_loss"))
     averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
-    return f"{_number(valid.get('lm_loss'), '.4f')}{perplexity}{averaged} at iteration {valid['iteration']:,}"
+    loss = number_text(valid.get("lm_loss"), ".4f")
+    return f"{loss}{perplexity}{averaged} at iteration {valid['iteration']:,}"
 
 
 def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
@@ -251,10 +252,10 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
     for layer in layers[:_LAYERS]:
         table.add_row(
             str(layer.layer),
-            _number(layer.max_over_mean, ".2f"),
+            number_text(layer.max_over_mean, ".2f"),
             Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else ""),
-            _number(layer.dropped, ".1%"),
-            _number(layer.entropy, ".3f"),
+            number_text(layer.dropped, ".1%"),
+            number_text(layer.entropy, ".3f"),
         )
     head = f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers"
     return [Text(head, style="dim"), table]
@@ -292,11 +293,6 @@ def _age_line(follower: Follower) -> Text:
     else:
         text = f"{last}, usually there is one every {duration(usual)}"
     return Text(_printable(text), style=style)
-
-
-def _number(value: Any, form: str) -> str:
-    known = number(value)
-    return _NOTHING if known is None else format(known, form)
 
 
 def _printable(text: str) -> str:

@@ -252,12 +252,12 @@ def run_problems(paths: Sequence[Path]) -> list[str]:
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Names of run folders, with the parent folder where they are equal, and a number where still equal."""
-    names = []
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
-    for folder in folders:
-        parent = f"{folder.parent.name}/" if plain.count(folder.name) > 1 else ""
-        names.append(parent + folder.name)
+    names = [
+        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
+        for folder in folders
+    ]
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 

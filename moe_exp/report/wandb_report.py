@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.report.follower import Follower, layers_by_load, number
+from moe_exp.report.follower import Follower, layers_by_load, number_text
 from moe_exp.runs.run_folder import RunFolder
 
 # Axes of every loss panel: end of the metric's name, title of the panel, label of the axis.
@@ -251,18 +251,14 @@ def _table(runs: Sequence[MirroredRun]) -> str:
         watched = run.follower.watched
         train = watched.train
         cells = [
-            _cell(train.get("consumed_tokens"), ",.0f"), _cell(train.get("lm_loss"), ".4f"),
-            _cell(watched.valid.get("lm_loss"), ".4f"), _cell(train.get("tokens_per_second"), ",.0f"),
-            _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
+            number_text(train.get("consumed_tokens"), ",.0f"), number_text(train.get("lm_loss"), ".4f"),
+            number_text(watched.valid.get("lm_loss"), ".4f"),
+            number_text(train.get("tokens_per_second"), ",.0f"),
+            number_text(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
         ]  # fmt: skip
         rows.append([_markdown(run.follower.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(value: Any, form: str, factor: float = 1.0) -> str:
-    known = number(value)
-    return "-" if known is None else format(known * factor, form)
 
 
 def _markdown(text: str) -> str:
