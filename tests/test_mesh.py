@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.mesh_model import (
+from helpers.layers.mesh_model import (
     EXPERTS,
     VOCAB,
     Meshes,

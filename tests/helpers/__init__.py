@@ -16,9 +16,10 @@ Starting things:
 
 Models, data and run folders:
     model_on_ranks.py     trains whole models on a layout: losses, gradients, norms
-    mesh_model.py         a torch-native MoE language model around our layer
+    layers/mesh_model.py  a torch-native MoE language model around our layer
     planner/              planned (models, devices, constants), built_ranks (any rank of a world of any size,
                           on torch's meta device)
+    jsonl.py              files of JSONL
     token_files.py        whose tokens all differ; on which the loss spikes
     run_folders.py        run folders as a trainer leaves them
     watch/watched_run.py  a run folder and a squeue as the watchdog sees them

@@ -33,9 +33,10 @@ dist.destroy_process_group()
 LAUNCH = """
 import sys
 from moe_exp.config import load_config
-from moe_exp.launch.launch import launch
+from moe_exp.launch import launch, torchrun_job
+launch.torchrun_command = lambda *given: torchrun_job.torchrun_command(*given, "debugged")
 flags = {"run_dir": sys.argv[1], "train_data": "given", "master_port": sys.argv[2], "max_restarts": "3"}
-sys.exit(launch(load_config(flags), flags, module="debugged"))
+sys.exit(launch.launch(load_config(flags), flags))
 """
 
 

@@ -150,7 +150,7 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """What samples of `seq_len` tokens do to documents of these lengths, both ways of making them.
+    """Counts how samples of `seq_len` tokens cut documents of these lengths, both ways of making them.
 
     Returns:
         `concatenated`: share of the documents that are cut when all are one text, 0 to 1: one of n tokens

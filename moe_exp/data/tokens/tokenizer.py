@@ -333,7 +333,8 @@ def _from_json(
     files: dict[str, Any] = {file_name: {} for file_name in _HUB_FILES[1:]}
     for file_name in files if folder else ():
         if (path := Path(folder or "", file_name)).exists():
-            files[file_name] = read_json(path, fix="fetch it again")
+            fields = read_json(path, fix="fetch it again")
+            files[file_name] = fields if isinstance(fields, dict) else {}  # some folders have null there
     bos_token, adds_bos = _bos(content, files)
     content["post_processor"] = None
     if eod_token is None:
