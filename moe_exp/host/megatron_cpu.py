@@ -60,7 +60,7 @@ class _Stream(torch.cpu.Stream):
 
     def wait_stream(self, stream: Any = None) -> None: ...
 
-    wait_event = synchronize = wait_stream
+    wait_event = synchronize = wait_stream  # type: ignore[assignment]
 
     def record_event(self, event: Any = None) -> _Event:  # type: ignore[override]
         return _Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
 import numpy as np
 
@@ -258,7 +259,7 @@ def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
             return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
     ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
     assert ours and theirs
-    shares: dict[str, float] = {}
+    shares: dict[str, Any] = {}
     for name in ("flops", "seconds", "tokens"):
         used, base = getattr(ours, name), getattr(theirs, name)
         shares[name] = used / base if base > 0 else float("nan")

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import warnings
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,60 +277,41 @@ _MISSING = "⬜"
 
 
 class LoadSquares:
-    """Largest max over mean of each MoE layer over a run: a row per layer, a column per stretch of records.
-
-    Takes records one by one; when it has twice its columns, neighbors are merged.
-    """
+    """Largest max over mean of each MoE layer over a run: a row per layer, a column for some records."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._columns: list[dict[int, float]] = []  # layer -> largest max over mean
-        self._ends: list[int] = []  # last iteration of each column
-        self._records_per_column, self._records_in_last = 1, 0
+        self._peaks: dict[int, array[float]] = {}  # of each record by layer; 0: not measured
+        self._num_records = self._last_iteration = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Adds the next record of metrics.jsonl; ignores all but train records of MoE models."""
         layers = layers_by_load(record) if record.get("kind") == "train" else []
-        if not layers:
-            return
-        if self._ends and record["iteration"] <= self._ends[-1]:
-            self._clear()  # the file was rewritten
-        if not self._columns or self._records_in_last == self._records_per_column:
-            self._columns.append({})
-            self._ends.append(0)
-            self._records_in_last = 0
-        self._ends[-1] = record["iteration"]
-        self._records_in_last += 1
-        peaks = {layer.layer: layer.max_over_mean for layer in layers if layer.max_over_mean is not None}
-        self._columns[-1] = _larger(self._columns[-1], peaks)
-        if len(self._columns) == 2 * _MOST_SQUARES and self._records_in_last == self._records_per_column:
-            self._columns = list(map(_larger, self._columns[::2], self._columns[1::2]))
-            self._ends = self._ends[1::2]
-            self._records_per_column *= 2
-            self._records_in_last = self._records_per_column
+        if layers and record["iteration"] <= self._last_iteration:
+            self._peaks, self._num_records = {}, 0  # the file was rewritten
+        for layer in layers:
+            peaks = self._peaks.setdefault(layer.layer, array("d"))
+            peaks.extend([0.0] * (self._num_records - len(peaks)))
+            peaks.append(layer.max_over_mean or 0.0)
+        if layers:
+            self._num_records, self._last_iteration = self._num_records + 1, record["iteration"]
 
     def text(self) -> str:
         """The rows under a line that explains them; empty without MoE layers."""
-        layers = sorted({layer for column in self._columns for layer in column})
+        layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
         if not layers:
             return ""
-        step = -(-len(self._columns) // _MOST_SQUARES)
-        groups = [self._columns[at : at + step] for at in range(0, len(self._columns), step)]
+        step = 1  # records a square
+        while -(-self._num_records // step) > _MOST_SQUARES:
+            step *= 2
         *below, (_, largest) = _SQUARES
         limits = [f"{square} under {limit:g}" for limit, square in below]
         key = ", ".join([*limits, f"{largest} {below[-1][0]:g} and more"])
         lines = [f"busiest expert over the mean: {key}"]
         for layer in layers:
-            peaks = [max(column.get(layer, 0.0) for column in group) for group in groups]
             squares = ""
-            for peak in peaks:
+            for start in range(0, self._num_records, step):
+                peak = max(self._peaks[layer][start : start + step], default=0.0)
                 squares += next(square for limit, square in _SQUARES if peak < limit) if peak else _MISSING
             lines.append(f"layer {layer:3d} {squares}")
-        foot = f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square"
+        foot = f"until iteration {self._last_iteration:,}, {step} records a square"
         return "\n".join([*lines, foot])
-
-
-def _larger(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
-    return {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in {**a, **b}}
