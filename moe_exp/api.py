@@ -238,7 +238,7 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs to draw as one line each, several if they differ in SEED alone, by a name for each line."""
-    from moe_exp.runs.seeds import grouped_by_seed, names_by_difference
+    from moe_exp.runs.curves import grouped_by_seed, names_by_difference
 
     settings = [run._settings for run in runs]
     groups = []

@@ -47,9 +47,7 @@ from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
-from moe_exp.engine.backends import backends_of
-from moe_exp.engine.finite_steps import skip_steps_not_finite
-from moe_exp.engine.kernel_checks import KernelFailure, check_run, tune_run
+from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
@@ -57,22 +55,22 @@ from moe_exp.engine.optimizer_setup import (
     build_scheduler,
     next_batch,
     set_megatron_hooks,
+    skip_steps_not_finite,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
+from moe_exp.runs.summary import finish_run
 from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
-from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
+from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
-from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import (
     build_data,
     bytes_per_token,
@@ -141,10 +139,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
 
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
     """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
-
-    Raises:
-        ValueError: the settings cannot run, or what they name cannot be used.
-        SaveError, ReplicaError, GuardEnd: why the run has ended, on every rank.
+    Raises why it cannot run, or has ended (SaveError, ReplicaError, GuardEnd), on every rank.
     """
     config = checked_config({**flags, **runtime.world_settings()})
     if not config.train_data:
@@ -160,7 +155,8 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     finally:
         is_first = bool(release_run_folders())
         end_logging()
-        runtime.free_garbage()
+        gc.unfreeze()
+        gc.collect()  # model and process groups are parts of cycles
     seconds = time.monotonic() - start
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)
@@ -315,7 +311,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             log(job, progress, interval, metrics, step)
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and iteration < config.train_iters:
-            logger.info("the run ends after iteration %d: %s", iteration, faults.stop_in_words(end.stop))
+            logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
             metrics.event("stop", iteration, reason=end.stop)
         if saver.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
@@ -343,17 +339,11 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration as this rank sees it.
+    """One iteration as this rank sees it."""
 
-    Args:
-        done: the batch, and whether the optimizer changed the weights; the same on every rank.
-        losses: of each micro-batch, see `microbatch.lm_loss`, [2]; empty but on the last pipeline stage.
-        num_zeros: zeros in the gradient, if counted.
-    """
-
-    done: Iteration
-    losses: Sequence[Tensor]
-    num_zeros: float | None
+    done: Iteration  # the same on every rank
+    losses: Sequence[Tensor]  # of micro-batches, see `lm_loss`, [2]; empty but on the last pipeline stage
+    num_zeros: float | None  # in the gradient, if counted
 
 
 def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
@@ -395,7 +385,7 @@ def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -
     """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
     return end_of_iteration(
         stop=stop,
-        reasons=faults.STOP_REASONS,
+        reasons=tuple(faults.STOP_REASONS),
         is_writing=is_writing,
         losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
         device=job.runtime.device,
@@ -468,15 +458,12 @@ def mean_valid_loss(job: Job) -> float:
 def log_stage(job: Job, step: Step, metrics: Metrics) -> None:
     """Writes an event if a stage of DATA_STAGES has begun with `step`."""
     first = step.done.first_sample
-    stage = job.train_stream.stage_at(first)
-    if first and stage.number != job.train_stream.stage_at(first - 1).number:
-        data = stages_of(job.config)[stage.number].train_data
-        logger.info(
-            "data stage %d from sample %d on: %s, %d tokens each", stage.number, first, data, stage.seq_len
-        )
-        metrics.event(
-            "data_stage", step.done.iteration, stage=stage.number, train_data=data, seq_len=stage.seq_len
-        )
+    number, seq_len, _ = job.train_stream.stage_at(first)
+    if first and number != job.train_stream.stage_at(first - 1).number:
+        data = stages_of(job.config)[number].train_data
+        logger.info("data stage %d from sample %d on: %s, %d tokens each", number, first, data, seq_len)
+        facts = {"stage": number, "train_data": data, "seq_len": seq_len}
+        metrics.event("data_stage", step.done.iteration, **facts)
 
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:

@@ -40,7 +40,7 @@ from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.devices import rank_place
 from moe_exp.host.files import HashedFile
-from moe_exp.runs.provenance import package_versions
+from moe_exp.runs.run_folder import package_versions
 
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync

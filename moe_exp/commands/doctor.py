@@ -187,7 +187,7 @@ def check_kernels() -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from moe_exp.engine.kernel_checks import doctor_checks, why_unchecked
+        from moe_exp.engine.backends import doctor_checks, why_unchecked
 
         if reason := why_unchecked(device):
             print(f"No kernel is checked: {reason}.")

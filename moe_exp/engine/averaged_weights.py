@@ -32,19 +32,19 @@ _BLOCK = 1 << 24  # values that are exchanged at once, to bound memory
 
 def allocate_average(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter of this rank's optimizer an average, equal to its weights: fp32, same shape."""
-    for part in optimizer.chained_optimizers:
-        for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
-            for main in group["params"]:
-                part.optimizer.state[main][AVERAGE] = main.detach().float().clone()
+    for main, state in _states(optimizer):
+        state[AVERAGE] = main.detach().float().clone()
+
+
+def _states(optimizer: MegatronOptimizer) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Main weights and their state, of all parameters."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    return [(x, part.state[x]) for part in parts for group in part.param_groups for x in group["params"]]
 
 
 def _pairs(optimizer: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
     """Main weights and their average, of all parameters; empty without an average."""
-    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    found = [
-        (main, part.state[main]) for part in parts for group in part.param_groups for main in group["params"]
-    ]
-    return [(main.detach(), state[AVERAGE]) for main, state in found if AVERAGE in state]
+    return [(main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state]
 
 
 @torch.no_grad()

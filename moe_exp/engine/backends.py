@@ -1,17 +1,38 @@
-"""Which code each part runs on this host and why: decided by the parts, collected here for display."""
+"""Which code each part runs on this host and why; self-test and tuning of the Triton kernels that a run will
+use, with its sizes, before training.
 
-from collections.abc import Sequence
+All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto, ROUTING_KERNELS=auto and
+CROSS_ENTROPY=auto continue without Triton's kernels there; kernels requested by name end the start.
+"""
 
-from moe_exp.config import Config
-from moe_exp.engine.model import DTYPES, router_problem, use_te
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.engine.model import DTYPES, moe_options, router_problem, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
-from moe_exp.engine.runtime import choose_communication
+from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
 from moe_exp.layers import native
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.kernel_choice import KernelFailure as KernelFailure
+from moe_exp.layers.kernel_choice import and_more, choose_routing, failure_of
+from moe_exp.layers.kernels.launch import in_one_line, leave_free, missing, processors
+from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
+from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
 from moe_exp.layers.megatron.attention import choose_attention
+from moe_exp.layers.megatron.moe_parts import router_config
 from moe_exp.layers.megatron.norm import choose_norm
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy
+
+logger = logging.getLogger(__name__)
 
 
 def backends_of(
@@ -19,7 +40,7 @@ def backends_of(
 ) -> dict[str, tuple[str, str]]:
     """Backends of a run on `cpu` or `cuda`: part to (what runs, why).
 
-    `kernel_failures`: parts of the model that do not use their kernels, from `kernel_checks.check_run`.
+    `kernel_failures`: parts of the model that do not use their kernels, from `check_run`.
     """
     dtype, has_te = DTYPES[config.dtype], use_te(config)
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
@@ -56,13 +77,176 @@ def backends_of(
         loaded, reason = native.library()
         found["CPU functions"] = ("torch" if loaded is None else "C++", reason)
     if config.use_moe and config.token_rounding:
-        rounded = (
-            "in training an expert's rows of a micro-batch are rounded down to a multiple, the slots of"
-            " lowest weight are dropped"
-        )
-        found["token rounding"] = (str(config.token_rounding), rounded)
+        rounded = "in training an expert's rows of a micro-batch are rounded down to a multiple"
+        reason = f"{rounded}, the slots of lowest weight are dropped"
+        found["token rounding"] = (str(config.token_rounding), reason)
     if config.is_fp8_by_kernels:
         found["FP8"] = ("e4m3", "products of the experts, with scales of blocks of 128; asked for by FP8")
     if config.deterministic:
         found["algorithms"] = ("deterministic", "DETERMINISTIC=true; an operation that has none ends the run")
     return found
+
+
+PARTS = {"experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY"}
+
+
+def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
+    """Compares the kernels of a run with their twins; called by every rank before the model is built.
+
+    Returns:
+        The parts with a wrong kernel, for `build_model` and `backends_of`, which then use none there.
+
+    Raises:
+        ConfigError: on every rank, if a kernel requested by name is wrong on any, or MOE_SM_MARGIN leaves no
+            multiprocessor.
+    """
+    device = runtime.device
+    parts = parts_with_kernels(config, device)
+    if not parts or not can_check(device):
+        return []
+    margin, available = config.moe_sm_margin, processors(device)
+    if margin >= available:
+        rule = f"the device has {available} multiprocessors, and the GEMMs need one"
+        raise ConfigError([problem("moe_sm_margin", margin, rule, f"set at most {available - 1}")])
+    if margin:
+        line = "MOE_SM_MARGIN=%d: the expert GEMMs leave %d of %d multiprocessors free"
+        logger.info(line, margin, margin, available)
+    leave_free(margin)
+    sizes = sizes_of(config)
+    found = [
+        [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
+        for part in parts
+    ]
+    if dist.is_initialized():
+        mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
+        of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, mine)
+        # each part's problems, equal on all ranks: those of the first rank that has any
+        found = [next((lines for lines in part if lines), []) for part in zip(*of_ranks, strict=True)]
+    return [
+        _without_kernels(config, device, part, lines)
+        for part, lines in zip(parts, found, strict=True)
+        if lines
+    ]
+
+
+def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]) -> None:
+    """Times the kernels' configs on rank 0, for every class of rows; all ranks take its choices.
+
+    With several ranks nothing is timed later, so that none waits for another. Called by every rank after
+    `check_run`, whose result is `failures`.
+    """
+    failed = {failure.part for failure in failures}
+    parts = [part for part in parts_with_kernels(config, runtime.device) if part not in failed]
+    if not parts or not can_check(runtime.device):
+        return
+    found = from_first_rank(lambda: _timed(parts, sizes_of(config), runtime.device))
+    if runtime.world_size > 1:
+        take_choices(found)
+    if runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the peak in the records is that of the training
+
+
+def _timed(parts: Sequence[str], sizes: Sizes, device: torch.device) -> dict[str, dict[Key, int]]:
+    start = time.monotonic()
+    for kernel in TUNED.values():
+        kernel.is_decided = False
+    if any(len(kernel.candidates()) > 1 for kernel in TUNED.values()):
+        try:
+            for case in timing_cases(parts, sizes, device):
+                case.run()
+        except torch.OutOfMemoryError as error:
+            logger.warning("some kernels are not tuned, as memory is full: %s", in_one_line(error))
+            torch.cuda.empty_cache()
+        logger.info("kernels tuned in %.1f s", time.monotonic() - start)
+    return choices()
+
+
+def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
+    """Which of PARTS run on Triton's kernels with these settings."""
+    parts = []
+    if config.use_moe and _expert_backend(config, device) == "triton":
+        parts.append("experts")
+    # The interpreter does not move rows of a layer, see `choose_routing`.
+    routing = choose_routing(config.routing_kernels, device_type=device.type)
+    if config.use_moe and routing[0] == "triton":
+        parts.append("routing")
+    if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] == "triton":
+        parts.append("cross entropy")
+    return parts
+
+
+def _expert_backend(config: Config, device: torch.device, failure: str = "") -> str:
+    dtype = DTYPES[config.dtype]
+    return choose_backend(config.expert_backend, device_type=device.type, dtype=dtype, failure=failure)[0]
+
+
+def sizes_of(config: Config) -> Sizes:
+    """Sizes with which a run calls kernels on each of its ranks."""
+    router = None
+    num_tokens = config.mbsz * config.seq_len // config.cp // config.tp  # of a micro-batch, routed by a rank
+    if config.use_moe and not router_problem(config):
+        rules = router_config(transformer_config(config), moe_options(config)["router"])
+        router = {
+            "num_experts": rules.num_experts,
+            "score": rules.score,
+            "pre_softmax": rules.pre_softmax,
+            "normalize": rules.normalizes,
+            "scaling_factor": rules.scaling_factor,
+            "expert_bias": rules.expert_bias,
+        }
+    return Sizes(
+        dtype=DTYPES[config.dtype],
+        hidden_size=config.expert_hidden_size,
+        ffn_size=config.expert_ffn_size // config.etp,
+        num_experts=config.num_experts // config.ep,
+        topk=config.topk,
+        num_rows=num_tokens * config.topk * config.etp,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        gathers=config.ep == config.etp == 1
+        and config.dispatcher in ("auto", "local")
+        and config.router_score != "relu",
+        adds=True,
+        fp8=config.is_fp8_by_kernels,
+        vocab_size=config.padded_vocab_size // config.tp,
+        router=router,
+    )
+
+
+def _without_kernels(config: Config, device: torch.device, part: str, problems: list[str]) -> KernelFailure:
+    name = PARTS[part]
+    if getattr(config, name.lower()) != "auto":
+        rule = f"the self-test of its kernels has failed: {and_more(problems)}"
+        raise ConfigError([f"{name}=triton: {rule}. Fix: set {name}=auto."])
+    failure = KernelFailure(part, problems, backend="megatron" if part == "cross entropy" else "torch")
+    if part == "experts":
+        backend = _expert_backend(config, device, failure_of(part, [failure]))
+        failure = replace(failure, backend=backend)
+    for line in problems:
+        logger.warning("%s=auto continues with %s: %s", name, failure.backend, line)
+    return failure
+
+
+# For `moe-exp doctor --kernels`, which has no model.
+_DOCTOR_SIZES = Sizes(torch.bfloat16, hidden_size=1024, ffn_size=512, num_experts=8, topk=4, vocab_size=32000)
+_BIASED_ROUTER = {"num_experts": 256, "score": "sigmoid", "normalize": True, "expert_bias": True}
+_DOCTOR_CASES: tuple[dict[str, Any], ...] = (
+    {"router": {"num_experts": 64, "score": "softmax"}},
+    {"dtype": torch.float32, "router": _BIASED_ROUTER},
+    {"activation": "gelu", "gathers": False, "adds": True},
+    {"dtype": torch.float16, "activation": "squared_relu", "gathers": False, "adds": True},
+    {"activation": "clamped_swiglu", "bias": True},
+)
+
+
+def why_unchecked(device: torch.device) -> str:
+    """Why no kernel can run on the device; empty if they can."""
+    return "" if can_check(device) else missing() or "TRITON_INTERPRET=1 is not set, and there is no GPU"
+
+
+def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
+    """Checks of `moe-exp doctor --kernels`, each as soon as it is done: on a GPU all configs are compiled."""
+    for changes in _DOCTOR_CASES:
+        for part in PARTS if "router" in changes else ["experts"]:
+            yield from check_kernels(part, replace(_DOCTOR_SIZES, **changes), device)

@@ -27,26 +27,16 @@ from moe_exp.host.exit_codes import (
     report_first,
     reported_exit_code,
 )
-from moe_exp.host.processes import STOP_SIGNALS, end_with_parent
+from moe_exp.host.processes import STOP_SIGNALS, end_with_parent, signals_handled
 
 logger = logging.getLogger(__name__)
 
-_WAIT_FOR_CAUSE_SECONDS = 5.0
-_LAST_SECOND = 1.0
-_CHECK_SECONDS = 1.0  # between checks for the EXIT file
-
-# Why a run ends before TRAIN_ITERS. If ranks have different reasons, the first in this list is reported.
-STOP_REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL")
-_IN_WORDS = {
+# Why a run ends before TRAIN_ITERS, and in words. If ranks have different reasons, the first is reported.
+STOP_REASONS = {name: f"a rank got {name}" for name in ("SIGTERM", "SIGINT", "SIGUSR1")} | {
     "EXIT": "the file EXIT is in the run folder",
     "EXIT_DURATION": "EXIT_DURATION minutes have passed since the launch",
     "EXIT_INTERVAL": "the iteration is a multiple of EXIT_INTERVAL",
 }
-
-
-def stop_in_words(reason: str) -> str:
-    """One of STOP_REASONS for a log line."""
-    return _IN_WORDS.get(reason, f"a rank got {reason}")
 
 
 class StopSignal:
@@ -64,16 +54,12 @@ class StopSignal:
 def stop_signal() -> Iterator[StopSignal]:
     """Handles STOP_SIGNALS; processes that import this package for other purposes keep their handlers."""
     stop = StopSignal()
-    before = {number: signal.signal(number, stop.receive) for number in STOP_SIGNALS}
-    # The agent starts ranks with these blocked: delivers what was sent during the imports.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which nothing else would end after its agent
-        end_with_parent(signal.SIGTERM)
-    try:
+    with signals_handled(stop.receive, signals=STOP_SIGNALS):
+        # The agent starts ranks with these blocked: delivers what was sent during the imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which nothing else would end after its agent
+            end_with_parent(signal.SIGTERM)
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class StopRules:
@@ -98,7 +84,7 @@ class StopRules:
             return self._stop.reason
         now = time.monotonic()
         if self._file is not None and now >= self._next_check:
-            self._next_check = now + _CHECK_SECONDS
+            self._next_check = now + 1.0
             with contextlib.suppress(OSError):  # a network file system may be gone for a moment
                 if self._file.exists():
                     return "EXIT"
@@ -129,7 +115,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     if torch is not None and torch.cuda.is_initialized():
         # Messages to other ranks that are still on the GPU would be lost with the process.
         torch.cuda.synchronize()
-        time.sleep(_LAST_SECOND)  # for what NCCL has handed to the network
+        time.sleep(1.0)  # for what NCCL has handed to the network
     has_launcher = report_exit_code(code)
     # Skips the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if has_launcher else code)
@@ -145,17 +131,17 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
+        deadline = time.monotonic() + 5.0
         while any(text in str(error) for text in CAUSED_BY_ANOTHER) and time.monotonic() < deadline:
             if stop.reason or reported_exit_code() == BAD_INPUT:  # which prints its own line
                 os._exit(1)
             time.sleep(0.1)
+        _leave_error(error)
         if isinstance(error, ValueError) and ". Fix: " in str(error):
             # A user error, which a restart would not fix; the node's first rank prints it.
             if report_first(BAD_INPUT):
                 complain(*str(error).splitlines())
                 leave_reasons(*str(error).splitlines())
-            _leave_error(error)
             os._exit(BAD_INPUT)
         line = f"{rank_place()} failed: {type(error).__name__}: {error}"
         leave_reasons(line)
@@ -163,7 +149,6 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
             print(f"moe-exp: {line}", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
-        _leave_error(error)
         # Skips the clean-up of process groups, which would wait for the other ranks.
         os._exit(1)
 

@@ -26,7 +26,11 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
-            _initialize_experts(global_name(chunk, name), module, config)
+            first, stride = module.ep_group.rank() * module.weight1.size(0), 2 if module.gated else 1
+            for index, (weight1, weight2) in enumerate(zip(module.weight1, module.weight2, strict=True)):
+                key, ranks = f"{global_name(chunk, name)}.{first + index}", module.etp_group
+                draw_weight(weight1, f"{key}.weight1", config, dim=0, stride=stride, ranks=ranks)
+                draw_weight(weight2, f"{key}.weight2", config, dim=1, stride=1, ranks=ranks)
         if getattr(module, "parallel_mode", "") is None:
             _mark_whole(module)
     for name, parameter in chunk.named_parameters():
@@ -48,14 +52,6 @@ def _mark_whole(linear: torch.nn.Module) -> None:
     for parameter in linear.parameters(recurse=False):
         if hasattr(parameter, "partition_dim"):
             parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
-
-
-def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:
-    first = experts.ep_group.rank() * experts.weight1.size(0)
-    for index, (weight1, weight2) in enumerate(zip(experts.weight1, experts.weight2, strict=True)):
-        key, stride, ranks = f"{name}.{first + index}", 2 if experts.gated else 1, experts.etp_group
-        draw_weight(weight1, f"{key}.weight1", config, dim=0, stride=stride, ranks=ranks)
-        draw_weight(weight2, f"{key}.weight2", config, dim=1, stride=1, ranks=ranks)
 
 
 def draw_weight(

@@ -86,20 +86,22 @@ def transformer_config(config: Config) -> TransformerConfig:
         **(_moe_settings(config) if config.use_moe else {}),
         **_recompute_settings(config),
     )
-    settings.context_stripes = config.context_stripes
-    if config.use_moe:
-        _set_beyond_megatron(settings, config)
-    if config.rope_scaling == "yarn" and not config.multi_latent_attention:
-        _set_yarn(settings, config)
+    _set_beyond_megatron(settings, config)
     return settings
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
+    layout = None
+    if len(set(config.stage_layers)) > 1:  # parts per model chunk: allows any split of the layers
+        vpp = config.vpp or 1
+        layout = [["decoder"] * (layers // vpp) for _ in range(vpp) for layers in config.stage_layers]
+        layout[0].insert(0, "embedding")
+        layout[-1].append("loss")
     return {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp,
-        **_uneven_stages(config),
+        "pipeline_model_parallel_layout": layout,
         "context_parallel_size": config.cp,
         # EP and ETP are those of the MoE that a dense model is compared with; they do not apply to it.
         "expert_model_parallel_size": config.ep if config.use_moe else 1,
@@ -111,19 +113,6 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         # gloo may still send from storage that Megatron frees; with overlapped p2p, before 0.19, NCCL, too.
         "deallocate_pipeline_outputs": torch.cuda.is_available() and config.vpp is None,
     }
-
-
-def _uneven_stages(config: Config) -> dict[str, Any]:
-    """Megatron's layout: parts per model chunk. Allows any split, unlike first- and last-stage counts."""
-    if len(set(config.stage_layers)) == 1:
-        return {}
-    num_chunks = config.vpp or 1
-    layout = [
-        ["decoder"] * (layers // num_chunks) for _ in range(num_chunks) for layers in config.stage_layers
-    ]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return {"pipeline_model_parallel_layout": layout}
 
 
 def _moe_settings(config: Config) -> dict[str, Any]:
@@ -145,10 +134,8 @@ def _moe_settings(config: Config) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
     }
     if config.num_router_groups:
-        settings |= {
-            "moe_router_num_groups": config.num_router_groups,
-            "moe_router_group_topk": config.router_group_topk,
-        }
+        settings["moe_router_num_groups"] = config.num_router_groups
+        settings["moe_router_group_topk"] = config.router_group_topk
     if config.moe_type == "moe":
         settings |= {
             "moe_expert_capacity_factor": config.expert_capacity_factor,
@@ -159,14 +146,22 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Sets what our layer supports and Megatron's checks refuse: scores, expert bias, kinds of losses."""
-    losses = config.balancing_losses
-    settings.moe_router_score_function = config.router_score
-    settings.moe_router_pre_softmax = config.router_pre_softmax
-    # Megatron's finalize_model_grads moves the bias of these; for others see `finite_steps.RouterState`.
-    settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
-    settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
-    settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
+    """Sets what our layers support and Megatron's checks refuse or have no field for."""
+    settings.context_stripes = config.context_stripes
+    if config.use_moe:
+        losses = config.balancing_losses
+        settings.moe_router_score_function = config.router_score
+        settings.moe_router_pre_softmax = config.router_pre_softmax
+        # Megatron's finalize_model_grads moves the bias of these; see also `optimizer_setup.RouterState`.
+        settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
+        settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
+        settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
+    if config.rope_scaling == "yarn" and not config.multi_latent_attention:  # which has fields for it
+        settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
+        settings.yarn_original_max_position_embeddings = config.rope_seq_len
+        settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
+        settings.yarn_mscale, settings.yarn_mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
+        settings.yarn_correction_range_round_to_int = True
 
 
 def _latent_settings(config: Config) -> dict[str, Any]:
@@ -185,27 +180,6 @@ def _latent_settings(config: Config) -> dict[str, Any]:
         "beta_slow": config.yarn_beta_slow,
         "mscale": config.yarn_mscale,
         "mscale_all_dim": config.yarn_mscale_all_dim,
-    }
-
-
-def _set_yarn(settings: TransformerConfig, config: Config) -> None:
-    """Attributes that GPTModel and Attention read; TransformerConfig has YaRN fields only with MLA."""
-    settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
-    settings.yarn_original_max_position_embeddings = config.rope_seq_len
-    settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
-    settings.yarn_mscale, settings.yarn_mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
-    settings.yarn_correction_range_round_to_int = True
-
-
-def _rotary_settings(config: Config) -> dict[str, Any]:
-    """GPTModel's arguments for the position embedding, which multi-latent attention creates itself."""
-    of_model = config.rope_scaling == "yarn" and not config.multi_latent_attention
-    return {
-        "position_embedding_type": "yarn" if of_model else "rope",
-        "rotary_base": config.rotary_base,
-        "rotary_percent": config.rotary_fraction,
-        "rope_scaling": config.rope_scaling == "llama3",
-        "rope_scaling_factor": config.rope_scaling_factor,
     }
 
 
@@ -272,7 +246,7 @@ def build_model(
 ) -> list[DistributedDataParallel]:
     """Model chunks of this rank (one, or VPP), with initial weights, wrapped for data parallelism.
 
-    `kernel_failures`: parts of the model that must not use their kernels, from `kernel_checks.check_run`.
+    `kernel_failures`: parts of the model that must not use their kernels, from `backends.check_run`.
     """
     settings = transformer_config(config)
     chunks = [
@@ -302,7 +276,7 @@ def build_chunk(
 ) -> GPTModel:
     """One model chunk; `initial_weights` False if they will be read from a checkpoint."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
-    stage = vp_stage if config.vpp else None
+    stage, is_yarn = vp_stage if config.vpp else None, config.rope_scaling == "yarn"
     failure = failure_of("cross entropy", kernel_failures)
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
@@ -320,7 +294,12 @@ def build_chunk(
         pre_process=pp_rank == 0 and vp_stage == 0,
         post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        **_rotary_settings(config),
+        # multi-latent attention creates its own
+        position_embedding_type="rope" if config.multi_latent_attention or not is_yarn else "yarn",
+        rotary_base=config.rotary_base,
+        rotary_percent=config.rotary_fraction,
+        rope_scaling=config.rope_scaling == "llama3",
+        rope_scaling_factor=config.rope_scaling_factor,
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
@@ -359,6 +338,5 @@ class GPTModelWithOwnLoss(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""
-        return (
-            token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp).transpose(0, 1).contiguous()
-        )
+        losses = token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp)
+        return losses.transpose(0, 1).contiguous()

@@ -22,7 +22,7 @@ the number of ranks, and a bucket of 256 MiB.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,23 +35,15 @@ from moe_exp.layers.groups import group_size
 
 # In a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
 AXIS = "muon_axis"
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_NUM_STEPS = 5
-_EPSILON = 1e-7
 # Values of all ranks that are gathered at once.
 _BUCKET = 1 << 26
 
 
 class Ranks(NamedTuple):
-    """Process groups of some matrices.
+    """Process groups of some matrices."""
 
-    Attributes:
-        split: ranks that have a part of each matrix; None: it is whole.
-        shared: ranks that have the same matrices or parts, and share the work; None: only this one.
-    """
-
-    split: dist.ProcessGroup | None = None
-    shared: dist.ProcessGroup | None = None
+    split: dist.ProcessGroup | None = None  # have a part of each matrix; None: it is whole
+    shared: dist.ProcessGroup | None = None  # have the same ones, and share the work; None: only this rank
 
 
 class _Matrices(NamedTuple):
@@ -112,16 +104,14 @@ class Muon(Adam):
                 p.add_(update, alpha=-group["lr"])
             return
         owned = _owned(waiting, ranks)
-        own = owned[dist.get_rank(ranks.shared)]
-        # One at a time: as soon as it is in the buffer, its memory is free.
-        updates = (self._owned_update(each, ranks.split) for each in own)
-        _add_gathered(owned, updates, ranks.shared)
 
-    def _owned_update(self, own: _Owned, split: dist.ProcessGroup | None) -> Tensor:
-        (p, mean, group), indices = own
-        assert p.grad is not None
-        gradient = _stacked(p.grad)[indices].lerp(_stacked(mean)[indices], self._momentum)
-        return _whole_orthogonalized(gradient, group[AXIS], split)
+        def updates() -> Iterator[Tensor]:  # one at a time: once it is in the buffer, its memory is free
+            for (p, mean, group), indices in owned[dist.get_rank(ranks.shared)]:
+                assert p.grad is not None
+                gradient = _stacked(p.grad)[indices].lerp(_stacked(mean)[indices], self._momentum)
+                yield _whole_orthogonalized(gradient, group[AXIS], ranks.split)
+
+        _add_gathered(owned, updates(), ranks.shared)
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
@@ -139,7 +129,13 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
     """What each rank of `ranks.shared` owns, without parameters of which it owns nothing."""
-    costs = [_cost(each, ranks.split) for each in waiting for _ in _stacked(each.parameter)]
+    costs = []  # proportional to the operations of `orthogonalized`
+    for each in waiting:
+        sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
+        if axis:
+            sizes[axis] *= group_size(ranks.split)
+        short, long = sorted(sizes)
+        costs += [short * short * (2 * long + short)] * len(_stacked(each.parameter))
     owners = iter(shared_out(costs, group_size(ranks.shared)))
     owned: list[list[_Owned]] = [[] for _ in range(group_size(ranks.shared))]
     for each in waiting:
@@ -149,15 +145,6 @@ def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
         for owner, indices in found.items():
             owned[owner].append((each, indices))
     return owned
-
-
-def _cost(matrices: _Matrices, split: dist.ProcessGroup | None) -> int:
-    """Proportional to the operations of `orthogonalized` for one of these matrices."""
-    sizes, axis = list(matrices.parameter.shape[-2:]), matrices.group[AXIS]
-    if axis:
-        sizes[axis] *= group_size(split)
-    short, long = sorted(sizes)
-    return short * short * (2 * long + short)
 
 
 def _add_gathered(
@@ -212,16 +199,15 @@ def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | No
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Near U V^T for every fp32 matrix U S V^T [..., rows, columns]: singular values become 0.7 to 1.2.
-
-    Five Newton-Schulz steps.
+    """Near U V^T for every fp32 matrix U S V^T [..., rows, columns], by five Newton-Schulz steps: singular
+    values become 0.7 to 1.2.
     """
-    a, b, c = _COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.reshape(-1, *matrices.shape[-2:])
     x = x.mT if is_tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPSILON)
-    for _ in range(_NUM_STEPS):
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)

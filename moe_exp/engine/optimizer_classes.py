@@ -33,6 +33,8 @@ class Adam(torch.optim.Optimizer):
     True, and `capturable`, for CUDA graphs, False.
     """
 
+    _dtype: torch.dtype | None = None  # of moments; None: that of the parameter
+
     def __init__(
         self,
         params: Any,
@@ -44,10 +46,8 @@ class Adam(torch.optim.Optimizer):
         capturable: bool = False,
     ):
         if not adam_w_mode:
-            raise ValueError(
-                "adam_w_mode=False: only decoupled weight decay is supported. Fix: use"
-                " decoupled_weight_decay=True."
-            )
+            rule = "only decoupled weight decay is supported"
+            raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -64,7 +64,8 @@ class Adam(torch.optim.Optimizer):
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments if it has none: zeros."""
         if not self.state[p]:
-            self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            names = ("exp_avg", "exp_avg_sq")
+            self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         """The MOMENTS that `p` has, in fp32 and in its shape."""
@@ -110,11 +111,7 @@ class Bf16Adam(Adam):
     Rounds to nearest: a moment that changes by less than 2^-8 of its value in a step may not change at all.
     """
 
-    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        if not self.state[p]:
-            self.state[p] = {
-                name: torch.zeros_like(p, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")
-            }
+    _dtype = torch.bfloat16
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         return {name: value.float() for name, value in super().moments(p).items()}

@@ -1,7 +1,8 @@
-"""Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
+"""Parameter groups, Megatron's (distributed) optimizer and its steps, learning rate and batch ramp-up."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_exp.config import Config
+from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
@@ -20,6 +22,7 @@ from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
+from moe_exp.layers.megatron.moe_parts import MegatronRouter, device_of_model
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
@@ -41,11 +44,9 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {config.sgd_momentum:g}"
     if name == "muon":
-        momentum = f"OPTIMIZER=muon, momentum {config.muon_momentum:g}"
-        return (
-            "Muon, AdamW for embeddings, routers, norms and biases",
-            f"{momentum}; orthogonalized in fp32, by one data parallel rank each",
-        )
+        reason = f"OPTIMIZER=muon, momentum {config.muon_momentum:g}"
+        reason += "; orthogonalized in fp32, by one data parallel rank each"
+        return "Muon, AdamW for embeddings, routers, norms and biases", reason
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if name != "adam":
@@ -54,10 +55,8 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
-    return (
-        "torch fused",
-        "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract",
-    )
+    reason = "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract"
+    return "torch fused", reason
 
 
 @contextmanager
@@ -100,16 +99,8 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "is_bias", False)
 
 
-def _matrices() -> dict[ParamKey, Any]:
-    """Muon's parameter groups by split axis: all matrices except embedding, output layer and routers."""
-    groups = {}
-    for axis in (0, -1, -2):
-        among = ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))
-        groups[ParamKey(with_name_predicate=among)] = {AXIS: axis}
-    return groups
-
-
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
+    """Whether Muon steps on it as split along `axis`: not embedding, output layer and routers."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -137,7 +128,7 @@ def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
 
 
 def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[ParamKey, Any]:
-    """Parameter groups with another learning rate or weight decay, see `config.parameter_groups`."""
+    """Groups of `config.parameter_groups`."""
     if are_alike(config):
         return {}
     found: dict[Multiples, set[int]] = {}
@@ -175,8 +166,9 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_groups(config, model)
-    if config.optimizer == "muon":
-        overrides |= _matrices()
+    for axis in (0, -1, -2) if config.optimizer == "muon" else ():
+        among = ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))
+        overrides[ParamKey(with_name_predicate=among)] = {AXIS: axis}
     with _megatron_builds(config):
         optimizer = get_megatron_optimizer(
             settings, model, config_overrides=overrides, use_gloo_process_groups=False
@@ -248,7 +240,7 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> LearningRat
 
 
 def base_learning_rate(scheduler: LearningRateScheduler) -> float:
-    """The learning rate of groups without their own, also if every parameter has its own (LR_GROUPS)."""
+    """The rate of groups without their own (LR_GROUPS)."""
     return scheduler.get_lr({})
 
 
@@ -263,14 +255,12 @@ def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes all parts of `optimizer`, on all ranks, take or skip a step together and scale alike (fp16 only).
+    """Makes all parts of `optimizer`, on all ranks, take or skip a step together and scale alike (fp16 only),
+    by one scalar reduction over all ranks per step.
 
     Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
     multiplied by the first one's scale, but each part divides its gradients by its own, and lowers it when
-    its own gradients overflow. Once one part has overflowed alone, the scales differ for good and the other
-    gradients are wrong by a power of two. Parts of different ranks may differ as well.
-
-    Costs one scalar reduction over all ranks per step.
+    its own gradients overflow: after an overflow of one part the others are wrong by a power of two.
     """
     parts = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None) is not None]
     if not parts:
@@ -289,6 +279,91 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
     # On the instance: Megatron's own step calls it.
     optimizer.prepare_grads = prepare_grads
+
+
+# Skips optimizer steps whose gradient is not finite, on all ranks or none.
+#
+# Megatron computes the gradient norm before clipping, identical on every rank: one NaN or infinity on one
+# rank makes it NaN or infinite on all. With bf16 and fp32 it takes the step anyway; with fp16 the loss scaler
+# checks the gradients first. Here the step ends once the norm is known, at no cost: it is already on the
+# host. A loss that is not finite need not have such a gradient; `microbatch.lm_loss` ensures that it does.
+
+
+class _NotFiniteError(Exception):
+    """Ends Megatron's step between the norm, its argument, and its use."""
+
+
+def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
+    """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
+
+    Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
+    routers (expert bias, and what losses keep) is restored (Megatron updates it first). Called after
+    `set_megatron_hooks`.
+    """
+    routers = RouterState(model)
+    settings = get_model_config(model[0])
+    settings.finalize_model_grads_func = routers.remembered_before(settings.finalize_model_grads_func)
+    compute_norm, make_step = optimizer.get_grad_norm, optimizer.step
+
+    def finite_norm() -> float:
+        norm = float(compute_norm())
+        if not math.isfinite(norm):
+            raise _NotFiniteError(norm)
+        return norm
+
+    def step() -> tuple[bool, float | None, float | None]:
+        try:
+            updated, norm, num_zeros = make_step()
+        except _NotFiniteError as found:
+            updated, norm, num_zeros = False, found.args[0], None
+        if not updated:
+            routers.restore()
+        return updated, norm, num_zeros
+
+    # On the instance: Megatron's own step calls get_grad_norm.
+    optimizer.get_grad_norm, optimizer.step = finite_norm, step
+
+
+class RouterState:
+    """Router state that is updated per global batch, saved before."""
+
+    def __init__(self, model: list[DistributedDataParallel]):
+        modules = (module for chunk in model for module in chunk.modules())
+        self._routers = [module for module in modules if isinstance(module, MegatronRouter)]
+        named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
+        self._kept = [buffer for name, buffer in named if name.endswith((".router.expert_bias", *LOSS_STATE))]
+        self._before = [torch.empty_like(buffer) for buffer in self._kept]
+        has_relu = getattr(get_model_config(model[0]), "moe_router_score_function", "") == "relu"
+        self._stages = parallel_state.get_pipeline_model_parallel_group() if has_relu else None
+
+    def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
+        """`finalize`, which updates routers, and the update that is ours, after a copy of their state."""
+
+        @torch.no_grad()
+        def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
+            if self._kept:
+                torch._foreach_copy_(self._before, self._kept)
+            finalize(*args, **kwargs)
+            if self._stages is not None:
+                # Every ReLU router gets the counts of all layers, so that `l1` has one weight: TOPK is a mean
+                # over tokens and layers (ReMoE, arXiv:2412.14711, equation 7).
+                counts = [router.slots_and_tokens for router in self._routers]
+                # a stage may have no MoE layer
+                total = torch.zeros(2, dtype=torch.int64, device=device_of_model())
+                total += sum(counts)
+                torch.distributed.all_reduce(total, group=self._stages)
+                for count in counts:
+                    count.copy_(total)
+            for router in self._routers:
+                router.end_of_global_batch()
+
+        return finalize_model_grads
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Reverts what was done to the routers."""
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._before)
 
 
 # Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to get the norm of all,

@@ -49,13 +49,9 @@ def choose_communication() -> tuple[str, str]:
 
 
 def start(config: Config) -> Runtime:
-    """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
-
-    A process group that exists is used, and `stop` keeps it.
-
-    Raises:
-        ValueError: if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids
-            DETERMINISTIC.
+    """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC. A
+    process group that exists is used, and `stop` keeps it. ValueError if the number of ranks is not NNODES *
+    GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
     """
     global _found
     rank, world_size = _place()
@@ -117,11 +113,7 @@ def _place() -> tuple[int, int]:
 
 
 def world_settings() -> dict[str, int]:
-    """GPUS_PER_NODE, NNODES and NODE_RANK of the job that this process is a rank of.
-
-    Raises:
-        ValueError: Megatron's parallel state is in use.
-    """
+    """GPUS_PER_NODE, NNODES and NODE_RANK of this rank's job; ValueError if Megatron has a parallel state."""
     if parallel_state.model_parallel_is_initialized():
         fix = "call parallel_state.destroy_model_parallel() first, or train in another process"
         raise ValueError(f"parallel_state: it is initialized, and training sets up its own. Fix: {fix}.")
@@ -139,10 +131,8 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """The only rank of this process group, which is made if there is none, and kept for further calls.
-
-    Raises:
-        ValueError: this process is one of several ranks.
+    """The only rank of this process group, which is made if there is none, and kept for further calls;
+    ValueError if this process is one of several ranks.
     """
     global _alone
     if not torch.distributed.is_initialized():
@@ -181,7 +171,14 @@ def _device(config: Config, local_rank: int) -> torch.device:
     if config.deterministic:
         _make_deterministic(config)
     if count_gpus() and not torch.cuda.is_available():
-        raise ValueError(_why_no_gpu())
+        try:
+            torch.cuda.init()
+            reason = "it gives no reason"
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+        rule = f"this host has {count_gpus()} GPUs, and torch {torch.__version__} cannot use them: {reason}"
+        fix = f"install a build of torch for this driver (CUDA {driver_version()})"
+        raise ValueError(f"CUDA: {rule}. Fix: {fix}, or set CUDA_VISIBLE_DEVICES= to run on the CPU.")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         if config.threads_per_rank:
@@ -189,17 +186,6 @@ def _device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads_per_rank or 1)
     return torch.device("cpu")
-
-
-def _why_no_gpu() -> str:
-    try:
-        torch.cuda.init()
-        reason = "it gives no reason"
-    except (AssertionError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-    rule = f"this host has {count_gpus()} GPUs, and torch {torch.__version__} cannot use them: {reason}"
-    fix = f"install a build of torch for this driver (CUDA {driver_version()})"
-    return f"CUDA: {rule}. Fix: {fix}, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
 
 
 def _make_deterministic(config: Config) -> None:
@@ -244,12 +230,6 @@ def freeze_garbage() -> None:
     atexit.register(gc.unfreeze)
 
 
-def free_garbage() -> None:
-    """Frees what a run leaves in its process: model and process groups are parts of cycles."""
-    gc.unfreeze()
-    gc.collect()
-
-
 def stop() -> None:
     """Leaves Megatron's parallel state, and the process group unless `start` found it."""
     if torch.distributed.is_initialized():
@@ -282,10 +262,8 @@ def on_first_rank(make: Callable[[], T]) -> T | None:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, called on rank 0 alone, on every rank. Called by every rank.
-
-    Raises:
-        ValueError: on every rank if `make` raises it, so no rank waits for one that has given up.
+    """Result of `make`, called on rank 0 alone, on every rank. Called by every rank; ValueError on every rank
+    if `make` raises it, so no rank waits for one that has given up.
     """
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
@@ -301,10 +279,8 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, called on every rank, each with its own.
-
-    Raises:
-        ValueError: on every rank, with the same text, if `make` raises it on one.
+    """Result of `make`, called on every rank, each with its own; ValueError on every rank, with the same
+    text, if it raises it on one.
     """
     value, line = None, ""
     try:

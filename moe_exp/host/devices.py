@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +120,40 @@ def peak_resident_bytes() -> int:
 def num_cores() -> int:
     """CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Memory that this process may still use: the least of the machine's and its control groups' (version 2
+    or 1); 2 GB if neither says (macOS).
+    """
+    lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
+    found = [int(line.split()[1]) * 1024 for line in lines]
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        root = cgroup if not controllers else cgroup / "memory"
+        names = ("memory.max", "memory.current")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        folder = root / name.lstrip("/")
+        # From the process's own up to the root any may have the limit. In a container the name may be one of
+        # the host, which is hidden: the root is the container's.
+        groups = [group for group in (folder, *folder.parents) if group == root or root in group.parents]
+        for group in groups:
+            with suppress(OSError, ValueError):  # "max" is no number
+                limit, used = (int((group / one).read_text()) for one in names)
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                # with cache, which goes when memory is asked for
+                found.append(limit - used + int(statistics.get("inactive_file", 0)))
+    return max(0, min(found, default=2 * 2**30))
+
+
+def _lines(path: Path) -> list[str]:
+    """Empty if the file cannot be read."""
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []

@@ -17,14 +17,8 @@ import xxhash
 
 # of files with documents, see data/kinds.py
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".txt", ".text", ".md")
-DATA_SUFFIXES = (
-    *(f"{one}{packed}" for one in _PACKABLE for packed in ("", ".gz", ".zst")),
-    ".parquet",
-    ".arrow",
-)
-
+DATA_SUFFIXES = (*(one + packed for one in _PACKABLE for packed in ("", ".gz", ".zst")), ".parquet", ".arrow")
 _CHUNK_BYTES = 1 << 20
-_DEEPEST = 100  # brackets within each other in YAML
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -128,8 +122,8 @@ def shallow(text: str) -> str:
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
-        if depth > _DEEPEST:
-            raise ValueError(f"brackets are nested more than {_DEEPEST} deep")
+        if depth > 100:
+            raise ValueError("brackets are nested more than 100 deep")
     return text
 
 
@@ -221,11 +215,7 @@ def has_hash(path: Path, expected: str) -> bool:
 
 
 class BlockHash:
-    """XXH3-128 of each block of a file, so that several tasks can make the hash of one file.
-
-    Args:
-        block_bytes: size of a block; the last may be smaller.
-    """
+    """XXH3-128 of each block of a file, so that several tasks can make the hash of one file."""
 
     def __init__(self, block_bytes: int):
         self.block_bytes, self.num_bytes = block_bytes, 0

@@ -47,9 +47,7 @@ class _Event:
 
     def record(self, stream: Any = None) -> None: ...
 
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait = synchronize = record
 
     def query(self) -> bool:
         return True
@@ -60,14 +58,12 @@ class _Stream(torch.cpu.Stream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: Any = None) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    wait_event = synchronize = wait_stream  # type: ignore[assignment]
 
     def record_event(self, event: Any = None) -> _Event:  # type: ignore[override]
         return _Event()
-
-    def synchronize(self) -> None: ...
 
 
 class _CpuAccelerator(types.ModuleType):
@@ -170,11 +166,6 @@ def find_spec(
     return spec
 
 
-def _patch_jit(module: Any) -> None:
-    # torch.compile would need a C++ compiler, for fusions worth little on a CPU.
-    module.disable_jit_fuser()
-
-
 def _patch_random(module: Any) -> None:
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -237,7 +228,8 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.mappings": _patch_collectives,
     "megatron.core.utils": _patch_norm,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _patch_writer,
-    "megatron.core.jit": _patch_jit,
+    # torch.compile would need a C++ compiler, for fusions worth little on a CPU
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe,
 }
@@ -248,7 +240,7 @@ INSTALLED = not torch.cuda.is_available()
 
 
 def refuse_if_too_late() -> None:
-    """Raises ImportError if megatron was imported before moe_exp on a host without CUDA."""
+    """Called if megatron was imported before moe_exp."""
     if INSTALLED:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 

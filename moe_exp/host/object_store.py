@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import random
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,15 +25,14 @@ import xxhash
 
 from moe_exp.host.files import is_url, sync_folder
 from moe_exp.host.progress import Advance
-from moe_exp.host.retries import first_line, patiently
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MAX_FAILURES = 8  # in a row: about three minutes
 _UNREACHABLE_FAILURES = 4  # of a server that this process has never reached: its address may be wrong
 _PART_BYTES = 2**25
-_PARTS = 4  # of a file at a time
-_FEW = 64  # files that are asked for one by one rather than listed
 _WORKERS = 8  # files at a time
 # as the packages call what identifies a file's content
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
@@ -40,7 +42,6 @@ _FINAL = (
 )  # fmt: skip
 # of botocore, which is not imported here
 _NO_ACCESS = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_FINAL_NAMES = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
 _UNREACHABLE_NAMES = {"EndpointConnectionError", "ClientConnectorError", "ConnectError", "gaierror"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "data"}
 
@@ -64,8 +65,9 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            fix = "give one such as s3://bucket/folder"
-            raise ValueError(f"{url}: is no URL of an object store. Fix: {fix}.")
+            raise ValueError(
+                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
+            )
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
@@ -135,7 +137,7 @@ class Store:
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The files of some names that are there."""
-        if len(names) > _FEW:
+        if len(names) > 64:  # listing is faster
             listed = self.files()
             return {name: listed[name] for name in names if name in listed}
         with ThreadPoolExecutor(_WORKERS) as pool:
@@ -166,8 +168,8 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            fix = "create it, or correct the URL"
-            raise ValueError(f"{self.url}: there is no such bucket. Fix: {fix}.") from None
+            rule = "there is no such bucket. Fix: create it, or correct the URL."
+            raise ValueError(f"{self.url}: {rule}") from None
 
     def remove(self, name: str) -> None:
         """Removes a file; there need be none."""
@@ -198,7 +200,7 @@ class Store:
             start = file.tell()
             advance(start)
             while start < known.bytes:
-                end = min(start + _PARTS * _PART_BYTES, known.bytes)
+                end = min(start + 4 * _PART_BYTES, known.bytes)
                 begins = range(start, end, _PART_BYTES)
                 for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
                     file.write(data)
@@ -221,7 +223,9 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 def _may_pass(error: Exception) -> bool:
     """Whether trying again may help."""
-    if isinstance(error, _FINAL) or _names_of(error) & _FINAL_NAMES:
+    if isinstance(error, _FINAL):
+        return False
+    if _names_of(error) & (_NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}):
         return False
     return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
 
@@ -244,6 +248,50 @@ def _names_of(error: BaseException | None) -> set[str]:
         names |= {kind.__name__ for kind in type(error).__mro__}
         error = error.__cause__
     return names
+
+
+def patiently(
+    action: Callable[[], T],
+    max_failures: int,
+    *,
+    passes: Callable[[Exception], bool],
+    num_left: Callable[[], int] = lambda: 0,
+    limit_of: Callable[[Exception], int | None] = lambda _: None,
+    wait_of: Callable[[Exception], float] = lambda _: 0.0,
+) -> T:
+    """Result of `action`, which is tried again after failures that may pass.
+
+    Args:
+        max_failures: in a row since `num_left` went down; the last one is raised.
+        passes: whether trying again may help.
+        num_left: how much there is to do.
+        limit_of: another `max_failures` for some errors.
+        wait_of: seconds that the error itself asks to wait.
+    """
+    failures, best = 0, num_left()
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if not passes(error):
+                raise
+            left = num_left()
+            failures = 1 if left < best else failures + 1
+            best = min(best, left)
+            if failures >= (limit_of(error) or max_failures):
+                raise
+            # Jitter: workers of one cluster that were refused together do not come back together.
+            seconds = max(min(60.0, 2.0 ** (failures - 1)), wait_of(error))
+            seconds *= random.uniform(1.0, 1.5)
+            what = "%s. Failure %d of %d, trying again in %.0f s"
+            logger.warning(what, first_line(error), failures, max_failures, seconds)
+            time.sleep(seconds)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without its full stop; its type if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 # Sets of files

@@ -67,10 +67,10 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process after its exit handlers, without freeing its objects one by one.
+    """Ends this process after its exit handlers, without freeing its objects one by one: that takes a second.
 
-    With torch and Megatron loaded that takes a second per rank. To be made before anything else registers
-    an exit handler: the first of them is the last to run. Nothing changes until `code` is set.
+    To be made before anything else registers an exit handler: the first of them is the last to run. Nothing
+    changes until `code` is set.
     """
 
     def __init__(self) -> None:
@@ -86,34 +86,31 @@ class QuickExit:
         os._exit(self.code)
 
 
-# Loaded here, as only a plain call is safe between fork and exec.
+# Loaded here, as only a plain call is safe between fork and exec. Its numbers are those of <sys/prctl.h>.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 36, 0x59616D61  # "Yama"
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
     """Makes the kernel signal this process when its parent dies (Linux only)."""
     if _LIBC:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+        _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def allow_tracers() -> None:
     """Lets py-spy of the same user read this process where only its ancestors may (Yama's ptrace_scope 1)."""
     if _LIBC:
-        _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # any process
+        _LIBC.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, any process
 
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
     """Inside the block, orphaned descendants become children of this process (Linux only)."""
-    if _LIBC:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt = _LIBC.prctl if _LIBC else lambda *_: None
+    adopt(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     try:
         yield
     finally:
-        if _LIBC:
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        adopt(36, 0, 0, 0, 0)
 
 
 def worker_context(module: str) -> ForkServerContext | SpawnContext:

@@ -18,8 +18,6 @@ from moe_exp.host.files import bytes_text
 
 logger = logging.getLogger(__name__)
 
-_LOG_SECONDS, _POLL_SECONDS = 30.0, 1.0
-
 
 class Advance(Protocol):
     """Takes the number of units just done, and optionally a few words about the current one."""
@@ -29,13 +27,8 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that takes the number of units just done.
-
-    Args:
-        what: label of the line.
-        total: units of the whole step.
-        unit: `bytes`, or what is counted, in the plural.
-        done: units done by an earlier call.
+    """Yields a function that takes the number of units just done, of `total`. `unit` is `bytes`, or what is
+    counted, in the plural; `done` was done by an earlier call.
     """
     # this stream, even if a step redirects sys.stderr of a verbose package
     console = Console(file=sys.stderr)
@@ -68,7 +61,7 @@ def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str 
         def follow() -> None:
             known, is_last = done, False
             while not is_last:
-                is_last = stop.wait(_POLL_SECONDS)
+                is_last = stop.wait(1.0)
                 now = how_far()
                 advance(now - known)
                 known = now
@@ -101,7 +94,7 @@ class _Counter:
         if now:
             logger.info("%s: %s", self.what, now)
         seconds = time.monotonic()
-        if seconds - self.logged >= _LOG_SECONDS and self.done > self.first:
+        if seconds - self.logged >= 30.0 and self.done > self.first:
             self.logged = seconds
             left = (self.total - self.done) * (seconds - self.started) / max(1, self.done - self.first)
             logger.info("%s: %s, %s, %.0f s left", self.what, self.amount(), self.rate(), left)
@@ -118,10 +111,8 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
     table_console().print(table)
 
 
-_NO_LIMIT = 1000  # characters; for a file or a pipe rich uses 80, and breaks words
-
-
 def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:
     """A console on `file`, standard output by default."""
     console = Console(file=file, highlight=highlight)
-    return console if console.is_terminal else Console(file=file, highlight=highlight, width=_NO_LIMIT)
+    # for a file or a pipe rich uses 80 columns, and breaks words
+    return console if console.is_terminal else Console(file=file, highlight=highlight, width=1000)

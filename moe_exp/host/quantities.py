@@ -10,9 +10,6 @@ from datetime import timedelta
 
 from moe_exp.host import files
 
-_ONLY_DAYS = 1e10  # seconds, three centuries: beyond that no hour matters
-_PREFIXES = ("", "K", "M", "G", "T", "P", "E", "Z", "Y")
-
 
 def count_text(value: float) -> str:
     """Four digits of a number of tokens or parameters: 16384 is `16.38K`, 3e9 is `3B`."""
@@ -21,7 +18,7 @@ def count_text(value: float) -> str:
 
 def flops_text(value: float) -> str:
     """Four digits of a number of FLOPs with a decimal prefix: 2.5e18 is `2.5E`."""
-    return files.scaled_text(value, _PREFIXES, 4) if math.isfinite(value) else "–"
+    return files.scaled_text(value, ("", *"KMGTPEZY"), 4) if math.isfinite(value) else "–"
 
 
 def rate_text(value: float) -> str:
@@ -53,7 +50,7 @@ def duration(seconds: float) -> str:
     """Three digits of seconds below two minutes, else `H:MM:SS` with the days in front, or days alone."""
     if not math.isfinite(seconds):
         return "–"
-    if seconds >= _ONLY_DAYS:
+    if seconds >= 1e10:  # three centuries: beyond that no hour matters
         return f"{seconds / 86400:.4g} days"
     return f"{seconds:.3g} s" if seconds < 120 else str(timedelta(seconds=round(seconds)))
 

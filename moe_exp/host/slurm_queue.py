@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-# Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
-_FORMAT = "%i|%T|%S|%l|%L|%r"
-_SQUEUE_SECONDS = 60.0
-
 # States of jobs that have nodes; COMPLETING is left out, as the job is over.
 _RUNNING = ("RUNNING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
@@ -73,7 +69,6 @@ class Queue:
 
     @property
     def all_jobs(self) -> list[QueuedJob]:
-        """All jobs, those with nodes first."""
         return [*self.running, *self.coming, *self.stuck, *self.ending]
 
     @property
@@ -111,16 +106,9 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
         QueueError: it refuses, or takes longer than a minute.
     """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
-    try:
-        done = _squeue(*([f"--jobs={','.join(job_ids)}"] if job_ids else chosen), f"--format={_FORMAT}")
-    except FileNotFoundError:
-        fix = "put its folder on PATH (cron's is short), call this on a login node, or omit --slurm-name"
-        raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
-    except subprocess.TimeoutExpired:
-        raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
-    if done.returncode and not _has_forgotten(done):
-        raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
-    return parse_queue(done.stdout)
+    chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
+    # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
+    return parse_queue(_squeue(*chosen, "--format=%i|%T|%S|%l|%L|%r"))
 
 
 def parse_queue(text: str) -> Queue:
@@ -176,17 +164,22 @@ def job_environment() -> str:
     return "; ".join(exports)
 
 
-def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
+def _squeue(*options: str) -> str:
+    """Output of squeue. Jobs that it was asked for may have ended some time ago. Raises like `read_queue`."""
     # Users' own settings may hide jobs, truncate long array ids, or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     command = ["squeue", "--noheader", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
-
-
-def _has_forgotten(done: subprocess.CompletedProcess[str]) -> bool:
-    """squeue's error if all jobs that it was asked for have ended some time ago."""
-    return "invalid job id" in done.stderr.lower()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60.0)
+    except FileNotFoundError:
+        fix = "put its folder on PATH (cron's is short), call this on a login node, or omit --slurm-name"
+        raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
+    except subprocess.TimeoutExpired:
+        raise QueueError("squeue: has not answered in 60 s") from None
+    if done.returncode and "invalid job id" not in done.stderr.lower():
+        raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
+    return done.stdout
 
 
 def still_there(job_ids: list[str]) -> list[str]:
@@ -196,12 +189,8 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not shutil.which("squeue"):
         rule = f"is not here to report the SLURM jobs {' '.join(job_ids)}"
         raise ValueError(f"squeue: {rule}. Fix: call it on a login node of the cluster.")
-    fix = "call it again when SLURM answers"
     try:
-        found = _squeue("--format=%F", "--jobs", ",".join(job_ids))
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"squeue: has not answered in {_SQUEUE_SECONDS:.0f} s. Fix: {fix}.") from None
-    if found.returncode != 0 and not _has_forgotten(found):
-        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: {fix}.")
-    known = set(found.stdout.split())
+        known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())
+    except QueueError as error:
+        raise ValueError(f"{error}. Fix: call it again when SLURM answers.") from None
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -26,7 +26,7 @@ from moe_exp.checkpoint.format.keys import (
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
 from moe_exp.config import Config
-from moe_exp.engine.kernel_checks import check_run
+from moe_exp.engine.backends import check_run
 from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.megatron.attention import KeyValueCache

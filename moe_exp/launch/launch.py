@@ -41,9 +41,8 @@ from moe_exp.launch.room import disk_problems, disk_warnings, memory_warnings
 from moe_exp.launch.source_checks import source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
-from moe_exp.runs.summary import Caller
+from moe_exp.runs.summary import Caller, finish_run
 from moe_exp.watch.hangs.monitor import HangWatch
 
 

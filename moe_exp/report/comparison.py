@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
 import numpy as np
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.quantities import rate_text
-from moe_exp.report.load_history import Floats
-from moe_exp.report.run_data import AXES, Run
+from moe_exp.planner.costs.params import count_parameters
+from moe_exp.report.run_data import AXES, Floats, Run, latest
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
-from moe_exp.runs.seeds import grouped_by_seed, shared_points
+from moe_exp.runs.curves import grouped_by_seed, shared_points
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
@@ -138,7 +139,6 @@ def why_not_compared(run: Run, window_tokens: float) -> str:
 
 
 def lowest(values: Floats) -> float:
-    """The lowest finite value; NaN without one."""
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
@@ -162,6 +162,32 @@ def rounded_up(loss: float) -> float:
     if not np.isfinite(loss):
         return loss
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
+
+
+class Overview:
+    """One run in numbers, at its end; NaN for what was not measured. Throughput is the median of the records.
+
+    `cost` is that of `loss` in `unit`; None if it was not reached, or if losses do not compare (no `unit`).
+    """
+
+    def __init__(self, run: Run, loss: float, unit: str | None, window_tokens: float):
+        count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
+        own_end = smoothed(run, NATS, window_of([run]))
+        memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
+        self.run = run
+        self.total_parameters = count.total if count else nan
+        self.active_parameters = count.active_per_token if count else nan
+        self.final_loss = float(own_end[-1]) if len(own_end) else nan  # training, last 5% of its tokens
+        self.valid_loss, self.valid_ppl, self.bits_per_byte = (
+            latest(run.valid[key]) for key in ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
+        )
+        self.peak_memory_bytes = float(np.fmax.reduce(memory)) if len(memory) else nan  # maximum over ranks
+        self.tokens_per_second, self.tflops_per_gpu = (
+            float(np.nanmedian(train[key])) if np.isfinite(train[key]).any() else nan
+            for key in ("tokens_per_second", "tflops_per_gpu")
+        )
+        self.iteration, self.tokens, self.flops, self.seconds = (run.last(axis) for axis in AXES)
+        self.cost = cost_of(train, smoothed(run, unit, window_tokens), loss) if unit else None
 
 
 def seed_groups(runs: Sequence[Run]) -> list[Group]:
@@ -205,15 +231,7 @@ def parities(runs: Sequence[Run]) -> list[Parity]:
 
 
 def parity(one: Group, other: Group) -> Parity:
-    """Compares the two at the lowest loss that both reach.
-
-    The loss is that of validation, if the runs were validated on the same data and both come down to it
-    after their first validation. Otherwise it is the smoothed training loss: at a record, the mean of the
-    last w tokens, in whole records; w is 5% of the tokens of the shortest run, and at least 1% of those of
-    the longest. The loss that both reach is the larger of the two minima, rounded up to four places. Each
-    one's cost is where its curve first reaches it, interpolated linearly between two points. Without a point
-    before, there is no cost to compare.
-    """
+    """Compares the two at the lowest loss that both reach, as `page_parts._PARITY_RULE` says."""
     runs = (*one.runs, *other.runs)
     unit, window = loss_unit(runs), window_of(runs)
     reasons = {run.name: why_not_compared(run, window) for run in runs}
@@ -241,19 +259,12 @@ def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
             return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
     ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
     assert ours and theirs
-    return replace(
-        pair,
-        loss=loss,
-        flops=_share(ours.flops, theirs.flops),
-        seconds=_share(ours.seconds, theirs.seconds),
-        tokens=_share(ours.tokens, theirs.tokens),
-        is_reached=own_lowest <= other_lowest,
-        other_lowest=other_lowest,
-    )
-
-
-def _share(ours: float, theirs: float) -> float:
-    return ours / theirs if theirs > 0 else float("nan")
+    shares: dict[str, Any] = {}
+    for name in ("flops", "seconds", "tokens"):
+        used, base = getattr(ours, name), getattr(theirs, name)
+        shares[name] = used / base if base > 0 else float("nan")
+    is_reached = own_lowest <= other_lowest
+    return replace(pair, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
 
 
 def parity_text(found: Parity) -> str:
@@ -313,7 +324,12 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
-        values = [_value(run, name) for run in runs]
+        values = [
+            _UNKNOWN if name not in run.settings
+            else _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense"
+            else _shown(run.settings[name])
+            for run in runs
+        ]  # fmt: skip
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
         is_chosen = False
         if known and _NO_EXPERTS in values:
@@ -321,12 +337,6 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
-
-
-def _value(run: Run, name: str) -> str:
-    if name not in run.settings:
-        return _UNKNOWN
-    return _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense" else _shown(run.settings[name])
 
 
 def _part(name: str) -> str:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,14 +21,8 @@ from moe_exp.runs.records import Record, fast_record
 from moe_exp.runs.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # losses kept for the plot
-_LAST_EVENTS = 20
-_INTERVALS = 50  # for the median
 _CHUNK_BYTES = 1 << 22
 _TAIL_BYTES = 8192  # a whole record of a small model: the end alone may equal that of another one
-_DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
-_LAYER_KEYS = ("max_over_mean", "dropped_fraction", "router_entropy")
-# The floor is for small runs, where an evaluation or a checkpoint takes longer than ten iterations.
-_LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
 
 
 class WorstLayer(NamedTuple):
@@ -48,8 +43,8 @@ class Watched:
     num_train: int = 0
     # (iteration, loss)
     losses: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=LAST_RECORDS))
-    interval_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
-    events: deque[Record] = field(default_factory=lambda: deque(maxlen=_LAST_EVENTS))
+    interval_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    events: deque[Record] = field(default_factory=lambda: deque(maxlen=20))
     train: Record = field(default_factory=dict)  # the latest train record
     valid: Record = field(default_factory=dict)  # the latest valid record
     iteration: int = 0
@@ -70,36 +65,29 @@ class Watched:
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
             return False
-        if record.get("kind") == "event":
-            self._take_event(dict(record), iteration)
-            return True
-        self.iteration = iteration
-        if record.get("kind") == "train":
-            self._take_train(dict(record))
-        elif record.get("kind") == "valid":
+        kind, name = record.get("kind"), record.get("event")
+        if kind == "event":
+            self.events.append(dict(record))
+            if name in ("start", "resume"):
+                self.end, self.since_iteration, self.start_time = None, iteration, str(record.get("time", ""))
+            elif name == "end":
+                self.end = str(record.get("status", "ended"))
+            else:  # a checkpoint saved in the background is logged after later iterations
+                return True
+        elif kind == "valid":
             self.valid = dict(record)
-        return True
-
-    def _take_event(self, event: Record, iteration: int) -> None:
-        self.events.append(event)
-        if event.get("event") in ("start", "resume"):
-            self.end, self.since_iteration, self.start_time = None, iteration, str(event.get("time", ""))
-        elif event.get("event") == "end":
-            self.end = str(event.get("status", "ended"))
-        else:  # a checkpoint saved in the background is logged after later iterations
-            return
+        elif kind == "train":
+            num_iterations = max(1, iteration - self.since_iteration)
+            self.num_train += 1
+            self.train, self.since_iteration = dict(record), iteration
+            loss = number(record.get("lm_loss"))
+            self.num_not_finite += loss is None
+            self.losses.append((iteration, loss))
+            milliseconds = number(record.get("elapsed_time_per_iteration_ms"))
+            if milliseconds is not None:
+                self.interval_seconds.append(milliseconds / 1000 * num_iterations)
         self.iteration = iteration
-
-    def _take_train(self, record: Record) -> None:
-        num_iterations = record["iteration"] - self.since_iteration
-        self.num_train += 1
-        self.train, self.since_iteration = record, record["iteration"]
-        loss = number(record.get("lm_loss"))
-        self.num_not_finite += loss is None
-        self.losses.append((record["iteration"], loss))
-        milliseconds = number(record.get("elapsed_time_per_iteration_ms"))
-        if milliseconds is not None:
-            self.interval_seconds.append(milliseconds / 1000 * max(1, num_iterations))
+        return True
 
 
 class Follower:
@@ -109,10 +97,6 @@ class Follower:
         path: a run folder, or its metrics.jsonl. It need not exist yet.
         also: called with every record, and with all records again if the file was rewritten.
         advance: called with the number of bytes of every part that was read.
-
-    Attributes:
-        modified: when the file was last written, seconds since 1970; None without one.
-        trouble: why the file cannot be read, if it exists.
     """
 
     def __init__(
@@ -125,15 +109,10 @@ class Follower:
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
         self.name = self.folder.path.resolve().name
         self.watched = Watched()
-        self.trouble: str | None = None
-        self.modified: float | None = None
+        self.trouble: str | None = None  # why the file cannot be read, if it exists
+        self.modified: float | None = None  # when it was last written, seconds since 1970; None without one
         self._offset, self._tail = 0, b""
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
-
-    @property
-    def exists(self) -> bool:
-        """Whether metrics.jsonl existed at the last `look`."""
-        return self.modified is not None
 
     def refresh(self) -> None:
         """Reads what was appended since the last call; a read error is kept in `trouble` until then."""
@@ -176,10 +155,11 @@ class Follower:
             file.seek(self._offset)
 
     def settings(self) -> dict[str, Any]:
-        """The run's config.yaml, read again when it changed; empty if missing or unreadable."""
+        """The run's config.yaml."""
         return self._content(self.folder.config)
 
     def _content(self, path: Path) -> dict[str, Any]:
+        """A file, read again when it changed; empty if missing or unreadable."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:
@@ -199,31 +179,27 @@ class Follower:
         A killed process writes no `end` event; then the summary decides, which its launcher writes after the
         last record.
         """
-        if self.modified is None or self._is_starting():
+        if self.modified is None:
             return None
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            latest = self._content(self.folder.provenance)["starts"][-1]["time"]
+            if datetime.fromisoformat(latest) > datetime.fromisoformat(self.watched.start_time):
+                return None  # it has no record yet: an `end` belongs to the start before
         if self.watched.end:
             return self.watched.end
-        try:
-            is_of_this_start = self.folder.summary.stat().st_mtime >= self.modified
-        except OSError:
-            return None
-        status = self._content(self.folder.summary).get("status")
-        return str(status) if status and is_of_this_start else None
-
-    def _is_starting(self) -> bool:
-        """Whether the latest start has no record yet, so that an `end` belongs to the start before."""
-        try:
-            latest = self._content(self.folder.provenance)["starts"][-1]["time"]
-            return datetime.fromisoformat(latest) > datetime.fromisoformat(self.watched.start_time)
-        except (KeyError, IndexError, TypeError, ValueError):
-            return False
+        with suppress(OSError):
+            if self.folder.summary.stat().st_mtime >= self.modified:
+                status = self._content(self.folder.summary).get("status")
+                return str(status) if status else None
+        return None
 
     def is_late(self) -> bool:
         """Whether a run that has not ended wrote nothing for 10 times its usual interval, and for 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False
-        return age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
+        # In small runs an evaluation or a checkpoint takes longer than ten iterations.
+        return age > max(10.0, 10.0 * usual)
 
 
 def number(value: Any) -> float | None:
@@ -233,10 +209,16 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def number_text(value: Any, form: str, factor: float = 1.0) -> str:
+    """A finite number times `factor` in a format; a dash for anything else."""
+    known = number(value)
+    return "-" if known is None else format(known * factor, form)
+
+
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
     """Number of experts with less than 1% of their fair share, the mean of the layer; 0 without tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
-    return sum(tokens < _DEAD_SHARE * fair for tokens in tokens_per_expert)
+    return sum(tokens < 0.01 * fair for tokens in tokens_per_expert)
 
 
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
@@ -245,7 +227,8 @@ def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):
         counts = map(number, _list(layer.get("tokens_per_expert")))
         tokens = [count for count in counts if count is not None]
-        peak, dropped, entropy = (number(layer.get(key)) for key in _LAYER_KEYS)
+        keys = ("max_over_mean", "dropped_fraction", "router_entropy")
+        peak, dropped, entropy = (number(layer.get(key)) for key in keys)
         index = layer["layer"] if isinstance(layer.get("layer"), int) else 0
         found.append(WorstLayer(index, peak, dead_experts(tokens), len(tokens), dropped, entropy))
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))

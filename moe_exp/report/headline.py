@@ -26,15 +26,12 @@ from moe_exp.report.comparison import (
     why_not_compared,
     window_of,
 )
-from moe_exp.report.load_history import Floats
-from moe_exp.report.run_data import Run
+from moe_exp.report.run_data import Floats, Run
 
 Axis = Literal["consumed_tokens", "consumed_flops", "training_seconds"]
 AXES: dict[Axis, str] = {
-    "consumed_tokens": "tokens",
-    "consumed_flops": "FLOPs",
-    "training_seconds": "training time",
-}
+    "consumed_tokens": "tokens", "consumed_flops": "FLOPs", "training_seconds": "training time",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,12 +73,9 @@ def baseline_of(runs: Sequence[Run]) -> int:
 
 
 def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups by their loss where all their runs have used the same amount of `axis`.
-
-    The losses are those of validation at the last point that all runs have reached, each on the straight line
-    between two of its validations. Without validations that all groups can be compared by, they are smoothed
-    training losses at the end of the shortest run. Runs that cannot be compared are left out, as are seeds
-    without a validation where another of their group has one; None if less than two groups remain.
+    """Ranks the groups by their loss where all their runs have used the same amount of `axis`, see
+    RANKING_RULE. Runs that cannot be compared are left out, as are seeds without a validation where another
+    of their group has one; None if less than two groups remain.
     """
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
@@ -131,10 +125,11 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
     """
     if len(runs) == 1:
         return _single(runs[0]), ""
-    found = ranking(runs)
+    found, window = ranking(runs), window_of(runs)
+    refused = [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
     if found is None:
         why = ""
-        if refused := _refused(runs):
+        if refused:
             why = f": {'; '.join(refused)}"
         elif loss_unit(runs) is None:
             why = ": their tokenizers differ, and bits per byte are not known for all"
@@ -152,7 +147,6 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
         text = f"{best.group.name} is better than {second.group.name} {lead}: {losses}"
     else:
         text = f"{best.group.name} is the best of {number} {lead}, before {second.group.name}: {losses}"
-    refused = _refused(runs)
     left_out = f"Left out: {'; '.join(refused)}." if refused else ""
     return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
@@ -167,11 +161,6 @@ def _single(run: Run) -> str:
         return f"{run.name} has no loss yet."
     after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
     return f"{run.name} has {what} of {loss:.4f} {NATS}{after}."
-
-
-def _refused(runs: Sequence[Run]) -> list[str]:
-    window = window_of(runs)
-    return [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
 
 
 def _seeds(best: Standing, second: Standing) -> str:

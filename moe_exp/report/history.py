@@ -74,7 +74,6 @@ def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) 
 
 
 def is_checkpoint(event: dict[str, Any]) -> bool:
-    """Whether the event is a saved checkpoint."""
     return event.get("event") == "checkpoint"
 
 
@@ -93,7 +92,10 @@ def _track(
         return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
 
     parts = []
-    for begin, end in _active(events, span[1]):
+    starts = [at for at, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    for start, following in pairwise([*starts, len(events)]):  # each to the last event before the next
+        begin = events[start][0]
+        end = max(span[1] if following == len(events) else events[following - 1][0], begin)
         style = f"--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"
         parts.append(f'<i class="active" style="{style}"></i>')
     times = {id(event): when for when, event in events}
@@ -109,18 +111,7 @@ def _track(
     return f'<div class="track" role="img" aria-label="{label}">{"".join(parts)}</div>'
 
 
-def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
-    """Intervals from each start to the last event before the next start."""
-    starts = [at for at, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
-    spans = []
-    for start, following in pairwise([*starts, len(events)]):
-        end = last if following == len(events) else events[following - 1][0]
-        spans.append((events[start][0], max(end, events[start][0])))
-    return spans
-
-
 def is_fault(event: dict[str, Any]) -> bool:
-    """Whether the event needs attention."""
     name = str(event.get("event"))
     is_named = name in FAULTS or "fault" in name or "fail" in name
     return is_named or "failed" in (event.get("status"), event.get("grade"))
@@ -129,11 +120,11 @@ def is_fault(event: dict[str, Any]) -> bool:
 def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
     rows = []
     for event in events:
-        more = {
-            key: value for key, value in event.items() if key not in ("kind", "iteration", "event", "time")
-        }
-        lists = {key: ", ".join(map(str, value)) for key, value in more.items() if isinstance(value, list)}
-        details = ", ".join(f"{key}: {value}" for key, value in (more | lists).items())[:500]
+        more = []
+        for key, value in event.items():
+            if key not in ("kind", "iteration", "event", "time"):
+                more.append(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        details = ", ".join(more)[:500]
         css = ' class="fault"' if is_fault(event) else ""
         when = str(event.get("time", "")).replace("T", " ")
         texts = (event.get("event"), event.get("iteration"), when, details)
@@ -144,8 +135,8 @@ def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[
 
 def about_html(runs: Sequence[Run]) -> str:
     """Start time, machine, versions and commands of each run, and the notes of its folder."""
-    known = [(name, values) for name, values in _about_rows(runs) if any(value != "–" for value in values)]
-    rows = [row_html(name, values, css=' class="text"') for name, values in known]
+    about = _about_rows(runs)
+    rows = [row_html(name, values, css=' class="text"') for name, values in about if set(values) != {"–"}]
     head = ["", *(run_name(run, index) for index, run in enumerate(runs))]
     texts = {escape(run.name): escape(run.text) for run in runs if run.text}
     notes = "".join(f'<h3>Notes of {name}</h3><p class="own">{text}</p>' for name, text in texts.items())

@@ -20,13 +20,11 @@ from rich.text import Text
 from moe_exp.config import ConfigError
 from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
-from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
+from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number, number_text
 from moe_exp.report.run_data import distinct_names, run_problems
 
 _PLOT_RECORDS = 500
-_PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
-_OTHER_LINES = 19  # of the view of one run without its plot
-_LONGEST_ETA_SECONDS = 1e10  # three centuries: a stall
+_LAYERS = 3
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
@@ -40,12 +38,9 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended; Ctrl-C is left to the caller. Waits for runs that do not exist yet.
 
     Args:
-        paths: run folders, or their metrics.jsonl; duplicates are shown once.
+        paths: run folders, or their metrics.jsonl; duplicates are shown once. ConfigError if one is no run.
         once: show one picture and return, as always if `console` is not a terminal.
         seconds: polling interval.
-
-    Raises:
-        ConfigError: a path is not a run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
     problems = []
@@ -86,8 +81,13 @@ def _render(followers: Sequence[Follower], console: Console) -> RenderableType:
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
     """Details of one run, the most important at the top for low terminals."""
-    watched = follower.watched
-    parts: list[RenderableType] = [_title(follower), _age_line(follower)]
+    watched, settings, kind = follower.watched, follower.settings(), ""
+    if "use_moe" in settings:
+        kind = _printable(str(settings.get("moe_type"))) if settings["use_moe"] else "dense"
+    name = (_printable(follower.name), "bold")
+    title = Text.assemble(name, "  ", (kind, "dim"), "  ", _state(follower))
+    title.no_wrap, title.overflow = True, "ellipsis"
+    parts: list[RenderableType] = [title, _age_line(follower)]
     if watched.num_train:
         parts += [_progress(follower), *_loss_plot(follower, console)]
         parts.append(_values(follower, console))
@@ -125,38 +125,33 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
     """Cells by column name, most important first."""
     watched, train = follower.watched, follower.watched.train
-    losses = [loss for _, loss in watched.losses][-_PLOT_RECORDS:]
-    layers = layers_by_load(train)
+    losses, age = [loss for _, loss in watched.losses][-_PLOT_RECORDS:], follower.age_seconds()
+    memory = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
+    worst = Text(_NOTHING)
+    if layers := layers_by_load(train):
+        worst = Text(f"{layers[0].layer}: {number_text(layers[0].max_over_mean, '.2f')}x")
+        worst.append(f", {layers[0].num_dead} dead", style="red" if layers[0].num_dead else "dim")
+        worst.append(f", {layers[0].dropped:.1%} dropped" if layers[0].dropped else "")
     return {
         "run": Text(_printable(follower.name)),
         "state": _state(follower),
         "iteration": Text(_iterations(follower)),
         "loss": _loss_text(follower),
         "eta": Text(_eta(follower)),
-        "tokens/s": Text(_number(train.get("tokens_per_second"), ",.0f")),
-        "worst layer": _layer_text(layers[0]) if layers else Text(_NOTHING),
-        "valid": Text(_number(watched.valid.get("lm_loss"), ".4f")),
+        "tokens/s": Text(number_text(train.get("tokens_per_second"), ",.0f")),
+        "worst layer": worst,
+        "valid": Text(number_text(watched.valid.get("lm_loss"), ".4f")),
         "curve": Text(sparkline(losses, 16, ascii_only=console.options.ascii_only), style="blue"),
-        "grad norm": Text(_number(train.get("grad_norm"), ".3g")),
-        "learning rate": Text(_number(train.get("learning_rate"), ".3e")),
-        "memory": Text(_bytes(train)),
-        "last record": Text(_span(follower.age_seconds())),
+        "grad norm": Text(number_text(train.get("grad_norm"), ".3g")),
+        "learning rate": Text(number_text(train.get("learning_rate"), ".3e")),
+        "memory": Text(bytes_text(memory) if memory else _NOTHING),
+        "last record": Text(_NOTHING if age is None else duration(age)),
     }
-
-
-def _title(follower: Follower) -> Text:
-    settings, kind = follower.settings(), ""
-    if "use_moe" in settings:
-        kind = str(settings.get("moe_type")) if settings["use_moe"] else "dense"
-    name, kind = _printable(follower.name), _printable(kind)
-    title = Text.assemble((name, "bold"), "  ", (kind, "dim"), "  ", _state(follower))
-    title.no_wrap, title.overflow = True, "ellipsis"
-    return title
 
 
 def _state(follower: Follower) -> Text:
     state = follower.status() or ("late" if follower.is_late() else "running")
-    state = state if follower.exists else "waiting"
+    state = "waiting" if follower.modified is None else state
     return Text(_printable(state), style=_STYLES.get(state, ""))
 
 
@@ -178,7 +173,7 @@ def _progress(follower: Follower) -> RenderableType:
 
 def _eta(follower: Follower) -> str:
     eta_seconds = number(follower.watched.train.get("eta_seconds"))
-    if eta_seconds is None or eta_seconds > _LONGEST_ETA_SECONDS or follower.status():
+    if eta_seconds is None or eta_seconds > 1e10 or follower.status():  # three centuries: a stall
         return _NOTHING
     # Counted down since it was written, but not while the run is late.
     passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0
@@ -197,7 +192,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     if console.options.ascii_only:
         caption += f": {min(known):.4f} to {max(known):.4f}"
         return [Text(sparkline(losses, width, ascii_only=True)), Text(caption, style="dim")]
-    height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
+    height = max(3, min(8, console.height - 19))  # the other lines of the view
     lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
     # Approximate: the plot shows means of neighbors.
     labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
@@ -215,9 +210,22 @@ def _loss_text(follower: Follower) -> Text:
 
 def _values(follower: Follower, console: Console) -> RenderableType:
     cells, table = _cells(follower, console), Table.grid(padding=(0, 2))
-    cells["validation"] = Text(_validation(follower.watched.valid))
-    cells["throughput"] = Text(_throughput(follower.watched.train))
-    cells["trouble"] = Text(_trouble(follower), style="red")
+    watched, train = follower.watched, follower.watched.train
+    speeds = {
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration",
+        "tflops_per_gpu": "{:.3g} TFLOP/s per rank",
+    }
+    known = ((number(train.get(key)), text) for key, text in speeds.items())
+    throughput = ", ".join(text.format(value) for value, text in known if value is not None)
+    troubles = (
+        (watched.num_not_finite, "records with a loss that is not a number"),
+        (number(train.get("skipped_iterations")), "iterations skipped since the previous record"),
+        (watched.num_unreadable_lines, "lines of metrics.jsonl are no records"),
+    )
+    trouble = ", ".join(f"{count:,.0f} {what}" for count, what in troubles if count)
+    cells["validation"] = Text(_validation(watched.valid))
+    cells["throughput"], cells["trouble"] = Text(throughput or _NOTHING), Text(trouble, style="red")
     for name in ("loss", "validation", "learning rate", "grad norm", "throughput", "memory", "trouble"):
         if cells[name]:
             table.add_row(Text(name, style="dim"), cells[name])
@@ -231,27 +239,8 @@ def _validation(valid: Mapping[str, Any]) -> str:
     perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
     ema = number(valid.get("ema_lm_loss"))
     averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
-    return f"{_number(valid.get('lm_loss'), '.4f')}{perplexity}{averaged} at iteration {valid['iteration']:,}"
-
-
-def _throughput(train: Mapping[str, Any]) -> str:
-    texts = {
-        "tokens_per_second": "{:,.0f} tokens/s",
-        "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration",
-        "tflops_per_gpu": "{:.3g} TFLOP/s per rank",
-    }
-    found = ((number(train.get(key)), text) for key, text in texts.items())
-    return ", ".join(text.format(value) for value, text in found if value is not None) or _NOTHING
-
-
-def _trouble(follower: Follower) -> str:
-    watched = follower.watched
-    counted = (
-        (watched.num_not_finite, "records with a loss that is not a number"),
-        (number(watched.train.get("skipped_iterations")), "iterations skipped since the previous record"),
-        (watched.num_unreadable_lines, "lines of metrics.jsonl are no records"),
-    )
-    return ", ".join(f"{count:,.0f} {what}" for count, what in counted if count)
+    loss = number_text(valid.get("lm_loss"), ".4f")
+    return f"{loss}{perplexity}{averaged} at iteration {valid['iteration']:,}"
 
 
 def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
@@ -263,26 +252,20 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
     for layer in layers[:_LAYERS]:
         table.add_row(
             str(layer.layer),
-            _number(layer.max_over_mean, ".2f"),
+            number_text(layer.max_over_mean, ".2f"),
             Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else ""),
-            _number(layer.dropped, ".1%"),
-            _number(layer.entropy, ".3f"),
+            number_text(layer.dropped, ".1%"),
+            number_text(layer.entropy, ".3f"),
         )
     head = f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers"
     return [Text(head, style="dim"), table]
-
-
-def _layer_text(layer: WorstLayer) -> Text:
-    text = Text(f"{layer.layer}: {_number(layer.max_over_mean, '.2f')}x")
-    text.append(f", {layer.num_dead} dead", style="red" if layer.num_dead else "dim")
-    return text.append(f", {layer.dropped:.1%} dropped") if layer.dropped else text
 
 
 def _event_lines(follower: Follower) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for overflow in ("fold", "fold", "ellipsis"):
         table.add_column(no_wrap=True, overflow=overflow)
-    for event in list(follower.watched.events)[-_EVENTS:]:
+    for event in list(follower.watched.events)[-3:]:
         known = ("kind", "iteration", "event", "time")
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
         table.add_row(
@@ -299,31 +282,17 @@ def _age_line(follower: Follower) -> Text:
     age, usual = follower.age_seconds(), follower.watched.usual_interval_seconds
     if age is None:
         return Text(f"waiting for {_printable(str(follower.folder.metrics))}", style="dim")
-    last, style = f"the last record is {_span(age)} old", "dim"
+    last, style = f"the last record is {duration(age)} old", "dim"
     if follower.status():
         text = f"{last}; the run has ended"
     elif usual is None:
         text = f"no train record yet; {last}"
     elif follower.is_late():
-        style, every = "bold yellow", f"usually there is a record every {_span(usual)}"
-        text = f"nothing new for {_span(age)}; {every}. Does it still run? See {follower.folder.log}"
+        style, every = "bold yellow", f"usually there is a record every {duration(usual)}"
+        text = f"nothing new for {duration(age)}; {every}. Does it still run? See {follower.folder.log}"
     else:
-        text = f"{last}, usually there is one every {_span(usual)}"
+        text = f"{last}, usually there is one every {duration(usual)}"
     return Text(_printable(text), style=style)
-
-
-def _span(seconds: float | None) -> str:
-    return _NOTHING if seconds is None else duration(seconds)
-
-
-def _number(value: Any, form: str) -> str:
-    known = number(value)
-    return _NOTHING if known is None else format(known, form)
-
-
-def _bytes(train: Mapping[str, Any]) -> str:
-    known = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
-    return bytes_text(known) if known else _NOTHING
 
 
 def _printable(text: str) -> str:
@@ -334,8 +303,6 @@ def _printable(text: str) -> str:
 # Curves as text; None stays empty.
 
 
-_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-_BRAILLE = 0x2800
 # Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -350,7 +317,7 @@ def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | No
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
     """One line of at most `width` characters, scaled from the lowest value to the highest."""
-    means, ramp = buckets(values, width), _ASCII if ascii_only else _BLOCKS
+    means, ramp = buckets(values, width), "_.-=+*%#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = _range(means)
     steps = (mean if mean is None else round((mean - low) / (high - low) * (len(ramp) - 1)) for mean in means)
     return "".join(" " if step is None else ramp[step] for step in steps)
@@ -371,7 +338,7 @@ def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
         for at in range(first, last + 1):
             cells[at // 4][column // 2] |= _DOTS[at % 4][column % 2]
         before = row
-    return ["".join(chr(_BRAILLE + dots) for dots in line) for line in cells]
+    return ["".join(chr(0x2800 + dots) for dots in line) for line in cells]  # Braille begins there
 
 
 def _range(means: Sequence[float | None]) -> tuple[float, float]:

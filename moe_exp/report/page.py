@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cache
 from html import escape
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from moe_exp.config import ConfigError, problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.quantities import target_text
 from moe_exp.report import page_parts as parts
-from moe_exp.report.comparison import NATS, common_loss, differing_settings, in_words, warnings_of, window_of
-from moe_exp.report.headline import headline, other_winners, pair_text, pairs, ranking
+from moe_exp.report.comparison import (
+    BITS,
+    NATS,
+    Overview,
+    bits_per_nat,
+    common_loss,
+    differing_settings,
+    in_words,
+    loss_unit,
+    smoothed,
+    warnings_of,
+    window_of,
+)
+from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
 from moe_exp.report.history import about_html, events_html, samples_html
-from moe_exp.report.overview import Overview, overview
-from moe_exp.report.page_data import embedded, page_data
 from moe_exp.report.page_parts import cost_texts, overview_rows
-from moe_exp.report.run_data import Run, read_runs, run_problems
+from moe_exp.report.run_data import AXES, NUM_COLUMNS, VALID_CURVES, Floats, Run, read_runs, run_problems
+from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+from moe_exp.runs.curves import grouped_by_seed, marks_of
 
 _GENERATOR = '<meta name="generator" content="moe-exp report">'
 MOST_BYTES = 5_000_000
 _SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
 _LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
-_DETAILS = (1.0, 0.5, 0.2, 0.05)
+_DRAWN = (
+    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
+    "experts/router_entropy",
+)  # fmt: skip
+LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
+_MOST_SPIKES, _MOST_CHANGES = 200, 20
 
 
 def write_report(
@@ -39,10 +62,9 @@ def write_report(
     loss: float | None = None,
     notes: str = "",
 ) -> list[str]:
-    """Writes the report of these run folders to `out`, or prints it if that is None.
+    """Writes the report of run folders, which may be unfinished or empty, to `out`, or prints it (None).
 
     Args:
-        paths: run folders, in the order of the report; runs may be unfinished or empty.
         out: an earlier report is replaced, any other file is not.
         kind: `html` or `md`.
         title: heading; by default the names of the runs.
@@ -59,17 +81,14 @@ def write_report(
         raise ConfigError(problems)
     runs = read_runs(paths)
     written = report_html if kind == "html" else report_markdown
-    text = _valid(written(runs, title=title, loss=loss, notes=notes))
+    text = written(runs, title=title, loss=loss, notes=notes)
+    # folder names or events may not be valid UTF-8
+    text, *warnings = (one.encode(errors="replace").decode() for one in (text, *warnings_of(runs)))
     if out is None:
         print(text, end="")
     else:
         write_atomically(out.resolve(), text)  # keeps a symlink
-    return [_valid(line) for line in warnings_of(runs)]
-
-
-def _valid(text: str) -> str:
-    """Replaces what is not valid UTF-8 by `?`, in folder names or events."""
-    return text.encode(errors="replace").decode()
+    return warnings
 
 
 def check_out(out: Path | None) -> list[str]:
@@ -94,7 +113,7 @@ def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], flo
     found, unit = common_loss(runs)
     chosen = found if loss is None else loss
     window = window_of(runs)
-    return [overview(run, chosen, unit, window) for run in runs], chosen, unit
+    return [Overview(run, chosen, unit, window) for run in runs], chosen, unit
 
 
 def title_of(runs: Sequence[Run]) -> str:
@@ -105,18 +124,20 @@ def title_of(runs: Sequence[Run]) -> str:
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
-    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section.content]
+    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section[2]]
+    names = [("result", "Result"), *((name, title) for name, title, *_ in sections)]
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in names)
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
         "subtitle": f"{number}, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
-        "contents": parts.contents_html(sections),
+        "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
-        "sections": "".join(map(parts.section_html, sections)),
+        "sections": "".join(parts.section_html(*section) for section in sections),
         **_assets(),
     }
-    for detail in _DETAILS:
+    for detail in (1.0, 0.5, 0.2, 0.05):
         text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
@@ -126,21 +147,21 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
 
 def _sections(
     runs: Sequence[Run], views: Sequence[Overview], chosen: float, unit: str | None, loss: float | None
-) -> list[parts.Section]:
-    """The foldable parts of the page below the result."""
+) -> list[tuple[str, str, str, bool]]:
+    """The foldable parts of the page below the result, as in `section_html`."""
     differing = differing_settings(runs)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
     speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
     return [
-        parts.Section("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss")),
-        parts.Section("numbers", "The runs in numbers", parts.overview_html(views)),
-        parts.Section("cost", "Time to a loss", cost),
-        parts.Section("settings", "Settings that differ", parts.settings_html(runs, differing)),
-        parts.Section("experts", "Experts", parts.experts_html(runs)),
-        parts.Section("training", "Training and speed", speed, is_open=False),
-        parts.Section("samples", "Generated text", samples_html(runs), is_open=False),
-        parts.Section("about", "Machine and command", about_html(runs), is_open=False),
-        parts.Section("events", "Events", events_html(runs), is_open=False),
+        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
+        ("numbers", "The runs in numbers", parts.overview_html(views), True),
+        ("cost", "Time to a loss", cost, True),
+        ("settings", "Settings that differ", parts.settings_html(runs, differing), True),
+        ("experts", "Experts", parts.experts_html(runs), True),
+        ("training", "Training and speed", speed, False),
+        ("samples", "Generated text", samples_html(runs), False),
+        ("about", "Machine and command", about_html(runs), False),
+        ("events", "Events", events_html(runs), False),
     ]
 
 
@@ -160,6 +181,133 @@ def _filled(fields: dict[str, str]) -> str:
     """Fills the template in one pass, so that a run named like a placeholder stays text."""
     page = (parts.ASSETS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)
+
+
+# JSON for the page's script: curves in a bounded number of points, and the expert load as bytes.
+
+
+def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
+    """The JSON value that the script reads; `loss` as in `write_report`, `detail` a factor on the number of
+    points.
+    """
+    # limits that keep the page far under 5 MB for any runs
+    points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
+    window, unit = window_of(runs), loss_unit(runs)
+    budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
+    found = common_loss(runs)[0] if loss is None else loss
+    return {
+        "unit": unit or NATS,
+        "groups": grouped_by_seed([run.settings for run in runs]),
+        "baseline": baseline_of(runs),
+        "window_tokens": _rounded(window),
+        "loss": _rounded(found),
+        "runs": [
+            _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
+        ],
+    }
+
+
+def embedded(value: Any) -> str:
+    """`value` as JSON that is safe inside a script element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
+    starts = bucket_starts(run.num_records, points)
+    ends = np.append(starts, run.num_records)[1:].astype(int) - 1
+    train = run.train
+    curves = {key: _curve(train[key], starts, with_range=key in ("lm_loss", "grad_norm")) for key in _DRAWN}
+    memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
+    curves["memory_bytes"] = _curve(memory, starts)
+    best = smoothed(run, unit, window)
+    spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
+    step = max(1, (num_valid := len(run.valid["iteration"])) // points)
+    every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
+    axes = {key: train[key] for key in AXES}
+    lows = [(max(0, index - 1), index) for index in new_minima(best, max(20, points // 3))]
+    return {
+        "name": run.name,
+        "kind": run.kind,
+        "seed": run.settings.get("seed"),
+        "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
+        "x": {key: _list(values[ends]) for key, values in axes.items()},
+        "curves": {key: curve for key, curve in curves.items() if curve},
+        "valid": {
+            **{key: _list(run.valid[key][every]) for key in AXES},
+            **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
+        },
+        # record of each new minimum of the loss, and the one before it: the page interpolates between them
+        "reach": {
+            "loss": [[_rounded(best[at], digits=9) for at in pair] for pair in lows],
+            **{key: [_list(values[at] for at in pair) for pair in lows] for key, values in axes.items()},
+        },
+        "changes": _changes(run),
+        "spikes": {
+            "value": _list(train["grad_norm"][spiked]),
+            **{key: _list(values[spiked]) for key, values in axes.items()},
+        },
+    }
+
+
+def _changes(run: Run) -> dict[str, Any]:
+    """The newest stages of data and resumes, each at the record before it, or at the first record."""
+    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
+    before = np.searchsorted(run.train["iteration"], [mark.after for mark in marks], side="right") - 1
+    at = np.maximum(before, 0).astype(int)
+    return {
+        "text": [mark.text for mark in marks],
+        "kind": [mark.kind for mark in marks],
+        **{key: _list(run.train[key][at]) for key in AXES},
+    }
+
+
+def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
+    """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
+    if not np.isfinite(values).any():
+        return None
+    found = bucketed(values, starts)
+    curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    if len(starts) < len(values):  # else the page has every record
+        curve["last"] = _rounded(values[np.isfinite(values)][-1])
+    if with_range and len(starts) < len(values):
+        curve |= {"low": _list(found.low), "high": _list(found.high)}
+    return curve
+
+
+def _experts(run: Run, budget: float) -> dict[str, Any] | None:
+    """Load [C, L, E] in 1/LOAD_SCALE of the fair share as little-endian uint16, and curves per layer."""
+    if not run.load:
+        return None
+    num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
+    if not num_columns:
+        return None  # the tables show the latest state
+    bounds, shares_CLE, means = run.load.columns(num_columns)
+    steps = np.clip(np.round(shares_CLE * LOAD_SCALE), 0, 65535).astype("<u2")
+    at = np.clip(np.searchsorted(run.train["iteration"], bounds[:, 1]), 0, run.num_records - 1)
+    return {
+        "layers": run.load.layers,
+        "num_experts": run.load.num_experts,
+        "scale": LOAD_SCALE,
+        "bounds": bounds.astype(int).tolist(),
+        "x": {key: _list(run.train[key][at]) for key in AXES},
+        "load": base64.b64encode(steps.tobytes()).decode(),
+        **{key: [_list(layer) for layer in values.T] for key, values in means.items()},
+    }
+
+
+def _list(values: Iterable[float]) -> list[float | int | None]:
+    return [_rounded(value) for value in values]
+
+
+def _rounded(value: float, digits: int = 6) -> float | int | None:
+    """Rounds to `digits` digits; whole numbers as int, None if not finite."""
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
 
 
 # Markdown: one table, and a sentence for each comparison.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
-from moe_exp.report.comparison import NATS, VALIDATION, Cost, Parity, has_loss, why_not_compared
+from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, has_loss, why_not_compared
 from moe_exp.report.headline import (
     AXES,
     RANKING_RULE,
@@ -34,44 +33,17 @@ from moe_exp.report.headline import (
     pairs,
     ranking,
 )
-from moe_exp.report.load_history import LAYER_KEYS
-from moe_exp.report.overview import Overview
-from moe_exp.report.run_data import Run
+from moe_exp.report.run_data import LAYER_KEYS, Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
 ASSETS = Path(__file__).parent / "assets"
-_MOST_CARDS = 4  # with more comparisons, a table
 
 
-def warnings_html(warnings: Sequence[str]) -> str:
-    """A box with a paragraph per warning; empty without any."""
-    lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
-    return f'<div class="warning" role="note">{lines}</div>' if lines else ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page that can be folded. `content` is HTML; without any, the section is left out."""
-
-    name: str
-    title: str
-    content: str
-    is_open: bool = True
-
-
-def contents_html(sections: Sequence[Section]) -> str:
-    """Links to the parts of the page."""
-    links = [("result", "Result"), *((one.name, one.title) for one in sections)]
-    return "<ul>" + "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links) + "</ul>"
-
-
-def section_html(section: Section) -> str:
-    """A section with its heading as the handle that folds it."""
-    name, is_open = section.name, " open" if section.is_open else ""
-    return (
-        f'<section id="{name}" aria-labelledby="h-{name}"><details class="group"{is_open}>'
-        f'<summary><h2 id="h-{name}">{section.title}</h2></summary>{section.content}</details></section>\n'
-    )
+def section_html(name: str, title: str, content: str, is_open: bool) -> str:
+    """A section with its heading as the handle that folds it; `content` is HTML."""
+    summary = f'<summary><h2 id="h-{name}">{title}</h2></summary>'
+    details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
+    return f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:
@@ -111,27 +83,25 @@ def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
     """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
     text, about_seeds = headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
+    lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
+    box = f'<div class="warning" role="note">{lines}</div>' if lines else ""
     if len(runs) == 1:
-        return "".join([*parts, warnings_html(warnings)])
+        return "".join([*parts, box])
     parts += [f"<p>{escape(text)}</p>" for text in other_winners(runs)]
     found = {axis: one for axis in AXES if (one := ranking(runs, axis))}
-    parts += [how(RANKING_RULE), warnings_html(warnings)]
-    if found:
-        parts.append(_equal_table(list(found.values())))
-    return "".join(parts) + parity_html(pairs(runs), found)
-
-
-def _equal_table(found: Sequence[Ranking]) -> str:
-    names = [one.group.name for one in found[0].standings]
-    rows = []
-    for one in found:
+    parts += [how(RANKING_RULE), box]
+    names, rows = list[str](), []
+    for one in found.values():
         losses = {standing.group.name: standing.loss for standing in one.standings}
+        names = names or list(losses)
         css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
         cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
         where = f"equal {AXES[one.axis]}: {one.what} after {amount_text(one.axis, one.at)}"
         rows.append(f'<tr><th scope="row">{escape(where)}</th>{cells}</tr>')
     head = [f'<span class="run" title="{escape(name)}">{escape(name)}</span>' for name in names]
-    return table(["", *head], rows, "Losses at equal tokens, FLOPs and time")
+    if rows:
+        parts.append(table(["", *head], rows, "Losses at equal tokens, FLOPs and time"))
+    return "".join(parts) + parity_html(pairs(runs), found)
 
 
 _PARITY_RULE = (
@@ -152,7 +122,7 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
     if not found:
         return ""
     title = "What the same loss costs"
-    if len(found) <= _MOST_CARDS:
+    if len(found) <= 4:  # more as a table
         cards = "".join(_card(one, rankings) for one in found)
         return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
     rows, opposite = [], ""
@@ -223,9 +193,6 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
-_COST_AXES = ("consumed_tokens", "consumed_flops", "training_seconds", "iteration")
-
-
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
@@ -242,16 +209,14 @@ def cost_html(
         return f'<p class="note">{note}</p>'
     rows = []
     for index, view in enumerate(views):
-        cells = zip(_COST_AXES, cost_texts(view.cost), strict=True)
+        cells = zip([*AXES, "iteration"], cost_texts(view.cost), strict=True)
         values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
     shown = target_text(loss)
-    choose = (
-        f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number"'
-        f' step="{step}" value="{shown}"></label></p>'
-    )
+    field = f'<input id="target-loss" type="number" step="{step}" value="{shown}">'
+    choose = f'<p id="target" hidden><label>loss to reach, {unit} {field}</label></p>'
     rule = (
         "What each run had used when its smoothed loss first was at or below that loss; the table starts"
         f" with {shown} {unit}{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean"

@@ -1,4 +1,5 @@
-"""One run folder as the report sees it: settings, curves as arrays, events and expert load.
+"""One run folder as the report sees it: settings, curves as arrays, events and the load of its experts over
+time, in a bounded number of columns.
 
 Reads files of any age and state: every key is optional, and an incomplete last line is skipped. A file of
 100,000 lines is read once, without keeping its records.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, problem
@@ -23,11 +25,19 @@ from moe_exp.host.files import read_json, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
-from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.runs.records import parsed_record
 from moe_exp.runs.run_folder import RunFolder
 
-_NAN = float("nan")
+Floats = NDArray[np.float64]
+
+NUM_COLUMNS = 120
+_CHUNK = 512  # records
+DEAD_BELOW = 0.01  # of the fair share
+
+# Keys of one layer in metrics.jsonl; older files lack some.
+LAYER_KEYS = (
+    "max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight", "max_vio",
+)  # fmt: skip
 # x axes: keys of the records.
 AXES = ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
 CURVES = (
@@ -37,9 +47,117 @@ CURVES = (
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
-_LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
-_MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
-_PROGRESS_BYTES = 1 << 26
+
+
+def number(value: object) -> float:
+    """A JSON value as a float; NaN if it is not a number."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+
+
+class LoadHistory:
+    """Sums the `experts` of train records into columns of equal numbers of records, layer by layer.
+
+    With more records than `num_records`, the last column gets the rest.
+    """
+
+    def __init__(self, num_records: int):
+        self._num_records = max(num_records, 1)
+        self._num_columns = min(NUM_COLUMNS, self._num_records)
+        self._num_seen = 0
+        self._waiting: list[tuple[int, float, list[Mapping[str, Any]]]] = []
+        self._bounds = np.full((self._num_columns, 2), np.nan)
+        self._means: list[Floats] = []
+        self.layers: list[int] = []
+
+    def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
+        """Adds one record's `experts`; call `finish` after the last one."""
+        column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
+        self._waiting.append((column, iteration, experts))
+        self._num_seen += 1
+        if len(self._waiting) == _CHUNK:
+            self.finish()
+
+    def finish(self) -> None:
+        """Sums what was added. Works in chunks, because numpy's cost per call would dominate."""
+        waiting, self._waiting = self._waiting, []
+        if waiting and not self._count(waiting):
+            for one in waiting:  # their shapes differ
+                if not self._count([one]):
+                    self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
+
+    def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
+        """Adds records shaped like the first; returns False and adds nothing if one differs."""
+        try:
+            of_records = [experts for _, _, experts in records]
+            layers = [[layer["layer"] for layer in experts] for experts in of_records]
+            counts = [[layer["tokens_per_expert"] for layer in experts] for experts in of_records]
+            values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for experts in of_records]
+            counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return False
+        if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
+            return False
+        if not self.layers:
+            self.layers = layers[0]
+            self._loads_CLE = np.zeros((self._num_columns, *counts_RLE.shape[1:]))
+            self._sums_CKL = np.zeros((self._num_columns, len(LAYER_KEYS), len(self.layers)))
+            self._counts_CKL = np.zeros_like(self._sums_CKL)
+        if any(row != self.layers for row in layers) or counts_RLE.shape[1:] != self._loads_CLE.shape[1:]:
+            return False
+        self._sum(np.array([column for column, _, _ in records]), counts_RLE, values_RKL)
+        for column, iteration, _ in records:
+            self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
+        return True
+
+    def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
+        shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
+        # Older files lack the first two of LAYER_KEYS; compute them from the counts.
+        computed = (shares_RLE.max(axis=2), (shares_RLE < DEAD_BELOW).mean(axis=2))
+        for index, from_counts_RL in enumerate(computed):
+            missing = ~np.isfinite(values_RKL[:, index])
+            values_RKL[:, index][missing] = from_counts_RL[missing]
+        known_RKL = np.isfinite(values_RKL)
+        sums_RKL = np.where(known_RKL, values_RKL, 0)
+        np.add.at(self._loads_CLE, columns_R, counts_RLE)
+        np.add.at(self._sums_CKL, columns_R, sums_RKL)
+        np.add.at(self._counts_CKL, columns_R, known_RKL)
+        means_RK = _mean(sums_RKL.sum(axis=2), known_RKL.sum(axis=2))
+        means_RK[:, 0] = np.fmax.reduce(values_RKL[:, 0], axis=1)
+        self._means.append(means_RK)
+
+    def record_means(self) -> dict[str, Floats]:
+        """LAYER_KEYS of each record, mean over layers (`max_over_mean`: maximum) [num_added]."""
+        table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
+        return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        return self._loads_CLE.shape[2]
+
+    def columns(self, most: int = NUM_COLUMNS) -> tuple[Floats, Floats, dict[str, Floats]]:
+        """The history in at most `most` columns, oldest first.
+
+        Returns:
+            First and last iteration [C, 2]; load relative to the fair share [C, L, E], 1 for an expert with
+            tokens*k/E of its layer; for each of LAYER_KEYS the mean over a column's records [C, L] or NaN.
+        """
+        used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
+        parts = np.array_split(used, min(most, len(used)))
+        bounds = np.array([[self._bounds[part[0], 0], self._bounds[part[-1], 1]] for part in parts])
+        loads_CLE = np.array([self._loads_CLE[part].sum(axis=0) for part in parts])
+        sums_CKL = np.array([self._sums_CKL[part].sum(axis=0) for part in parts])
+        counts_CKL = np.array([self._counts_CKL[part].sum(axis=0) for part in parts])
+        shares_CLE = loads_CLE * self.num_experts / np.maximum(loads_CLE.sum(axis=2, keepdims=True), 1)
+        means_CKL = _mean(sums_CKL, counts_CKL)
+        return bounds, shares_CLE, {key: means_CKL[:, index] for index, key in enumerate(LAYER_KEYS)}
+
+
+def _mean(sums: Floats, counts: Floats) -> Floats:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(counts > 0, sums / counts, np.nan)
 
 
 @dataclass
@@ -85,12 +203,17 @@ class Run:
         if not self.num_records and not self.events:
             return "no records"
         age = (datetime.now(timezone.utc) - self.written).total_seconds() if self.written else math.inf
-        return "running" if age < _LIVE_SECONDS else "no end recorded"
+        return "running" if age < 600 else "no end recorded"  # wrote within ten minutes
 
     def last(self, key: str) -> float:
         """The latest finite value of a train curve; NaN without one."""
-        values = self.train[key][np.isfinite(self.train[key])]
-        return float(values[-1]) if len(values) else _NAN
+        return latest(self.train[key])
+
+
+def latest(values: Floats) -> float:
+    """The last finite value; NaN without one."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else float("nan")
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -100,7 +223,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise ConfigError(problems)
     metrics = [RunFolder(path).metrics for path in folders]
     total = sum(path.stat().st_size for path in metrics if path.exists())
-    if total < _PROGRESS_BYTES:
+    if total < 1 << 26:
         runs = [read_run(path) for path in folders]
     else:
         with progress("reading metrics", total) as advance:
@@ -129,12 +252,12 @@ def run_problems(paths: Sequence[Path]) -> list[str]:
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Names of run folders, with the parent folder where they are equal, and a number where still equal."""
-    names = []
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
-    for folder in folders:
-        parent = f"{folder.parent.name}/" if plain.count(folder.name) > 1 else ""
-        names.append(parent + folder.name)
+    names = [
+        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
+        for folder in folders
+    ]
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 
@@ -158,25 +281,21 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
         run.notes.append(f"metrics.jsonl: {num_bad} lines are not records and are left out")
     reader.finish()
     run.ended = follower.status()
-    _read_extras(run, folder)
-    return run
-
-
-def _read_extras(run: Run, folder: RunFolder) -> None:
-    """Provenance, and the files that users put into a run folder for the report."""
     with suppress(OSError, ValueError, LookupError, TypeError):  # the run has not started yet
         run.starts = [one for one in read_json(folder.provenance)["starts"] if isinstance(one, dict)]
+    # files that users put into a run folder for the report
     run.text = _text_of(run, "notes.md").strip()
     for line in _text_of(run, "generated.jsonl").splitlines():
         sample = parsed_record(line) or {}
         if isinstance(text := sample.get("text"), str):
             run.samples.append((str(sample.get("prompt", "")), text))
+    return run
 
 
 def _text_of(run: Run, name: str) -> str:
     try:
         with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
-            return file.read(_MOST_TEXT)
+            return file.read(200_000)
     except FileNotFoundError:
         return ""
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_exp.report.load_history import Floats
+from moe_exp.report.run_data import Floats
 
 SPIKE_FACTOR = 3.0
 SPIKE_WINDOW = 50
@@ -17,13 +17,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself. Each
     counts by its length in x: one of a few iterations, before a stop, for no more than these.
 
-    Args:
-        x: increasing.
-        values: of the same length; NaN is left out.
-        window: in units of x.
-
-    Returns:
-        The means; NaN while the records cover less than `window`, and if no value is finite.
+    NaN while the records cover less than `window`, in units of the increasing `x`, and if no value is finite.
     """
     finite = np.isfinite(values)
     lengths = np.where(finite, np.diff(x, prepend=begin_of(x)), 0.0)
@@ -48,11 +42,8 @@ def begin_of(x: Floats) -> float:
 
 
 def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
-    """First point at which a curve reaches `target`.
-
-    Returns:
-        Index of the first value at or below it, and the share in (0, 1] of the straight line from the value
-        before (1 without one). None if it never does.
+    """Index of the first value at or below `target`, and the share in (0, 1] of the straight line from the
+    value before (1 without one). None if a curve never reaches it.
     """
     reached = np.flatnonzero(values <= target)  # NaN compares false
     if not len(reached):
@@ -110,7 +101,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> Buckets:
-    """Mean, minimum and maximum finite value of each bucket, so that a spike of one record stays visible."""
+    """Buckets with minimum and maximum, so that a spike of one record stays visible."""
     index = starts.astype(int)
     if not len(index):
         return Buckets(values, values, values, values)

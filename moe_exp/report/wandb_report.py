@@ -10,13 +10,14 @@ import os
 import re
 import shlex
 import warnings
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.report.follower import Follower, layers_by_load, number
+from moe_exp.report.follower import Follower, layers_by_load, number_text
 from moe_exp.runs.run_folder import RunFolder
 
 # Axes of every loss panel: end of the metric's name, title of the panel, label of the axis.
@@ -25,7 +26,6 @@ _AXES = (
     ("consumed_flops", "by FLOPs", "model FLOPs"),
     ("training_seconds", "by time", "seconds of training"),
 )
-_LOSSES = (("train", "lm_loss", "training loss"), ("valid", "lm_loss", "validation loss"))
 _EXPERTS = (
     ("max_over_mean", "busiest expert over the mean"),
     ("dead_fraction", "share of dead experts"),
@@ -56,10 +56,6 @@ class MirroredRun:
     kind: str
     follower: Follower
     squares: LoadSquares
-
-    @property
-    def name(self) -> str:
-        return self.follower.name
 
     @property
     def is_moe(self) -> bool:
@@ -100,10 +96,8 @@ def wandb_report(
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads what a report needs of the runs; each metrics.jsonl once.
-
-    Raises:
-        ConfigError: a path is not a run folder, or the run is not in wandb's `project`; a line for each.
+    """Reads what a report needs of the runs; each metrics.jsonl once. ConfigError with a line for each path
+    that is not a run folder, or whose run is not in wandb's `project`.
     """
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [line for folder in folders for line in _problems(folder, project)]
@@ -191,10 +185,8 @@ def _need_key() -> None:
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments as in `wandb_report`.
-
-    Raises:
-        ConfigError: the package is missing, or the title is too long.
+    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments and errors as in
+    `wandb_report`.
     """
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}"
@@ -204,7 +196,13 @@ def build_report(
     def by_tokens(title: str, **y: Any) -> Any:
         return wr.LinePlot(title=title, x="train/consumed_tokens", title_x="tokens", **y)
 
-    loss = [_loss_panel(wr, *which, *axis) for which in _LOSSES for axis in _AXES]
+    loss = []
+    for kind, text in (("train", "training loss"), ("valid", "validation loss")):
+        smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6}
+        options = smooth | {"smoothing_show_original": True} if kind == "train" else {}
+        for axis, by, label in _AXES:
+            curve = {"x": f"{kind}/{axis}", "y": [f"{kind}/lm_loss"], "title_x": label}
+            loss.append(wr.LinePlot(title=f"{text} {by}", **curve, **options))
     speed = [by_tokens(text, y=[name]) for name, text in _SPEED]
     memory = by_tokens("peak memory of the fullest rank, bytes", y=["perf/peak_memory_bytes"])
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
@@ -220,19 +218,15 @@ def build_report(
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
     if moe := [run for run in runs if run.is_moe]:
-        head = wr.H1("Load of the experts")
-        blocks[5:5] = [head, *_squares(wr, moe), _grid(wr, moe, load, columns=2)]
+        squares = []
+        for run in moe:
+            if text := run.squares.text():
+                squares += [wr.H3(run.follower.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
+        blocks[5:5] = [wr.H1("Load of the experts"), *squares, _grid(wr, moe, load, columns=2)]
     what = f"{len(runs) - len(moe)} dense and {len(moe)} MoE runs"
     about = {"title": title, "description": f"{what}: the same tokens, the same FLOPs, the same time."}
     # Run sets without a project use the report's.
     return wr.Report(project=project, entity=entity, blocks=blocks, width="fluid", **about)
-
-
-def _loss_panel(wr: Any, kind: str, key: str, text: str, axis: str, by: str, label: str) -> Any:
-    x, y = f"{kind}/{axis}", [f"{kind}/{key}"]
-    smooth = {"smoothing_type": "exponentialTimeWeighted", "smoothing_factor": 0.6}
-    options = smooth | {"smoothing_show_original": True} if kind == "train" else {}
-    return wr.LinePlot(title=f"{text} {by}", x=x, y=y, title_x=label, **options)
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
@@ -252,32 +246,20 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
     return wr.PanelGrid(runsets=sets, panels=list(panels), custom_run_colors=colors)
 
 
-def _squares(wr: Any, runs: Sequence[MirroredRun]) -> list[Any]:
-    blocks = []
-    for run in runs:
-        if text := run.squares.text():
-            blocks += [wr.H3(run.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
-    return blocks
-
-
 def _table(runs: Sequence[MirroredRun]) -> str:
     rows = [["run", "kind", "iteration", "tokens", "loss", "validation loss", "tokens/s", "peak memory"]]
     for run in runs:
         watched = run.follower.watched
         train = watched.train
         cells = [
-            _cell(train.get("consumed_tokens"), ",.0f"), _cell(train.get("lm_loss"), ".4f"),
-            _cell(watched.valid.get("lm_loss"), ".4f"), _cell(train.get("tokens_per_second"), ",.0f"),
-            _cell(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
+            number_text(train.get("consumed_tokens"), ",.0f"), number_text(train.get("lm_loss"), ".4f"),
+            number_text(watched.valid.get("lm_loss"), ".4f"),
+            number_text(train.get("tokens_per_second"), ",.0f"),
+            number_text(train.get("peak_memory_bytes"), ",.2f", 1e-9) + " GB",
         ]  # fmt: skip
-        rows.append([_markdown(run.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
+        rows.append([_markdown(run.follower.name), _markdown(run.kind), f"{watched.iteration:,}", *cells])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(value: Any, form: str, factor: float = 1.0) -> str:
-    known = number(value)
-    return "-" if known is None else format(known * factor, form)
 
 
 def _markdown(text: str) -> str:
@@ -295,61 +277,41 @@ _MISSING = "⬜"
 
 
 class LoadSquares:
-    """Largest max over mean of each MoE layer over a run: a row per layer, a column per stretch of records.
-
-    Takes records one by one; when it has twice its columns, neighbors are merged.
-    """
+    """Largest max over mean of each MoE layer over a run: a row per layer, a column for some records."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._columns: list[dict[int, float]] = []  # layer -> largest max over mean
-        self._ends: list[int] = []  # last iteration of each column
-        self._records_per_column, self._records_in_last = 1, 0
+        self._peaks: dict[int, array[float]] = {}  # of each record by layer; 0: not measured
+        self._num_records = self._last_iteration = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Adds the next record of metrics.jsonl; ignores all but train records of MoE models."""
         layers = layers_by_load(record) if record.get("kind") == "train" else []
-        if not layers:
-            return
-        if self._ends and record["iteration"] <= self._ends[-1]:
-            self._clear()  # the file was rewritten
-        if not self._columns or self._records_in_last == self._records_per_column:
-            self._columns.append({})
-            self._ends.append(0)
-            self._records_in_last = 0
-        self._ends[-1] = record["iteration"]
-        self._records_in_last += 1
-        peaks = {layer.layer: layer.max_over_mean for layer in layers if layer.max_over_mean is not None}
-        self._columns[-1] = _larger(self._columns[-1], peaks)
-        if len(self._columns) == 2 * _MOST_SQUARES and self._records_in_last == self._records_per_column:
-            self._columns = list(map(_larger, self._columns[::2], self._columns[1::2]))
-            self._ends = self._ends[1::2]
-            self._records_per_column *= 2
-            self._records_in_last = self._records_per_column
+        if layers and record["iteration"] <= self._last_iteration:
+            self._peaks, self._num_records = {}, 0  # the file was rewritten
+        for layer in layers:
+            peaks = self._peaks.setdefault(layer.layer, array("d"))
+            peaks.extend([0.0] * (self._num_records - len(peaks)))
+            peaks.append(layer.max_over_mean or 0.0)
+        if layers:
+            self._num_records, self._last_iteration = self._num_records + 1, record["iteration"]
 
     def text(self) -> str:
         """The rows under a line that explains them; empty without MoE layers."""
-        layers = sorted({layer for column in self._columns for layer in column})
+        layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
         if not layers:
             return ""
-        step = -(-len(self._columns) // _MOST_SQUARES)
-        groups = [self._columns[at : at + step] for at in range(0, len(self._columns), step)]
+        step = 1  # records a square
+        while -(-self._num_records // step) > _MOST_SQUARES:
+            step *= 2
         *below, (_, largest) = _SQUARES
         limits = [f"{square} under {limit:g}" for limit, square in below]
         key = ", ".join([*limits, f"{largest} {below[-1][0]:g} and more"])
         lines = [f"busiest expert over the mean: {key}"]
         for layer in layers:
-            peaks = [max(column.get(layer, 0.0) for column in group) for group in groups]
             squares = ""
-            for peak in peaks:
+            for start in range(0, self._num_records, step):
+                peak = max(self._peaks[layer][start : start + step], default=0.0)
                 squares += next(square for limit, square in _SQUARES if peak < limit) if peak else _MISSING
             lines.append(f"layer {layer:3d} {squares}")
-        foot = f"until iteration {self._ends[-1]:,}, {self._records_per_column * step} records a square"
+        foot = f"until iteration {self._last_iteration:,}, {step} records a square"
         return "\n".join([*lines, foot])
-
-
-def _larger(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:
-    """The larger value of each layer of the two."""
-    return {layer: max(a.get(layer, 0.0), b.get(layer, 0.0)) for layer in {**a, **b}}

@@ -1,4 +1,6 @@
-"""Curves of runs: the loss of one as a PNG, several runs as a figure, and the marks in them."""
+"""Curves of runs: the loss of one as a PNG, several runs as a figure, the marks in them, and runs that differ
+only in SEED.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from moe_exp.runs.seeds import shared_points
+from moe_exp.config import TRAITS, Config
+from moe_exp.config.setting_types import as_given
 
+Floats = npt.NDArray[np.float64]
 Records = Sequence[Mapping[str, Any]]
 Points = tuple[list[float], list[float]]
 _RAW, _SMOOTH, _VALID, _RATE, _TEXT = "#9dc3e6", "#1f5f9e", "#d9541e", "#c4c4c4", "#333333"
 _MARK = "#6a3d9a"
 _LONGEST_MARK, _MOST_MARKS = 40, 20
+_FOLLOW = ("decay_iters", "warmup_iters")  # TRAIN_ITERS, so that they say nothing beside it
+_LONGEST_NAME = 48
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,11 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         for number, (name, seeds) in enumerate(lines.items()):
             _draw_line(axes, f"C{number}", name, [points for points in seeds if points[0]])
         for number, of_run in enumerate(runs.values() if "loss" in title else ()):
-            marks = [found for records in of_run for found in _placed_marks(records, x)]
+            marks: list[tuple[Mark, float]] = []
+            for records in of_run:
+                points = _curve(records, "train", "iteration", lambda record: record.get(x))
+                found = marks_of(records) if points[0] else []
+                marks += [(mark, float(np.interp(mark.after, *points))) for mark in found]
             _draw_marks(axes, marks, f"C{number}")
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x.replace("_", " "))
@@ -258,12 +269,6 @@ def _draw_line(axes: Any, color: str, name: str, seeds: Sequence[Points]) -> Non
     axes.plot(x, y, color=color, label=name, marker="o" if len(x) < 10 else None)
 
 
-def _placed_marks(records: Records, x: str) -> list[tuple[Mark, float]]:
-    """The marks of a run, and where they are on the axis `x`."""
-    iterations, places = _curve(records, "train", "iteration", lambda record: record.get(x))
-    return [(mark, float(np.interp(mark.after, iterations, places))) for mark in marks_of(records) if places]
-
-
 def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, Any]], float | None]) -> Points:
     measured = [
         (record[x], number)
@@ -276,3 +281,50 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 def _imbalance(record: Mapping[str, Any]) -> float | None:
     found = [layer["max_over_mean"] for layer in record.get("experts") or [] if layer["max_over_mean"]]
     return sum(found) / len(found) if found else None
+
+
+def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Groups of indices of runs whose settings differ only in SEED, in their place or in how they are
+    monitored. A run without settings is alone.
+    """
+    found: dict[object, list[int]] = {}
+    for index, values in enumerate(settings):
+        names = (name for name in values if name not in TRAITS or TRAITS[name].compared)
+        compared = sorted((name, str(values[name])) for name in names if name != "seed")
+        found.setdefault(tuple(compared) or index, []).append(index)
+    return list(found.values())
+
+
+def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Names that say what differs between runs, such as `dense` and `dmoe, TOPK=2`; `names` if settings are
+    unknown, or say too much or nothing.
+    """
+    found = [", ".join(_differences(one, settings)) for one in settings]
+    is_clear = len(set(found)) == len(found) and all(0 < len(name) <= _LONGEST_NAME for name in found)
+    return found if is_clear and all(settings) else list(names)
+
+
+def _differences(one: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The kind of model, and the settings that not all runs with this kind of setting have alike."""
+
+    def value(of: Mapping[str, Any], name: str) -> str:
+        return as_given(of.get(name, Config.model_fields[name].default))
+
+    def kind(of: Mapping[str, Any]) -> str:
+        return value(of, "moe_type") if of.get("use_moe") else "dense"
+
+    parts = [kind(one)] if len({kind(other) for other in settings}) > 1 else []
+    for name, traits in TRAITS.items():
+        follows = name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts)
+        if follows or not traits.compared or name in ("seed", "use_moe", "moe_type"):
+            continue
+        others = [other for other in settings if other.get("use_moe") or traits.part != "experts"]
+        if one in others and len({value(other, name) for other in others}) > 1:
+            parts.append(f"{name.upper()}={value(one, name)}")
+    return parts
+
+
+def shared_points(xs: Sequence[Floats]) -> Floats:
+    """The points of all curves (increasing), from where the last of them begins to where the first ends."""
+    points = np.unique(np.concatenate(xs))
+    return points[(max(x[0] for x in xs) <= points) & (points <= min(x[-1] for x in xs))]

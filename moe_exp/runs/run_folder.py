@@ -7,7 +7,7 @@
     metrics.jsonl      one object a line, see training/metrics.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
-    skipped_samples.json    samples that rollbacks left out, see training/rollback.py
+    skipped_samples.json    samples that rollbacks left out, see training/loss_guard.py
     bad_steps/ set_aside/   checkpoints that no resume uses by itself: after MAX_BAD_STEPS, and those that a
                             rollback went back past
     tensorboard/ wandb/
@@ -22,11 +22,18 @@ The environment is never written, so that no service's key ends up in a shared f
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
+import platform
 import re
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +43,23 @@ from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
 from moe_exp.config.loading import recorded_settings
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 from moe_exp.config.setting_types import Part, as_given, shown
+from moe_exp.host.devices import device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
-from moe_exp.runs.provenance import provenance
 from moe_exp.runs.records import append_event
 
 logger = logging.getLogger(__name__)
-
 
 _LONGEST_PATH = 3500  # bytes; leaves some of Linux' 4096 to files in it
 
 # In a checkpoints folder: iteration of the newest complete checkpoint; Megatron's name.
 LATEST = "latest_checkpointed_iteration.txt"
+
+
+# Packages that affect a run's numbers or speed.
+_PACKAGES = (
+    "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex",
+    "megablocks", "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -97,16 +110,13 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
 def open_run_folder(
     config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
 ) -> RunFolder:
-    """Creates or reopens the run folder; called by rank 0 only.
+    """Creates or reopens the run folder; called by rank 0 only. ConfigError if it cannot be written.
 
     Args:
         config: settings of this start; they replace config.yaml, and provenance.json records the changes.
         argv: command line to record; sys.argv by default.
         resumed_from: iteration of this run's checkpoint that training resumes from; None: it does not. Then
             changes of settings that matter are logged, and recorded as an event.
-
-    Raises:
-        ConfigError: the folder cannot be written.
     """
     folder = RunFolder.of(config)
     try:
@@ -128,10 +138,8 @@ def open_run_folder(
 
 
 def hold_run_folder(config: Config) -> None:
-    """Locks the run folder until this process ends; called by rank 0 only.
-
-    Raises:
-        ConfigError: another run holds it; both would delete each other's records and checkpoints.
+    """Locks the run folder until this process ends; called by rank 0 only. ConfigError if another run holds
+    it: both would delete each other's records and checkpoints.
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -180,24 +188,66 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
     try:
         return list(read_json(path)["starts"])
     except (ValueError, KeyError, TypeError):
-        broken = path.replace(path.with_suffix(".json.broken"))
-        line = "%s cannot be read; kept as %s, and the list of starts begins again"
-        logger.warning(line, path, broken.name)
+        broken = path.replace(path.with_suffix(".json.broken")).name
+        logger.warning("%s cannot be read; kept as %s, and the list of starts begins again", path, broken)
         return []
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
-    """Name to [before, now] of the settings that differ from those of the previous start."""
+    """Name to [before, now] of the settings that differ from those of the previous start, if known."""
     before, now = _previous_settings(folder), config.model_dump()
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
-    """Settings of the previous start; empty if its file is missing or unreadable."""
-    try:
+    with suppress(ValueError):  # its file is missing or unreadable
         return recorded_settings(folder.config)
-    except ValueError:
-        return {}
+    return {}
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start."""
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": list(argv),
+        "host": socket.gethostname(),
+        "device": device_name(),
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version()} | package_versions(),
+        "commit": _commit(),
+    }
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Versions of installed packages that can change a run's numbers or speed; read once per process."""
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _commit() -> str | None:
+    """Commit of the checkout of this package, with "+changes" for edited files; None outside a checkout."""
+    package = Path(__file__).parent
+    # If installed inside another repository, git would return that one's commit.
+    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    commit = _git(package, "rev-parse", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
+    return f"{commit}+changes" if commit and changes else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Inside a git hook, GIT_DIR etc. point to the hook's repository.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # Parts of a run whose changes are reported at a resume, the most important first.
@@ -246,7 +296,17 @@ def run_folder_problems(config: Config) -> list[str]:
         return [problem("run_dir", config.run_dir, rule, fix)]
     if wrong_kind := _kind_problems(config, folder):
         return wrong_kind
-    return _write_problems(config, folder, place) + _model_problems(config, folder)
+    used = (
+        place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
+        folder.metrics,
+    )  # fmt: skip
+    fix = "choose a RUN_DIR that you may write to, or change its permissions"
+    found = [
+        problem("run_dir", config.run_dir, f"{path} is not writable", fix)
+        for path in used
+        if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
+    ]
+    return found + _model_problems(config, folder)
 
 
 def existing_place(path: Path) -> Path:
@@ -294,19 +354,6 @@ def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
     return [
         problem("run_name", config.name, f"{path} is no {kind}", "move it away, or give another RUN_NAME")
         for path, kind in wrong
-    ]
-
-
-def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:
-    used = (
-        place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
-        folder.metrics,
-    )  # fmt: skip
-    fix = "choose a RUN_DIR that you may write to, or change its permissions"
-    return [
-        problem("run_dir", config.run_dir, f"{path} is not writable", fix)
-        for path in used
-        if _exists(path) and not os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
     ]
 
 

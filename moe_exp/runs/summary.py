@@ -1,4 +1,4 @@
-"""How a run ended: the values of summary.json and a short text."""
+"""Output at the end of a run: summary.json, a plot of the loss, and a short text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +21,12 @@ from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
-from moe_exp.runs.records import Record
+from moe_exp.host.files import write_json
+from moe_exp.runs.curves import draw_loss_curve
+from moe_exp.runs.records import Record, iter_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
-_CODES = {"stopped": TO_BE_CONTINUED, "failed": FAILED}  # if the ranks' is not known
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,39 @@ class Caller:
         if "run_name" in changes:
             command = re.sub(" --resume(?=[ =])", " --config", command)
         return " ".join([*given, command, *flags])
+
+
+def finish_run(
+    config: Config,
+    folder: RunFolder,
+    *,
+    since: datetime,
+    wall_seconds: float,
+    code: int | None = None,
+    caller: Caller | None = None,
+) -> tuple[Status, str] | None:
+    """Writes the summary of the start of this run that was launched at `since` (with time zone).
+
+    Returns:
+        The status and the summary text, which says what could not be written; None if the run did not get as
+        far as its run folder.
+    """
+    records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
+    start, *later = _latest_start(records) or [{}]
+    # Events have whole seconds.
+    if "event" not in start or datetime.fromisoformat(start["time"]) < since.replace(microsecond=0):
+        return None
+    status: Status = next((one["status"] for one in later[::-1] if one.get("event") == "end"), "failed")
+    summary = summarize(config, records, experts, folder, wall_seconds, status, code)
+    text, curve = summary_text(summary, config, caller), folder.path / "loss_curve.png"
+    try:
+        write_json(folder.summary, summary)
+        if summary["min_lm_loss"] is not None:
+            draw_loss_curve(records, curve, config.name)
+            text += f"\n  {curve}   # the loss curve"
+    except OSError as error:  # a full disk; the status is known anyway
+        text += f"\n  not written: {error.filename or folder.summary} ({error.strerror or error})"
+    return status, text
 
 
 @dataclass
@@ -96,21 +130,18 @@ def summarize(
     """The content of summary.json, of the latest start.
 
     Losses are in nats per token; None if not measured or not finite. Speeds are medians over the train
-    records, so that warm-up, evaluation and checkpoints do not distort them.
-
-    Args:
-        records, experts: from `split_experts`; may be empty.
-        status: finished (TRAIN_ITERS reached), stopped (asked to end earlier) or failed.
-        code: exit code of the ranks; None if unknown.
+    records, so that warm-up, evaluation and checkpoints do not distort them. `records` and `experts` are from
+    `split_experts`, `code` is the exit code of the ranks, None if unknown.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
     last = train[-1] if train else {}
     with_loss = [record for record in train if record["lm_loss"] is not None]
     lowest = min(with_loss, key=lambda record: float(record["lm_loss"]), default={})
+    likely_code = TO_BE_CONTINUED if status == "stopped" else FAILED  # the ranks' is unknown
     return {
         "status": status,
-        "exit_code": FINISHED if status == "finished" else code or _CODES[status],
+        "exit_code": FINISHED if status == "finished" else code or likely_code,
         "ended_by": _ended_by(records) if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
@@ -147,19 +178,17 @@ def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-# Events that end a run so that the same command does not simply resume.
-_ENDS = ("too_many_bad_steps", "hang", "rank_failed")
-
-
 def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The event that explains the failure: the first of _ENDS since the latest start or restart, if any."""
-    found: list[Mapping[str, Any]] = []
-    for event in (record for record in _latest_start(records) if record["kind"] == "event"):
-        if event["event"] == "restart":
-            found = []
-        elif event["event"] in _ENDS:
-            found.append(event)
-    return dict(found[0]) if found else None
+    """The event that explains the failure, so that the same command does not simply resume: the first such
+    one since the latest start or restart, if any.
+    """
+    found = None
+    for record in _latest_start(records):
+        if record.get("event") == "restart":
+            found = None
+        elif record.get("event") in ("too_many_bad_steps", "hang", "rank_failed"):
+            found = found or dict(record)
+    return found
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -168,9 +197,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _expert_balance(experts: Experts) -> dict[str, Any] | None:
-    """Balance at the last train record: layer with the busiest expert, and number of idle experts; and MaxVio
-    of the slots of the whole run.
-    """
+    """Balance at the last train record, and MaxVio of the slots of the whole run."""
     measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:
         return None
@@ -191,7 +218,7 @@ def _expert_balance(experts: Experts) -> dict[str, Any] | None:
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
-    """The summary for people: results, where they are and what to try next; no newline at the end."""
+    """The summary for people: results, where they are and what to try next."""
     head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
     head += ", this start in" if summary["num_starts"] > 1 else " in"
     head += f" {timedelta(seconds=round(summary['wall_seconds']))}"
@@ -213,7 +240,10 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
     until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
-    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{_speed_text(summary)}")
+    speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
+    speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
+    speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
+    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
         lines.append(f"experts      {_balance_text(balance)}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
@@ -224,13 +254,6 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
-
-
-def _speed_text(summary: Mapping[str, Any]) -> str:
-    speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
-    speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
-    texts = [text.format(summary[key]) for key, text in speeds if summary[key] is not None]
-    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _balance_text(balance: Mapping[str, Any]) -> str:

@@ -40,9 +40,6 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
     )
 
 
-_TERMINAL_COLUMNS = 80
-
-
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
     """A train or valid record in at most 80 columns; the parts at the end are left out if they do not fit."""
     loss = record["lm_loss"]
@@ -65,7 +62,7 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
         parts.append(f"eta {f'{days}d {hours}h' if days else str(timedelta(seconds=seconds)):>7}")
         if layers := record["experts"]:
             parts.append(f"expert max {max(layer['max_over_mean'] for layer in layers):.2f}x")
-    while len(line := "  ".join(parts)) > _TERMINAL_COLUMNS:
+    while len(line := "  ".join(parts)) > 80:
         parts.pop()
     return line
 

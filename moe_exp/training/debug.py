@@ -29,9 +29,6 @@ from torch.distributed import distributed_c10d
 from moe_exp.host.exit_codes import FAILED, report_exit_code
 from moe_exp.watch.hangs import heartbeat
 
-_POLL_SECONDS = 0.2
-_LONGEST = timedelta(days=7)
-
 _visits: Counter[str] = Counter()  # per place; equal on all ranks, which run the same code
 
 
@@ -50,13 +47,13 @@ def set_trace(rank: int = 0) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of groups of a backend without a timeout
         for group in list(distributed_c10d._world.pg_map):  # future collectives
-            distributed_c10d._set_pg_timeout(_LONGEST, group)
+            distributed_c10d._set_pg_timeout(timedelta(days=7), group)
     if dist.get_rank() == rank:
         Debugger(rank, lambda: store.set(key, "")).set_trace(frame)
         return
     with heartbeat.paused():
         while not store.check([key]):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.2)
 
 
 class Debugger(pdb.Pdb):

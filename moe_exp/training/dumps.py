@@ -15,6 +15,7 @@ order: `exp_avg of NAME[128:256]`. Data-parallel ranks then share no such name; 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
             return
         try:
-            found = dumped_tensors(trained)
+            names = {id(parameter): name for name, parameter in named_parameters(trained.model)}
+            states = (_state(names[id(one.parameter)], one) for one in owned_state(trained.optimizer))
+            found = chain(named_parameters(trained.model), *states)
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found}
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
@@ -67,14 +70,6 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
             logger.warning("no dump of rank %d at iteration %d: %s", runtime.rank, progress.iteration, error)
         else:
             logger.info("dumped %d tensors of rank %d to %s", len(tensors), runtime.rank, path)
-
-
-def dumped_tensors(trained: Trained) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of this rank, as at the top of this file."""
-    names = {id(parameter): name for name, parameter in named_parameters(trained.model)}
-    yield from ((name, parameter) for name, parameter in named_parameters(trained.model))
-    for owned in owned_state(trained.optimizer):
-        yield from _state(names[id(owned.parameter)], owned)
 
 
 def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
@@ -115,10 +110,8 @@ class DumpedTensor:
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two files, or the files of equal names in two folders, name by name.
-
-    Raises:
-        ValueError: there is nothing to compare, or a file is not a dump.
+    """Compares two files, or the files of equal names in two folders, name by name; ValueError if there is
+    nothing to compare, or a file is not a dump.
     """
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"

@@ -100,7 +100,7 @@ class Interval:
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
-        balance, z, aux_losses, experts = self._expert_records(sums, num_shares)
+        losses, experts = self._expert_records(sums, num_shares)
         on_gpu = self.runtime.device.type == "cuda"
         # with a batch ramp-up, later iterations take longer
         num_left = samples_left(config, progress.consumed_samples, config.train_iters - progress.iteration)
@@ -114,9 +114,7 @@ class Interval:
             "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
             "lm_loss": lm_loss_sum / num_counted if num_counted else math.nan,
-            "load_balancing_loss": balance,
-            "z_loss": z,
-            "aux_losses": aux_losses,
+            **losses,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "num_zeros": num_zeros,
@@ -197,11 +195,11 @@ class Interval:
 
     def _expert_records(
         self, sums: list[float], num_shares: int
-    ) -> tuple[float | None, float | None, dict[str, float], list[dict[str, Any]]]:
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Means over layers of the load-balancing loss, z-loss and AUX_LOSS_TYPE, and `experts`."""
         config = self.config
         if not config.use_moe:
-            return None, None, {}, []
+            return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
         max_vio, width = self._max_vio(), self.row_width
         experts = [
             _expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
@@ -209,10 +207,12 @@ class Interval:
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
         ]
-        balance = fmean(layer["load_balancing_loss"] for layer in experts)
-        z = fmean(layer["z_loss"] for layer in experts)
         kinds = config.balancing_losses
-        return balance, z, {k: fmean(layer["aux_losses"][k] for layer in experts) for k in kinds}, experts
+        losses: dict[str, Any] = {
+            key: fmean(layer[key] for layer in experts) for key in ("load_balancing_loss", "z_loss")
+        }
+        losses["aux_losses"] = {key: fmean(layer["aux_losses"][key] for layer in experts) for key in kinds}
+        return losses, experts
 
 
 def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:

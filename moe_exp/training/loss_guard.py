@@ -9,18 +9,25 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, iterations, set_latest
+from moe_exp.checkpoint.integrity import find_source
+from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import Range, Samples, merged, stream_ranges
+from moe_exp.data.samples.dataset import Range, Samples, SkippingSamples, merged, skipped_from, stream_ranges
+from moe_exp.data.samples.megatron_dataset import MegatronSamples
+from moe_exp.data.samples.order import is_same_order
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
+from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training.interval import IterationEnd
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.rollback import free_place, go_back
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
 from moe_exp.watch.hangs import heartbeat
 
@@ -28,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 # Also skipped, as the loss of an iteration reflects the update by the previous batch.
 MARGIN_ITERATIONS = 1
-_MOST_DOCUMENTS = 1000  # in an event
 _LOWEST_LOSS_SCALE = 1.0  # Megatron's; above it an overflow is the loss scaler at work
 
 
@@ -86,7 +92,10 @@ class LossGuard:
             GuardEnd: on every rank, if the run must end, or restart from before the spike.
         """
         self._recent.append(done)
-        if self._is_bad(done, end):
+        # A norm is returned if it is not finite; without one, fp16 has overflowed, which only counts where
+        # the loss scaler cannot help.
+        is_bad = not math.isfinite(end.lm_loss) or done.grad_norm is not None
+        if not done.updated and (is_bad or self._trained.optimizer.get_loss_scale() <= _LOWEST_LOSS_SCALE):
             self._num_bad += 1
             self._bad_step(progress, done, end)
             return
@@ -107,13 +116,6 @@ class LossGuard:
         """Stores the loss history in `progress`, which is about to be saved."""
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
-
-    def _is_bad(self, done: Iteration, end: IterationEnd) -> bool:
-        if done.updated:
-            return False
-        if not math.isfinite(end.lm_loss) or done.grad_norm is not None:
-            return True
-        return float(self._trained.optimizer.get_loss_scale()) <= _LOWEST_LOSS_SCALE
 
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
@@ -145,9 +147,8 @@ class LossGuard:
         saver.begin(self._trained, progress)
         saved = saver.finish()
         assert saved is not None
-        if saved.error:
-            return f"no checkpoint could be written ({saved.error})"
-        return f"the weights are in {place}"
+        failed = f"no checkpoint could be written ({saved.error})"
+        return failed if saved.error else f"the weights are in {place}"
 
     def _spike(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
         offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
@@ -217,13 +218,10 @@ class LossGuard:
             for number in range(done.first_sample, done.first_sample + done.batch_size):
                 origin = self._samples.origin(number)
                 documents.setdefault(origin.prefix, set()).update(origin.documents)
-        shown = {prefix: sorted(numbers)[:_MOST_DOCUMENTS] for prefix, numbers in documents.items()}
+        shown = {prefix: sorted(numbers)[:1000] for prefix, numbers in documents.items()}
         left_out = sum(map(len, documents.values())) - sum(map(len, shown.values()))
-        return {
-            "samples": [list(pair) for pair in self._stream(iterations)],
-            "documents": shown,
-            "documents_left_out": left_out,
-        }
+        samples = [list(pair) for pair in self._stream(iterations)]
+        return {"samples": samples, "documents": shown, "documents_left_out": left_out}
 
     def _warn(self, text: str, *values: object) -> None:
         if self._metrics is not None:  # once, not by every rank
@@ -246,3 +244,100 @@ def _text(value: float | None) -> str:
 
 def _ranges_text(ranges: Sequence[Range]) -> str:
     return ", ".join(f"{first} to {end - 1}" for first, end in ranges)
+
+
+# Rollback to before a spike. RUN/skipped_samples.json lists all rollbacks of a run, oldest first:
+#
+#     {"rollbacks": [{"time": ..., "iteration": that of the alarm, "first_iteration": the first skipped one,
+#                     "back_to": the checkpoint's, "sample_order": `SampleOrder.facts`,
+#                     "samples": [[first, end], ...] by their numbers in the stream}]}
+#
+# Later checkpoints hold what was skipped until then (`Progress.skipped_samples`); `skipping.skipped_from`
+# decides which of the two counts on resume.
+
+
+def samples_without_skips(
+    folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
+) -> SkippingSamples:
+    """`samples` without those that training skips when it resumes from `source`. Called by every rank.
+
+    The skips of the run in `folder` apply only to the sample order in which they were found: `sample_order`
+    has the `SampleOrder.facts` of this start. ConfigError on every rank if they cannot be read.
+    """
+
+    def skipped() -> tuple[Range, ...]:
+        saved = (saved_progress(source) if source else None) or Progress()
+        found = (one for one in read_rollbacks(folder) if is_same_order(sample_order, one["sample_order"]))
+        pairs = [pair for one in found for pair in one["samples"]]
+        return skipped_from(saved.skipped_samples, pairs, saved.consumed_samples)
+
+    # Megatron's order ends with the run, ours does not.
+    end = len(samples) if isinstance(samples, MegatronSamples) else None
+    return SkippingSamples(samples, from_first_rank(skipped), end)
+
+
+def go_back(
+    config: Config,
+    folder: RunFolder,
+    progress: Progress,
+    *,
+    iteration: int,
+    samples: Sequence[Range] | None,
+) -> dict[str, Any] | str:
+    """Makes the next start resume before `iteration`, without `samples`.
+
+    Called by every rank, with no save pending. If killed at any point, a start still finds a complete
+    checkpoint, and each sample is used once or skipped.
+
+    Args:
+        progress: where training is.
+        iteration: the first to undo.
+        samples: of the iterations from there on, by their numbers in the stream; None: none is skipped.
+
+    Returns:
+        For an event, the same on every rank: `back_to`, iteration of the checkpoint that the next start
+        resumes from, and `set_aside`, names of the newer ones below RUN/set_aside. Or a line why nothing was
+        done: no complete earlier checkpoint of this run, or a full disk.
+    """
+    try:
+        source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)
+    except ValueError:  # all earlier ones are damaged
+        source = None
+    if source is None:
+        return f"there is no whole checkpoint of this run from before iteration {iteration}"
+    back_to = iteration_of(source.folder)
+
+    def move() -> dict[str, Any] | str:
+        """In an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
+        set_aside = []
+        try:
+            if samples is not None:
+                entry = {
+                    "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                    "iteration": progress.iteration,
+                    "first_iteration": iteration,
+                    "back_to": back_to,
+                    "samples": [list(pair) for pair in samples],
+                    "sample_order": progress.sample_order,
+                }
+                write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
+            set_latest(folder.checkpoints, back_to)
+            for newer in iterations(folder.checkpoints):
+                if newer > back_to:  # training will need its place
+                    place = free_place(folder.set_aside, newer)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    iteration_folder(folder.checkpoints, newer).rename(place)
+                    set_aside.append(str(place.relative_to(folder.set_aside)))
+        except OSError as error:
+            return f"{error.filename or folder.path}: {error.strerror or error}"
+        return {"back_to": back_to, "set_aside": set_aside}
+
+    return from_first_rank(move)
+
+
+def free_place(parent: Path, iteration: int) -> Path:
+    """A free path for a checkpoint of `iteration`: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
+    number = 1
+    while (place := iteration_folder(parent / str(number), iteration)).exists():
+        number += 1
+    return place

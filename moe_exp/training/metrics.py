@@ -28,26 +28,20 @@ from moe_exp.training.mirrors import Mirror, Prometheus, axes_of, open_tensorboa
 logger = logging.getLogger(__name__)
 
 _PERFORMANCE = (
-    "tokens_per_second",
-    "tflops_per_gpu",
-    "elapsed_time_per_iteration_ms",
-    "memory_allocated_bytes",
+    "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes",
     "peak_memory_bytes",
-)
+)  # fmt: skip
 _NOT_A_CURVE = (
     "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
 )  # fmt: skip
-_NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
 
 class Metrics:
     """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
 
     Records after `start_iteration`, that of the checkpoint that training resumes from, are removed, so that
-    iterations are unique: they are from a run that died beyond its last checkpoint.
-
-    Raises:
-        ConfigError: wandb is requested and cannot start.
+    iterations are unique: they are from a run that died beyond its last checkpoint. ConfigError if wandb
+    cannot start.
     """
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
@@ -209,7 +203,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
         values[f"moe/{name}"] = float(value)
     values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}
     for layer in record.get("experts") or []:
-        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER}
+        lists = ("layer", "tokens_per_expert", "aux_losses")
+        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in lists}
         for key, value in (numbers | (layer.get("aux_losses") or {})).items():
             if value is not None:
                 values[f"moe/layer_{layer['layer']:02d}/{key}"] = float(value)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
 from moe_exp.host.files import write_atomically
@@ -39,15 +39,7 @@ def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {axis: value for axis, value in found.items() if value is not None}
 
 
-class Mirror(Protocol):
-    """Shows what is written to metrics.jsonl."""
-
-    name: str
-
-    def write(self, values: Mapping[str, float], axes: Axes) -> None:
-        """One record: its numbers by name, and its position on AXES."""
-
-    def close(self, failed: bool) -> None: ...
+# Every mirror has `name`, `close`, and `write` for a record: its numbers by name, and its position on AXES.
 
 
 class _TensorBoard:
@@ -112,11 +104,10 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
     except ImportError:
         reason = "the tensorboard package is not installed (pip install tensorboard)"
         logger.info("no TensorBoard files: %s", reason)
-        return []
     except OSError as error:
         line = "TensorBoard gets no records: %s cannot be written (%s)"
         logger.warning(line, folder.tensorboard, error.strerror or error)
-        return []
+    return []
 
 
 def _keep_threads_quiet() -> None:
@@ -136,9 +127,6 @@ def _keep_threads_quiet() -> None:
 def group_of(config: Config) -> str:
     """`dense`, `moe` or `dmoe`."""
     return config.moe_type if config.use_moe else "dense"
-
-
-_OF_A_LAYER = re.compile(r"moe/layer_(\d+)/(.+)")
 
 
 # As Prometheus writes numbers that are not finite.
@@ -164,7 +152,7 @@ class Prometheus:
         self._values["last_record_timestamp_seconds"] = time.time()
         metrics: dict[str, list[str]] = {}  # all values of a metric must stand together
         for name, value in sorted(self._values.items()):
-            layer = _OF_A_LAYER.fullmatch(name)
+            layer = re.fullmatch(r"moe/layer_(\d+)/(.+)", name)
             metric = "moe_exp_" + re.sub(r"\W", "_", f"layer/{layer[2]}" if layer else name, flags=re.ASCII)
             label = f'{self._label},layer="{int(layer[1])}"' if layer else self._label
             number = repr(float(value))
@@ -204,27 +192,27 @@ class _Wandb:
         self._run.finish(exit_code=int(failed))
 
 
+Mirror = _TensorBoard | Prometheus | _Wandb
+
+
 def wandb_problems(config: Config) -> list[str]:
     """Why wandb cannot run as configured; empty if it can, or is not requested."""
-    if not config.wandb_project or config.wandb_mode == "disabled":
-        return []
-    try:
-        from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init
-    except ImportError:
-        fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
-        return [problem("wandb_project", config.wandb_project, "the wandb package is not installed", fix)]
+    if config.wandb_project and config.wandb_mode != "disabled":
+        try:
+            from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init
+        except ImportError:
+            fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
+            return [problem("wandb_project", config.wandb_project, "the wandb package is not installed", fix)]
     return []
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb run of this folder, if requested. Expects all kept records first, then the new ones.
+    """The wandb run of this folder, if requested; ConfigError if it cannot start. Expects all kept records
+    first, then the new ones.
 
     Online, a resume continues the same run, and iterations that wandb has are not sent again. Offline, wandb
     cannot append to its files: every start writes the whole run again, under the same id, and moves the
     previous folder to wandb/replaced.
-
-    Raises:
-        ConfigError: it cannot start.
     """
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []

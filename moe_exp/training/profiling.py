@@ -22,8 +22,6 @@ from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-_MOST_ALLOCATIONS = 1_000_000  # in a snapshot, a few hundred bytes each
-
 
 class Recorder:
     """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
@@ -60,7 +58,7 @@ class Recorder:
 
     def _start(self, what: str) -> None:
         if what == "memory":
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # a few hundred bytes each
             return
         on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         activities = [ProfilerActivity.CPU, *on_gpu]

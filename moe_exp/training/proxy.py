@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
-from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler, next_batch, set_megatron_hooks
+from moe_exp.engine.optimizer_setup import (
+    build_optimizer,
+    build_scheduler,
+    next_batch,
+    set_megatron_hooks,
+    skip_steps_not_finite,
+)
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
@@ -74,14 +79,11 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     for step in range(num_steps + 1):
         outputs, learned = recorder.outputs(batch)
         changes = {name: output - first[name] for name, output in outputs.items()} | learned
-        steps.append({name: (_size(output), _size(changes[name])) for name, output in outputs.items()})
+        sizes = {name: (output.abs().mean(), changes[name].abs().mean()) for name, output in outputs.items()}
+        steps.append({name: (float(size), float(change)) for name, (size, change) in sizes.items()})
         if step < num_steps:
             proxy.step(batch)
     return steps
-
-
-def _size(output: Tensor) -> float:
-    return float(output.abs().mean())
 
 
 class _Recorder:

@@ -63,10 +63,8 @@ class ReplicaError(RuntimeError):
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
-
-    Raises:
-        ReplicaError: on every rank, if any has a problem.
+    """Compares all replicas; returns the seconds that this took. ReplicaError on every rank if any has a
+    problem. `metrics` on rank 0 only.
     """
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
@@ -92,19 +90,13 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
 
 
 class _Held(NamedTuple):
-    """What a rank holds. Of other ranks at first only sums over the names of a kind, under the name ''.
-
-    Args:
-        host: name of the rank's machine.
-        problems: of the optimizer's groups.
-        places: by kind; ranks of one place hold the same.
-        tensors: by kind and name: fingerprint, number of values, and of those that the optimizer steps on: a
-            part with the distributed one, maybe 0. Both numbers are 0 of buffers, and of `tensor` and `tied`.
-    """
+    """What a rank holds. Of other ranks at first only sums over the names of a kind, under the name ''."""
 
     host: str
-    problems: list[str]
-    places: dict[str, int]
+    problems: list[str]  # of the optimizer's groups
+    places: dict[str, int]  # by kind; ranks of one place hold the same
+    # By kind and name: fingerprint, number of values, and of those that the optimizer steps on: a part with
+    # the distributed one, maybe 0. Both numbers are 0 of buffers, and of `tensor` and `tied`.
     tensors: dict[str, dict[str, tuple[int, int, int]]]
 
 

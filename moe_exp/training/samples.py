@@ -27,7 +27,7 @@ from moe_exp.data.tokens.manifests import (
     with_document_tokens,
 )
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
-from moe_exp.data.tokens.tokens import Share, parse_blend, parse_split
+from moe_exp.data.tokens.tokens import parse_blend, parse_split
 from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import EXIT_CODE_FILE
@@ -54,25 +54,17 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
         )
         return megatron_samples(order, Path(config.data_dir))
     train_share, valid_share, _ = parse_split(config.split or "1")
-    train_stream: Samples = _training_stages(config, train_data, train_share or (0.0, 1.0))
-    valid_stream = None
-    if config.eval_interval and (valid_data or valid_share):
-        blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
-        valid_stream = SampleStream(
-            blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share
-        )
-    return train_stream, valid_stream
-
-
-def _training_stages(config: Config, train_data: str, share: Share) -> SampleStream:
-    packing = config.document_packing
-    stream = SampleStream(
-        parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=share, packing=packing
-    )
+    common: Any = {"seq_len": config.seq_len, "seed": config.seed}
+    share, packing = train_share or (0.0, 1.0), config.document_packing
+    stream = SampleStream(parse_blend(train_data), **common, share=share, packing=packing)
     for stage in stages_of(config)[1:]:
         blend = parse_blend(stage.train_data or train_data)
         stream.add_stage(blend, seq_len=stage.seq_len, first_sample=stage.first_sample)
-    return stream
+    valid_stream = None
+    if config.eval_interval and (valid_data or valid_share):
+        blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
+        valid_stream = SampleStream(blend, **common, shuffle=False, share=share)
+    return stream, valid_stream
 
 
 def _blends(config: Config) -> tuple[str, str]:
@@ -85,9 +77,7 @@ def _blends(config: Config) -> tuple[str, str]:
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
     """The token that ends a document in all files, None if no setting needs it; and DOCUMENT_TOKENS.
-
-    Raises:
-        ConfigError: files have no such token, or not the same; `machine_checks` says so before the start.
+    ConfigError if files have no such token, or not the same; `machine_checks` says so before the start.
     """
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
@@ -102,18 +92,13 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
 
 def check_tokenizers(config: Config) -> None:
     """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
-
     if EXIT_CODE_FILE in os.environ:
         return  # the launcher has checked it
-
-    def problems() -> list[str]:
-        found = list(tokenizer_problems(config))
-        for line in found if config.allow_other_data else ():
-            logger.warning("%s", line)
-        return [] if config.allow_other_data else found
-
-    if lines := from_first_rank(problems):
-        raise ConfigError(lines)
+    problems = from_first_rank(lambda: list(tokenizer_problems(config)))
+    if problems and not config.allow_other_data:
+        raise ConfigError(problems)
+    for line in problems if torch.distributed.get_rank() == 0 else ():
+        logger.warning("%s", line)
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
@@ -142,10 +127,8 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch` with a check of token ids, which on a GPU would abort without a useful message.
-
-    Raises:
-        ValueError: a token is not in the vocabulary; names the first such sample and its documents.
+    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary, which on a
+    GPU would abort without a useful message.
     """
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
@@ -185,10 +168,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
 
 def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank.
-
-    Raises:
-        ConfigError: on every rank, if it differs and ALLOW_OTHER_DATA is not set.
+    """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank;
+    ConfigError on every rank if it differs and ALLOW_OTHER_DATA is not set.
     """
     sample_order, changes = from_first_rank(lambda: _compared(config, source))
     if changes and not config.allow_other_data:

@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_UNHURRIED = ("", "EXIT", "EXIT_INTERVAL")  # reasons to stop, and the end of training
-_SIGNAL_SECONDS = 30.0  # that SLURM gives by default between SIGTERM and SIGKILL
-
 
 class CheckpointManager:
     """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`, and
@@ -92,7 +89,8 @@ class CheckpointManager:
         or EXIT_DURATION: the job may be killed.
         """
         if self._uploads is not None:
-            self._uploads.wait(None if stop in _UNHURRIED else _SIGNAL_SECONDS)
+            # 30 s are what SLURM gives by default between SIGTERM and SIGKILL
+            self._uploads.wait(None if stop in ("", "EXIT", "EXIT_INTERVAL") else 30.0)
             self._report_uploads()
 
     def _report_uploads(self) -> None:
@@ -106,10 +104,8 @@ class CheckpointManager:
             return TO_BE_CONTINUED
         # Else a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not by every rank
-            line = (
-                "no checkpoint was saved since this start (SAVE_AT_END=false): iterations up to %d are lost"
-            )
-            logger.warning(line, progress.iteration)
+            line = "no checkpoint was saved since this start (SAVE_AT_END=false)"
+            logger.warning("%s: iterations up to %d are lost", line, progress.iteration)
         return FAILED
 
 
@@ -118,10 +114,7 @@ class CheckpointManager:
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
     """The run's newest complete checkpoint, here or in REMOTE_DIR, else that of LOAD_DIR; None: training
-    starts at iteration 0.
-
-    Raises:
-        ConfigError: on every rank, if none of the checkpoints can be used, or LOAD_DIR has none.
+    starts at iteration 0. ConfigError on every rank if no checkpoint can be used, or LOAD_DIR has none.
     """
     try:
         if config.remote_dir:  # does nothing if the launcher has, as always but with torchrun alone
@@ -159,10 +152,7 @@ def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
     """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set.
-
-    Raises:
-        RestoreError: on every rank, if memory differs from what was saved. The checkpoint stays the newest,
-            unchanged.
+    RestoreError on every rank if memory differs from what was saved; the checkpoint stays the newest.
     """
     if source is None:
         if config.upcycle_from:

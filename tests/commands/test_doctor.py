@@ -126,10 +126,10 @@ def test_missing_is_answered_without_importing_torch() -> None:
 
 def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    from moe_exp.engine import kernel_checks
+    from moe_exp.engine import backends
     from moe_exp.layers.kernels import combine
 
-    monkeypatch.setattr(kernel_checks, "_DOCTOR_CASES", kernel_checks._DOCTOR_CASES[:1])
+    monkeypatch.setattr(backends, "_DOCTOR_CASES", backends._DOCTOR_CASES[:1])
     assert doctor.check_kernels() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     results = {row[0]: row[5] for row in rows if row[5:] and row[5] in ("ok", "failed")}
@@ -148,10 +148,10 @@ def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_kernels_that_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moe_exp.engine import kernel_checks
+    from moe_exp.engine import backends
 
-    monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)
-    monkeypatch.setattr(kernel_checks, "missing", lambda: "triton is not installed")
+    monkeypatch.setattr(backends, "can_check", lambda device: False)
+    monkeypatch.setattr(backends, "missing", lambda: "triton is not installed")
     assert doctor.check_kernels() == 0
     assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"
 

@@ -10,8 +10,7 @@ from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.cli import main
 from moe_exp.config.setting_types import shown
 from moe_exp.host.quantities import bytes_text
-from moe_exp.report.page import MOST_BYTES, report_html
-from moe_exp.report.page_data import embedded
+from moe_exp.report.page import MOST_BYTES, embedded, report_html
 from moe_exp.report.run_data import read_runs
 
 EVIL = "<script>alert(1)</script>"

@@ -16,7 +16,7 @@ from helpers.checkpoint.small_job import build_small, records, small_settings, t
 from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp import train
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.engine import backends, kernel_checks, runtime
+from moe_exp.engine import backends, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
 from moe_exp.layers.kernel_choice import KernelFailure
@@ -47,7 +47,7 @@ def pretend(broken_rank: int | None) -> list[str]:
     """On a rank: auto is what it is on a GPU, and a kernel is wrong on one of the ranks. Returns a list that
     gets all warnings.
     """
-    for place in (kernel_checks, moe_parts, backends):
+    for place in (backends, moe_parts):
         place.choose_backend = as_on_a_gpu
     kernel = grouped_matmul._kernel.fn
     run = kernel.run
@@ -94,7 +94,7 @@ def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
     for module in TUNED:
         module._kernel.configs = [tuning.make_config(config) for config in module.CONFIGS]
     tuning.milliseconds, train.train = stopwatch, note
-    kernel_checks.check_kernels = lambda *args: []  # takes a minute for all configs
+    backends.check_kernels = lambda *args: []  # takes a minute for all configs
     self_test.ROWS_OF_CLASSES = ()
     train_whole(settings, port)
     return {"begin": states[0], "end": (num_timed, tuning.choices()), "warnings": warnings}
@@ -165,10 +165,10 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(kernel_checks, "timing_cases", full)
+    monkeypatch.setattr(backends, "timing_cases", full)
     monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
     sizes = self_test.Sizes(torch.float32, 8, 8, 2)
-    assert kernel_checks._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
+    assert backends._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert record.getMessage().startswith("some kernels are not tuned, as memory is full: OutOfMemoryError")
 
@@ -182,22 +182,22 @@ def small(**settings: Any) -> Config:
 
 def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
     """As in a CPU's default start."""
-    monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: pytest.fail("a kernel is run"))
-    assert kernel_checks.check_run(small(), RANK) == []
-    monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)  # not interpreted: the twins run
-    assert kernel_checks.check_run(small(expert_backend="triton"), RANK) == []
+    monkeypatch.setattr(backends, "check_kernels", lambda *args: pytest.fail("a kernel is run"))
+    assert backends.check_run(small(), RANK) == []
+    monkeypatch.setattr(backends, "can_check", lambda device: False)  # not interpreted: the twins run
+    assert backends.check_run(small(expert_backend="triton"), RANK) == []
 
 
 @pytest.mark.parametrize(("part", "backend"), [("routing", "torch"), ("cross entropy", "megatron")])
 def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     wrong = SimpleNamespace(problem="wrong", line=lambda device: "a kernel is wrong")
-    monkeypatch.setattr(kernel_checks, "parts_with_kernels", lambda *args: ["experts", part])
-    monkeypatch.setattr(kernel_checks, "can_check", lambda device: True)
-    monkeypatch.setattr(kernel_checks, "check_kernels", lambda other, *_: [wrong] if other == part else [])
-    assert kernel_checks.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
+    monkeypatch.setattr(backends, "parts_with_kernels", lambda *args: ["experts", part])
+    monkeypatch.setattr(backends, "can_check", lambda device: True)
+    monkeypatch.setattr(backends, "check_kernels", lambda other, *_: [wrong] if other == part else [])
+    assert backends.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
     if part == "cross entropy":  # named, it ends the start
         with pytest.raises(ConfigError, match=r"CROSS_ENTROPY=triton: .*\. Fix: set CROSS_ENTROPY=auto\."):
-            kernel_checks.check_run(small(cross_entropy="triton"), RANK)
+            backends.check_run(small(cross_entropy="triton"), RANK)
 
 
 def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
@@ -205,15 +205,15 @@ def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
     for loss, found in (("auto", {"cuda"}), ("triton", {"cuda", "cpu"}), ("megatron", set())):
         config = small(use_moe=False, cross_entropy=loss)
         for kind in ("cuda", "cpu"):
-            parts = kernel_checks.parts_with_kernels(config, torch.device(kind))
+            parts = backends.parts_with_kernels(config, torch.device(kind))
             assert parts == ["cross entropy"] * (kind in found), (loss, kind)
 
 
 def test_a_margin_leaves_a_multiprocessor(monkeypatch):
     """The interpreter has two."""
     monkeypatch.setattr(launch, "_num_free_processors", 0)
-    monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: [])
-    assert kernel_checks.check_run(small(expert_backend="triton", moe_sm_margin=1), RANK) == []
+    monkeypatch.setattr(backends, "check_kernels", lambda *args: [])
+    assert backends.check_run(small(expert_backend="triton", moe_sm_margin=1), RANK) == []
     assert launch._num_free_processors == 1
     with pytest.raises(ConfigError, match=r"MOE_SM_MARGIN=2: the device has 2 .*\. Fix: set at most 1\."):
-        kernel_checks.check_run(small(expert_backend="triton", moe_sm_margin=2), RANK)
+        backends.check_run(small(expert_backend="triton", moe_sm_margin=2), RANK)

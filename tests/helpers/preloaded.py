@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers.layers import interpreter
 from moe_exp.cli import COMMANDS
-from moe_exp.runs.provenance import package_versions
+from moe_exp.runs.run_folder import package_versions
 
 gc.disable()  # as in moe_exp.train: the imports make no garbage
 for name in (
@@ -21,7 +21,7 @@ for name in (
     "moe_exp.launch.launch",
     "moe_exp.layers.megatron.attention",
     "moe_exp.layers.moe_layer",
-    "moe_exp.runs.finish",
+    "moe_exp.runs.summary",
     "moe_exp.train",
     "pytest",
     "tensorboard.plugins.hparams.metadata",

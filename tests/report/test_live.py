@@ -222,13 +222,13 @@ def test_other_records_of_the_same_length_are_noticed(tmp_path: Path) -> None:
 
 def test_a_file_that_comes_and_goes(tmp_path: Path) -> None:
     follower = fresh(tmp_path / "a")
-    assert not follower.exists and follower.status() is None
+    assert follower.modified is None and follower.status() is None
     make_run(tmp_path / "a", START, train(1))
     follower.refresh()
-    assert follower.exists and follower.watched.iteration == 1
+    assert follower.modified is not None and follower.watched.iteration == 1
     (tmp_path / "a" / "metrics.jsonl").unlink()
     follower.refresh()
-    assert not follower.exists and follower.watched.num_train == 0
+    assert follower.modified is None and follower.watched.num_train == 0
     (tmp_path / "a" / "metrics.jsonl").mkdir()
     follower.refresh()
     assert follower.trouble == "Is a directory"

@@ -18,8 +18,7 @@ from moe_exp.report.comparison import (
     warnings_of,
     window_of,
 )
-from moe_exp.report.page import report_html
-from moe_exp.report.page_data import page_data
+from moe_exp.report.page import page_data, report_html
 from moe_exp.report.run_data import read_runs
 from moe_exp.report.series import (
     bucket_starts,

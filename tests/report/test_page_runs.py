@@ -10,8 +10,7 @@ from helpers.run_folders import dense_and_moe, event, experts, train_record, wri
 from moe_exp.cli import main
 from moe_exp.config import ConfigError
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.report.load_history import LoadHistory
-from moe_exp.report.run_data import read_run, read_runs
+from moe_exp.report.run_data import LoadHistory, read_run, read_runs
 from moe_exp.runs.records import last_records
 
 

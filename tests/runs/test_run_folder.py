@@ -19,7 +19,7 @@ from filelock import FileLock
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.setting_types import shown
 from moe_exp.host.files import write_atomically, write_json
-from moe_exp.runs import provenance, run_folder
+from moe_exp.runs import run_folder
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import (
     LATEST,
@@ -109,16 +109,16 @@ def test_commit_is_that_of_the_checkout_of_the_package_only(
         (checkout / name).write_text("")
     identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
     for arguments in (["init", "-q"], ["add", "ours.py"], [*identity, "commit", "-qm", "m"]):
-        assert provenance._git(checkout, *arguments) is not None
-    commit = provenance._git(checkout, "rev-parse", "HEAD")
+        assert run_folder._git(checkout, *arguments) is not None
+    commit = run_folder._git(checkout, "rev-parse", "HEAD")
     assert commit and len(commit) == 40
     monkeypatch.setenv("GIT_DIR", "/nowhere")
-    monkeypatch.setattr(provenance, "__file__", str(checkout / "ours.py"))
-    assert provenance._commit() == commit
+    monkeypatch.setattr(run_folder, "__file__", str(checkout / "ours.py"))
+    assert run_folder._commit() == commit
     (checkout / "ours.py").write_text("changed")
-    assert provenance._commit() == commit + "+changes"
-    monkeypatch.setattr(provenance, "__file__", str(checkout / "venv" / "installed.py"))
-    assert provenance._commit() is None
+    assert run_folder._commit() == commit + "+changes"
+    monkeypatch.setattr(run_folder, "__file__", str(checkout / "venv" / "installed.py"))
+    assert run_folder._commit() is None
 
 
 def test_a_broken_provenance_is_kept_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training import saving
-from moe_exp.training.rollback import free_place
+from moe_exp.training.loss_guard import free_place
 
 
 def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:

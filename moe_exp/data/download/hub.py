@@ -26,8 +26,8 @@ from moe_exp.data.download.sources import Source, check_inside, check_names, cho
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
+from moe_exp.host.object_store import first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
-from moe_exp.host.retries import first_line, patiently
 
 logger = logging.getLogger(__name__)
 

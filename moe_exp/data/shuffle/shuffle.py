@@ -41,8 +41,8 @@ from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tasks.execution import Execution, Step, bytes_through, num_workers
 from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
+from moe_exp.host.devices import available_memory_bytes
 from moe_exp.host.files import bytes_text, read_json, write_json
-from moe_exp.host.memory import available_memory_bytes
 from moe_exp.host.progress import progress_of
 
 TASKS = "tasks.json"  # in the working folder

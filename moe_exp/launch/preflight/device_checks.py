@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.host.memory import available_memory_bytes
+from moe_exp.host.devices import available_memory_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

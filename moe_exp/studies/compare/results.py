@@ -10,8 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_exp.host.files import read_json
-from moe_exp.report.comparison import NATS, Group, Parity, parity, smoothed, why_not_compared, window_of
-from moe_exp.report.overview import Overview, overview
+from moe_exp.report.comparison import (
+    NATS,
+    Group,
+    Overview,
+    Parity,
+    parity,
+    smoothed,
+    why_not_compared,
+    window_of,
+)
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
@@ -57,7 +65,7 @@ def is_finished(run: Case) -> bool:
 def read_ended(run: Case, *, status: str = "", reason: str = "") -> Ended:
     """Reads a run's state from its folder; `status` and `reason` say why it did not finish, if known."""
     recorded = read_run(run.folder.path)
-    numbers = overview(recorded, float("nan"), None, 0.0)
+    numbers = Overview(recorded, float("nan"), None, 0.0)
     return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
 
 

@@ -31,7 +31,7 @@ from moe_exp.data.shuffle.buckets import text_choices
 from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES
 from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
-from moe_exp.host.memory import available_memory_bytes
+from moe_exp.host.devices import available_memory_bytes
 
 SETTINGS = {"name": "x", "seed": 3, "num_shards": 3, "valid_fraction": 0.05}
 MEMORY = Memory(0, 2**20, 2**14)
