@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moe_exp.planner.costs.constants import constant
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.timing import TimeConstants
+from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
 from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware

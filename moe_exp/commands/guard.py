@@ -49,9 +49,16 @@ class ExactParser(argparse.ArgumentParser):
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
     """Adds the commands of `moe-exp COMMAND`; what is chosen is `COMMAND_command` of the arguments."""
-    return parser.add_subparsers(
-        dest=f"{command}_command", metavar="command", required=True, parser_class=ExactParser
-    )
+    return parser.add_subparsers(dest=f"{command}_command", metavar="command", required=True)
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], about: str, **options: Any
+) -> argparse.ArgumentParser:
+    """Adds the parser of a command that is run by `run`, with a line of help and options of the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, **options)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

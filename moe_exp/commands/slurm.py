@@ -21,7 +21,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each"
             " other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT."
         ),
-        allow_abbrev=False,
     )
     about = "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)

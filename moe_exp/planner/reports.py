@@ -13,9 +13,8 @@ from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, mos
 from moe_exp.planner.estimate import Cost, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
-from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
-from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Search
+from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Explanation, Search, bound_by, layout_words
 
 
 def describe_run(

@@ -18,14 +18,19 @@ from moe_exp.planner.costs.goodput import Goodput
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.timing import IterationTime
-from moe_exp.planner.estimate import Cost
+from moe_exp.planner.estimate import Cost, Lever
 from moe_exp.planner.fit.calibration import Calibration, Fit
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.levers import Lever
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate
-from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words, memory_line
-from moe_exp.planner.search.topology import Candidate, Search
+from moe_exp.planner.search.topology import (
+    Candidate,
+    Explanation,
+    Search,
+    bound_by,
+    layout_words,
+    memory_line,
+)
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")

@@ -11,12 +11,8 @@ from typing import Any
 
 
 def constant(prior: float, spread: float, meaning: str) -> Any:
-    """A field of a dataclass of constants.
-
-    Args:
-        prior: the value expected, more than 0.
-        spread: standard deviation of its logarithm: 0.1 for one that is known within about 10%.
-        meaning: what it is, with its unit.
+    """A field of a dataclass of constants: the value expected, more than 0, the standard deviation of its
+    logarithm (0.1 for one that is known within about 10%), and what it is, with its unit.
     """
     return field(default=prior, metadata={"prior": prior, "spread": spread, "meaning": meaning})
 

@@ -15,9 +15,6 @@ from moe_exp.planner.hardware import Hardware
 if TYPE_CHECKING:
     from moe_exp.planner.costs.job import Job
 
-# Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background
-# User's Guide).
-_TILES = ((128, 256), (256, 128))
 # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
 _ALIGNMENT = 8
 
@@ -26,14 +23,11 @@ _ALIGNMENT = 8
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
     """Elements of the output, those of the idle multiprocessors of the last wave with them."""
     least = math.inf
-    for height, width in _TILES:
+    # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
+    for height, width in ((128, 256), (256, 128)):
         tiles = math.ceil(m / height) * math.ceil(n / width) * count
         least = min(least, math.ceil(tiles / num_units) * num_units * height * width)
     return least
-
-
-# time of flash attention on Ampere, by that of products of as many operations: an estimate
-_FLASH_COST = 1.3
 
 
 class Pass(NamedTuple):
@@ -63,7 +57,8 @@ def _shares(hardware: Hardware, constants: TimeConstants) -> _Shares:
     if not hardware.is_recent:
         matrix = constants.matrix_efficiency
         matrix *= constants.v100_share if hardware.architecture == "volta" else 1.0
-        return _Shares(matrix, matrix / _FLASH_COST, constants.memory_efficiency, constants.half_depth)
+        # an estimate: flash attention takes 1.3 times as long as products of as many operations
+        return _Shares(matrix, matrix / 1.3, constants.memory_efficiency, constants.half_depth)
     matrix, memory, narrow = constants.recent_matrix, constants.recent_memory, 1.0
     if hardware.architecture in ("blackwell", "blackwell_ultra"):
         matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
@@ -165,10 +160,7 @@ def products(job: Job) -> dict[str, list[Shape]]:
             sizes = ((width, hidden), (hidden, width))
             found["latent_projections"] = [Shape(rows, *size, 1, others_in_fp8) for size in sizes]
         first, second = (ways * ffn, width), (width, ffn)
-        found["experts"] = [
-            Shape(each, *first, local, experts_in_fp8),
-            Shape(each, *second, local, experts_in_fp8),
-        ]
+        found["experts"] = [Shape(each, *size, local, experts_in_fp8) for size in (first, second)]
     return found
 
 

@@ -15,7 +15,6 @@ _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
 # at most four digits, so that a typo does not become a list of millions
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
-_SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
 _MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -44,7 +43,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
     for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
-        name = _SYNONYMS.get(name, name)
+        name = "mbsz" if name in ("mbs", "micro_batch_size") else name
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
             fix = f"write TP=4,PP=12; there are {', '.join(LAYOUT_SETTINGS).upper()}"
             rule = "is not one of the settings of a layout with its value"
@@ -145,10 +144,6 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
 
 
-# A layout as environment variables.
-
-
-_OF_THE_HOST = ("master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
 _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 
 
@@ -156,11 +151,8 @@ def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Settings with which `moe-exp train` runs a layout: those of the layout, and what else was given, as it
-    differs from `defaults`, the preset's; none of a node or host.
-
-    Args:
-        overrides: for environment variables: also layout settings that the layout does not use, empty, to
-            override an earlier layout's.
+    differs from `defaults`, the preset's; none of a node or host. `overrides`, for environment variables:
+    also layout settings that the layout does not use, empty, to override an earlier layout's.
 
     Raises:
         ValueError: a setting of the preset would be empty, and an empty variable counts as unset.
@@ -168,14 +160,13 @@ def exported_settings(
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
-    usual = defaults.model_dump() | {
-        name: getattr(schedule, name) for name in ("warmup_iters", "decay_iters")
-    }
+    usual = defaults.model_dump()
+    usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
     always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS}
+    others = ("preset", "master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
     for name in type(config).model_fields:
         value = getattr(config, name)
-        is_usual = name not in always and value == usual[name]
-        if is_usual or name in ("preset", *_OF_THE_HOST):
+        if name in others or (name not in always and value == usual[name]):
             continue
         if value == "" and getattr(defaults, name):
             rule = f"an empty variable would leave what PRESET={config.preset} has"

@@ -9,8 +9,7 @@ from typing import Literal
 
 from moe_exp.host.files import read_json, write_json
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import Case, median_seconds, records_after
-from moe_exp.studies.failures import LONGEST, last_line, why_it_failed
+from moe_exp.studies.child_runs import LONGEST, Case, last_line, median_seconds, records_after, why_it_failed
 
 Status = Literal["ok", "failed", "oom", "timeout"]
 
@@ -19,22 +18,15 @@ TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a case that has run.
-
-    Attributes:
-        reason: unless ok, the last useful line of its log.
-        seconds: per iteration, median after the warm-up; None: not measured.
-        memory_bytes: maximum over ranks, allocated on a GPU, resident on a CPU; None: not measured.
-        device: it ran on; empty if it did not get that far.
-        flags: the settings it ran with.
-    """
+    """Result of a case that has run."""
 
     status: Status
-    reason: str = ""
-    seconds: float | None = None
+    reason: str = ""  # unless ok, the last useful line of its log
+    seconds: float | None = None  # per iteration, median after the warm-up; None: not measured
+    # maximum over ranks, allocated on a GPU, resident on a CPU; None: not measured
     memory_bytes: float | None = None
-    device: str = ""
-    flags: dict[str, str] = field(default_factory=dict)
+    device: str = ""  # it ran on; empty if it did not get that far
+    flags: dict[str, str] = field(default_factory=dict)  # the settings it ran with
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

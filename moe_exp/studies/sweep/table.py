@@ -35,24 +35,15 @@ _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a case, its result and its prediction.
-
-    Attributes:
-        status: of its result, or `rejected`, `predicted-oom`, or `left` (not yet run).
-        reason: why it is not ok.
-        result: None if it has not run.
-        prediction: None if the device is unknown, or the layout invalid.
-        device: as the run named it, else as this host does; empty if unknown.
-        gpu: its profile; empty if there is none.
-    """
+    """A row of the table: a case, its result and its prediction."""
 
     case: Case
-    status: str
-    reason: str
-    result: Result | None
-    prediction: Prediction | None
-    device: str
-    gpu: str
+    status: str  # of its result, or `rejected`, `predicted-oom`, or `left` (not yet run)
+    reason: str  # why it is not ok
+    result: Result | None  # None if it has not run
+    prediction: Prediction | None  # None if the device is unknown, or the layout invalid
+    device: str  # as the run named it, else as this host does; empty if unknown
+    gpu: str  # its profile; empty if there is none
 
     @property
     def short_reason(self) -> str:
@@ -105,10 +96,8 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
     needed, there = sharing * found.needed_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     if needed <= there:
         return ""
-    return (
-        f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for"
-        " yourself"
-    )
+    rule = f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB"
+    return f"{rule}. Fix: set RUN_OOM=true to see for yourself"
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
@@ -154,31 +143,24 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    optional = [
-        name
-        for name in ("etp", "cp", "vpp")
-        if any(getattr(row.case.config, name) not in (1, None) for row in rows)
-    ]
+    configs = [row.case.config for row in rows]
+    is_set = {name: {getattr(one, name) for one in configs} - {1, None} for name in ("etp", "cp", "vpp")}
+    optional = [name for name, values in is_set.items() if values]
     heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS"]
     heads += ["memory GiB", "predicted GiB", "s per iteration", "predicted s", "TFLOP/s per GPU"]
-    heads += ["status", "reason"]
-    lines = [_shown(row, optional) for row in rows]
-    ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
-    return ["| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]]
+    ruler = ["---:"] * len(heads) + ["---", "---"]
+    lines = [[*heads, "status", "reason"], ruler, *(_shown(row, optional) for row in rows)]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rejected cases by the first rule that they break, in words without numbers."""
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.status == "rejected":
-            found.setdefault(_rule(row.case.problems[0]), []).append(row)
+    for row in (row for row in rows if row.status == "rejected"):
+        # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`
+        rule = re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", row.case.problems[0].partition(". Fix: ")[0])
+        found.setdefault(rule, []).append(row)
     return found
-
-
-def _rule(line: str) -> str:
-    """`PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`."""
-    return re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", line.partition(". Fix: ")[0])
 
 
 def _order(row: Row) -> tuple[int, int, float]:
@@ -207,10 +189,8 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     """
     from matplotlib.figure import Figure
 
-    measured = sorted(
-        (row for row in rows if row.seconds is not None),
-        key=lambda row: (row.case.config.world_size, row.seconds),
-    )
+    measured = [row for row in rows if row.seconds is not None]
+    measured.sort(key=lambda row: (row.case.config.world_size, row.seconds))
     if not measured:
         return False
     is_predicted = any(row.prediction for row in measured)

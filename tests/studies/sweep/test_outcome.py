@@ -9,8 +9,7 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import Case
-from moe_exp.studies.failures import why_it_failed
+from moe_exp.studies.child_runs import Case, why_it_failed
 from moe_exp.studies.sweep import slurm_cases
 from moe_exp.studies.sweep.outcome import Result, result_of
 
