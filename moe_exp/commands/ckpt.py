@@ -68,9 +68,8 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _add_verify(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers, "verify", _verify, "verify checksums, structure and optimizer state of a checkpoint"
-    )
+    about = "verify checksums, structure and optimizer state of a checkpoint"
+    parser = add_command(subparsers, "verify", _verify, about)
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
     _add_iteration(parser)
@@ -107,12 +106,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _add_reshape(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers,
-        "reshape",
-        _reshape,
-        "rewrite a checkpoint with other keys, another dtype or the weights only",
-    )
+    about = "rewrite a checkpoint with other keys, another dtype or the weights only"
+    parser = add_command(subparsers, "reshape", _reshape, about)
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
     add = parser.add_argument
@@ -131,12 +126,12 @@ def _add_reshape(subparsers: Any) -> None:
 def _reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
-    from moe_exp.config import problem
+    from moe_exp.config import setting_error
 
     for name in _SIZES:
         if (size := getattr(arguments, name)) is not None:
             rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
-            raise ValueError(problem(name, size, rule, f"omit --{name}"))
+            raise setting_error(name, size, rule, f"omit --{name}")
     names = ("weights_only", "dtype", "layers", "experts")
     changes = Reshaping(**{name: getattr(arguments, name) for name in names})
     written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
@@ -144,12 +139,8 @@ def _reshape(arguments: argparse.Namespace) -> None:
 
 
 def _add_average(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers,
-        "average",
-        _average,
-        "average the weights of checkpoints, in place of a decay of the learning rate",
-    )
+    about = "average the weights of checkpoints, in place of a decay of the learning rate"
+    parser = add_command(subparsers, "average", _average, about)
     add = parser.add_argument
     about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
     add("sources", type=Path, nargs="+", metavar="source", help=about)
@@ -170,12 +161,12 @@ def _add_average(subparsers: Any) -> None:
 
 def _average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
-    from moe_exp.config import problem
+    from moe_exp.config import setting_error
 
     for path in arguments.sources:
         if (path / "config.json").is_file():
             fix = "average Hugging Face folders with mergekit, or name checkpoints"
-            raise ValueError(problem("SRC", path, "is a Hugging Face folder, and no checkpoint", fix))
+            raise setting_error("SRC", path, "is a Hugging Face folder, and no checkpoint", fix)
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
     written = average(sources, arguments.target, weights, of_ema=arguments.ema)
@@ -189,9 +180,8 @@ def _average(arguments: argparse.Namespace) -> None:
 
 
 def _add_diff(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers, "diff", _diff, "compare two checkpoints name by name, in any layout and format"
-    )
+    about = "compare two checkpoints name by name, in any layout and format"
+    parser = add_command(subparsers, "diff", _diff, about)
     _add_path(parser, "a", _PATH_HELP)
     _add_path(parser, "b", "the other one, which differences are relative to")
     add = parser.add_argument
@@ -260,9 +250,8 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 
 def _add_shrink(subparsers: Any) -> None:
-    parser = add_command(
-        subparsers, "shrink", _shrink, "rewrite torch.save files that store more than their tensors"
-    )
+    about = "rewrite torch.save files that store more than their tensors"
+    parser = add_command(subparsers, "shrink", _shrink, about)
     _add_path(parser, help="a torch.save file, or a folder to search for such files")
     add = parser.add_argument
     about = "names of files in a folder (default: *.pt *.pth *.bin)"

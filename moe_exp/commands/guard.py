@@ -92,8 +92,7 @@ def guarded(
     """Runs a command; returns its exit code, or 1 after a line about what a user can fix.
 
     Args:
-        work: the command.
-        prog: its name, put before the line.
+        prog: the command's name, put before the line.
         extras: of this package, which the command needs installed.
         full_disk: what to do if the disk is full.
 
@@ -128,9 +127,6 @@ def guarded(
         return 130
 
 
-_UNREAD = 141  # as a shell has it for a program that SIGPIPE ended
-
-
 def ended_quietly(work: Callable[[], int]) -> int:
     """Runs a program to its exit code; silently 141 if its output is no longer read: `moe-exp ... | head`."""
     try:
@@ -144,7 +140,7 @@ def ended_quietly(work: Callable[[], int]) -> int:
             raise
         # what is still kept is lost, at the interpreter's end too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _UNREAD
+        return 141  # as a shell has it for a program that SIGPIPE ended
 
 
 def _is_unread() -> bool:

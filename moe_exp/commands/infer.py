@@ -205,26 +205,23 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
     """Runs `work` of the plan here if one rank is asked for, else a job of the request's module."""
+    from moe_exp.config import ConfigError
     from moe_exp.inference.jobs import run_alone
     from moe_exp.inference.stage import check_files
-
-    check_files(plan.folder)
-    if plan.config.world_size > 1:
-        return _run_job(plan.config, request.to_json(), type(request).__module__)
-    run_alone(plan.config, lambda rank: work(plan, rank))
-    return 0
-
-
-def _run_job(config: Config, request: str, module: str) -> int:
-    from moe_exp.config import ConfigError
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
 
+    config: Config = plan.config
+    check_files(plan.folder)
+    if config.world_size == 1:
+        run_alone(config, lambda rank: work(plan, rank))
+        return 0
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": 0})  # a free one
     if problems := check_machine(config):
         raise ConfigError(problems)
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        file.write(request)
+        file.write(request.to_json())
         file.flush()
-        return run_job(torchrun_command(config, [file.name], module), child_environment(config))
+        command = torchrun_command(config, [file.name], type(request).__module__)
+        return run_job(command, child_environment(config))

@@ -126,10 +126,10 @@ def _check(arguments: argparse.Namespace) -> int:
             ended_flat &= all(one.is_flat for one in found)
             sizes = ", ".join(map(str, measured))
             title = f"{model.parametrization}, {axis} {sizes}: slopes of log2 |outputs| over log2 {axis}"
-            rows = [
-                (one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", "flat" if one.is_flat else "NOT FLAT")
-                for one in found
-            ]
+            rows = []
+            for one in found:
+                verdict = "flat" if one.is_flat else "NOT FLAT"
+                rows.append((one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", verdict))
             _print_table(title, ["part", "initial", "change by training", "verdict"], rows)
     print(f"flat: slopes are within {LARGEST_SLOPE} of 0")
     return 0 if ended_flat else 1

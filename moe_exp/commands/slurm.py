@@ -59,11 +59,10 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
         for line in [learning_rate_text(job.config, start), *stage_lines(job.config)]:
             print(f"moe-exp slurm: {line}", file=sys.stderr)
-        head = "moe-exp slurm: the file would be written and submitted by:"
+        head = "moe-exp slurm: variables that jobs get from this shell:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
-        print(
-            "moe-exp slurm: variables that jobs get from this shell:", *variables, sep="\n  ", file=sys.stderr
-        )
+        print(head, *variables, sep="\n  ", file=sys.stderr)
+        head = "moe-exp slurm: the file would be written and submitted by:"
         print(head, *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)

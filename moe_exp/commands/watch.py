@@ -73,9 +73,8 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
 
 def _add_exclude(commands: Any) -> None:
-    parser = add_command(
-        commands, "exclude", _exclude, "show or change the list of nodes that jobs must avoid"
-    )
+    about = "show or change the list of nodes that jobs must avoid"
+    parser = add_command(commands, "exclude", _exclude, about)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs")
     add("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
@@ -106,12 +105,8 @@ def _exclude(arguments: argparse.Namespace) -> None:
 
 
 def _add_blame(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "blame",
-        _blame,
-        "name the node, rank and device that caused the errors in logs, and what to do",
-    )
+    about = "name the node, rank and device that caused the errors in logs, and what to do"
+    parser = add_command(commands, "blame", _blame, about)
     add = parser.add_argument
     about = "logs of ranks, srun or the kernel, or the folder of a run"
     add("logs", nargs="+", type=Path, metavar="LOG", help=about)
@@ -241,9 +236,8 @@ def _stacks(arguments: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Any) -> None:
-    parser = add_command(
-        commands, "diff", _diff, "compare two checkpoints, or the dumps of two ranks or runs, name by name"
-    )
+    about = "compare two checkpoints, or the dumps of two ranks or runs, name by name"
+    parser = add_command(commands, "diff", _diff, about)
     add = parser.add_argument
     about = "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)"
     add("a", type=Path, help=about)
@@ -289,9 +283,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _add_storage(commands: Any) -> None:
-    parser = add_command(
-        commands, "storage", _storage, "recommend a save interval, and estimate the disk that a run needs"
-    )
+    about = "recommend a save interval, and estimate the disk that a run needs"
+    parser = add_command(commands, "storage", _storage, about)
     add = parser.add_argument
     about = "a run folder, or a settings file: YAML, or lines NAME=value"
     add("run_folder", metavar="RUN", type=Path, help=about)

@@ -102,9 +102,8 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
             },
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError(
-            f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew."
-        ) from None
+        rule = "is no profile that `moe-exp plan calibrate` wrote"
+        raise ValueError(f"PROFILE={path}: {rule}. Fix: write it anew.") from None
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:

@@ -15,9 +15,8 @@ from moe_exp.planner.costs.job import Job
 from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, predict
-from moe_exp.planner.reports import describe_run
 from moe_exp.planner.search.layout_text import world_of
-from moe_exp.planner.tables import PlanPrinter
+from moe_exp.planner.tables import PlanPrinter, describe_run
 
 
 @dataclass(frozen=True, repr=False)

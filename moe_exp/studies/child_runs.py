@@ -104,9 +104,8 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(
-            f"{name}: another {what} is writing {folder}. Fix: wait for it, or give another name."
-        ) from None
+        rule, fix = f"another {what} is writing {folder}", "wait for it, or give another name"
+        raise ValueError(f"{name}: {rule}. Fix: {fix}.") from None
 
 
 @contextmanager
@@ -133,9 +132,8 @@ def wait_until_free(folder: RunFolder) -> None:
         with FileLock(folder.lock, timeout=_END_SECONDS):
             pass
     except Timeout:
-        raise ValueError(
-            f"{folder.path}: another run is writing it. Fix: wait for its end, or end it."
-        ) from None
+        rule = "another run is writing it. Fix: wait for its end, or end it"
+        raise ValueError(f"{folder.path}: {rule}.") from None
 
 
 def run_to_end(

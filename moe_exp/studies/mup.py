@@ -32,10 +32,7 @@ _WITH_WIDTH = (
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
     """`base` with another HIDDEN_SIZE, and in proportion to it the number of heads and the widths of dense
     MLPs and experts; with another NUM_EXPERTS, unless 0; with experts split into `granularity` parts, of
-    which a token gets as many times more.
-
-    Raises:
-        ConfigError: a size would be no whole number, or the model could not run.
+    which a token gets as many times more. ConfigError for a size that is no whole number, or that cannot run.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -184,12 +181,9 @@ def losses_of(
     train: Callable[[Config], float],
     num_workers: int,
 ) -> dict[str, float]:
-    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged.
-
-    Runs whose losses folder/losses.json has are not run again. `train` is called in other processes.
-
-    Raises:
-        ConfigError: the folder has losses of other models.
+    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged. `train` is called in
+    other processes. Runs whose losses folder/losses.json has are not run again; ConfigError if it has those
+    of other models.
     """
     settings = models[0].model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
     path, known = folder / "losses.json", {}

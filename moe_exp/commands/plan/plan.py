@@ -127,10 +127,9 @@ def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _search(arguments: argparse.Namespace) -> int:
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.reports import describe_explanation, describe_search
     from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
     from moe_exp.planner.search.topology import explain, search
-    from moe_exp.planner.tables import PlanPrinter
+    from moe_exp.planner.tables import PlanPrinter, describe_explanation, describe_search
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"

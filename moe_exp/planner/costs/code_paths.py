@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import compress
 from typing import TypeVar
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
 from moe_exp.planner.hardware import Hardware
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
     """Entry of `costs` for the value of the setting `name`; a ValueError if it has none."""
     value = getattr(config, name)
     if value not in costs:
-        raise ValueError(problem(name, value, "the planner has no price for it", f"use {', '.join(costs)}"))
+        raise setting_error(name, value, "the planner has no price for it", f"use {', '.join(costs)}")
     return costs[value]
 
 

@@ -22,7 +22,6 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
 
     Args:
-        config: the settings.
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
         seq_len: tokens of a sample that counts as several of SEQ_LEN (DATA_STAGES).
     """

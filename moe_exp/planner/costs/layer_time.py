@@ -81,9 +81,8 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
     parts["core"] = _core(job, device, constants)
-    parts["norms"] = (
-        device.moved(shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES) * elementwise
-    )
+    shared = shared_rows(job, tokens) * config.hidden_size
+    parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
         parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
         elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.code_paths import fp8_parts
-from moe_exp.planner.costs.constants import constant
+from moe_exp.planner.costs.constants import free
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import (
     RankParameters,
@@ -31,17 +31,13 @@ _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets: for 16-bit gradients, and with
 class MemoryConstants:
     """Constants that no formula gives; fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = constant(
+    context_bytes: float = free(
         3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures"
     )
-    cached_share: float = constant(
-        0.3, 0.4, "bytes that the allocator keeps beside, by those of the activations"
-    )
-    flat_bytes: float = constant(
-        0.4, 0.4, "DeepSpeed's flat copies and padding, bytes per parameter of a rank"
-    )
-    bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
-    load_spread: float = constant(
+    cached_share: float = free(0.3, 0.4, "bytes that the allocator keeps beside, by those of the activations")
+    flat_bytes: float = free(0.4, 0.4, "DeepSpeed's flat copies and padding, bytes per parameter of a rank")
+    bf16_copy_bytes: float = free(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
+    load_spread: float = free(
         0.5, 0.2, "dropless: how much experts' loads differ, by their mean, to have room for"
     )
 
@@ -120,8 +116,8 @@ def memory_of(
         # The allocator (torch's, or malloc) holds half of what is free beside if it wants as much, nearly all
         # that it wants if much more is free.
         wanted = (_SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share) * activations
-        free = max(0.0, usable - needed)
-        cached = wanted * free / (wanted + free) if free else 0.0
+        room = max(0.0, usable - needed)
+        cached = wanted * room / (wanted + room) if room else 0.0
         held = (weights, gradients, optimizer, activations, buffers, overhead)
         stages.append(StageMemory(*held, cached, workspace, parts))
     return stages

@@ -67,7 +67,7 @@ def fit(
     noise: float = _NOISE,
     hold: Mapping[str, float] | None = None,
 ) -> Fit[T]:
-    """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
+    """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
     Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
     further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
@@ -99,12 +99,10 @@ def fit(
     at = space.point(start) if start else [0.0] * space.size
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
-    without = _steps_without_each(solution.jac, solution.fun, len(runs))
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
-    left_out = {
-        run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
-        for run, step in zip(runs, without, strict=True)
-    }
+    left_out, steps = {}, _steps_without_each(solution.jac, solution.fun, len(runs))
+    for run, step in zip(runs, steps, strict=True):
+        left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)
 
 
@@ -209,11 +207,10 @@ def doubts(calibration: Calibration) -> Iterator[str]:
 def profile_text(calibration: Calibration, source: Path) -> str:
     """JSON for `prediction.load_constants`."""
     parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
-    constants = {
-        name: {field: float(f"{value:.5g}") for field, value in asdict(part.constants).items()}
-        for name, part in parts.items()
-    }
-    summary = {name: _summary(part) for name, part in parts.items()}
+    constants, summary = {}, {}
+    for name, part in parts.items():
+        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
+        summary[name] = _summary(part)
     head = {"source": source.name, "hardware": list(calibration.hardware)}
     return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 

@@ -61,11 +61,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Losses at the end of the shortest run, smoothed over the same number of tokens for all.
-
-    Returns:
-        x on `axis`, and the loss of each run, interpolated linearly (None without one); None if less than
-        two runs can be compared.
+    """x on `axis` at the end of the shortest run, and the loss of each run there, interpolated linearly (None
+    without one), smoothed over the same number of tokens; None if less than two runs can be compared.
     """
     window = window_of([one.recorded for one in ended])
     curves = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
@@ -166,10 +167,8 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
 
 
 def _statuses(runs: Sequence[Ended]) -> str:
-    words = dict.fromkeys(one.status for one in runs)
-    return ", ".join(
-        word if len(words) == 1 else f"{sum(one.status == word for one in runs)} {word}" for word in words
-    )
+    counts = Counter(one.status for one in runs)
+    return ", ".join(f"{count} {word}" if len(counts) > 1 else word for word, count in counts.items())
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
@@ -177,9 +176,8 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
-    return text(statistics.fmean(known)) + (
-        f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
-    )
+    spread = f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
+    return text(statistics.fmean(known)) + spread
 
 
 def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str:

@@ -55,16 +55,13 @@ class Variant:
 
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
-    """The variants of a comparison, in the order given.
+    """The variants of a comparison, in order; ConfigError with all that cannot be read.
 
     Args:
         runs: comma-separated names of KINDS; empty: the MoE layer of the settings, and dense, unless two are
             `written`.
         written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
-
-    Raises:
-        ConfigError: lists every name, setting and value that cannot be read.
     """
     if not runs and len(written) < 2:
         runs = f"{load_config(given, {}).moe_type},dense"
@@ -130,11 +127,8 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
     """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
     settings = [_said(variant.config) for variant in variants]
     rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
-    return {
-        name: values
-        for name, values in rows.items()
-        if len({str(value) for value in values if value is not None}) > 1
-    }
+    distinct = {name: {str(value) for value in values if value is not None} for name, values in rows.items()}
+    return {name: values for name, values in rows.items() if len(distinct[name]) > 1}
 
 
 def _said(config: Config) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from moe_exp.studies.compare.results import Ended, is_finished, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
 from moe_exp.studies.ladder.table import page, plan_text, result_text
-from moe_exp.studies.sweep.outcome import TIME_LIMIT
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
+from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
 _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
@@ -68,10 +68,8 @@ def dry_run(ladder: Ladder) -> str:
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
-    """Runs what is left of a ladder, and writes its reports after each run.
-
-    Returns:
-        Exit code: 1 if a run failed, timed out or diverged, else that of a stopped run if one has stopped.
+    """Runs what is left of a ladder, and writes its reports after each run; returns the exit code: 1 if a run
+    failed, timed out or diverged, else that of a stopped run if one has stopped.
 
     Raises:
         ConfigError: settings that cannot run, here or in this folder.

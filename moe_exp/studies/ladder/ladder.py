@@ -218,12 +218,8 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
 
     group = max(1, base.num_heads // (base.num_query_groups or base.num_heads))
     heads = rounded(base.num_heads, group)
-    shape = {
-        "hidden_size": width,
-        "num_layers": rounded(base.num_layers),
-        "num_heads": heads,
-        "num_query_groups": heads // group,
-    }
+    shape = {"hidden_size": width, "num_layers": rounded(base.num_layers)}
+    shape |= {"num_heads": heads, "num_query_groups": heads // group}
     for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size"):
         shape[name] = rounded(getattr(base, name), 8)
     config = base.model_copy(update=shape)

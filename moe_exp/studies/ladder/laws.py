@@ -128,10 +128,8 @@ def fit_laws(
     """Fits the variants by least squares in the losses, jointly if they share the asymptote.
 
     A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;
-    without two seeds anywhere there are no draws. `asymptote`: E in nats per token; None: fitted.
-
-    Raises:
-        ValueError: too few points, see `fit_problem`.
+    without two seeds anywhere there are no draws. `asymptote`: E in nats per token; None: fitted. ValueError
+    for too few points, see `fit_problem`.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -189,7 +187,7 @@ def _fit_means(
     """The best of the fits from several first guesses of E, or from `start` alone."""
     from scipy.optimize import least_squares
 
-    names, shares = list(means), (0.2, 0.5, 0.8, 0.95)  # of the lowest loss, as first guesses of E
+    names = list(means)
     known = {name: np.isfinite(means[name]) for name in names}
     losses = np.concatenate([means[name][known[name]] for name in names])
     logs = np.concatenate([np.log(compute[name][known[name]]) for name in names])
@@ -233,7 +231,7 @@ def _fit_means(
             values += [math.log(law.coefficient) - law.exponent * scale, math.log(law.exponent)]
         return values
 
-    floors = [asymptote] if asymptote is not None else [share * losses.min() for share in shares]
+    floors = losses.min() * np.array([0.2, 0.5, 0.8, 0.95]) if asymptote is None else [asymptote]
     guesses = [guess_of(start)] if start else [guess(float(floor)) for floor in floors]
     fits = [least_squares(residuals, one, jac=jacobian, method="lm") for one in guesses]
     floor, coefficients, exponents = unpacked(min(fits, key=lambda one: one.cost).x)
@@ -272,13 +270,11 @@ def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str,
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)
     drawn = [_ratios(laws[baseline], points.compute, noise.drawn(points, generator)) for laws in fit.draws]
-    rungs = [
-        estimate(values[rung], [one[rung] for one in drawn] if math.isfinite(values[rung]) else [])
-        for rung in range(len(means))
-    ]
-    return Speedup(
-        rungs, estimate(_slope(points.compute, values), [_slope(points.compute, one) for one in drawn])
-    )
+    rungs = []
+    for rung, value in enumerate(values):
+        rungs.append(estimate(value, [one[rung] for one in drawn] if math.isfinite(value) else []))
+    slopes = [_slope(points.compute, one) for one in drawn]
+    return Speedup(rungs, estimate(_slope(points.compute, values), slopes))
 
 
 def _ratios(law: Law, compute: Floats, losses: Floats) -> list[float]:

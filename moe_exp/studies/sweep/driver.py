@@ -33,10 +33,9 @@ from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, clear, given_settings
 from moe_exp.studies.sweep import table
-from moe_exp.studies.sweep.outcome import Result, result_of
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
-from moe_exp.studies.sweep.table import CPU, Row, by_rule, to_markdown
+from moe_exp.studies.sweep.table import CPU, Result, Row, by_rule, result_of, to_markdown
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {
@@ -237,10 +236,8 @@ def _about(row: Row) -> str:
 
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
-    """Runs the cases that are left, and writes the tables; returns 0 if any case of the table was measured.
-
-    Args:
-        retry_failed: also run cases that failed, ran out of memory or timed out before.
+    """Runs the cases that are left, with `retry_failed` also those that failed, ran out of memory or timed
+    out before, and writes the tables; returns 0 if any case of the table was measured.
 
     Raises:
         ConfigError: data or folders with which no case can run.

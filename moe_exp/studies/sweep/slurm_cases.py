@@ -39,15 +39,13 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits all cases without a job from an earlier call, and yields them as their jobs end.
+    """Submits all cases without a job from an earlier call, and yields them as their jobs end, each with the
+    exit code of its launchers: None if the job ended without one.
 
     Args:
         cases: by name of their jobs.
         jobs: folder of NAME.sh, the script, NAME.id, the job id, and NAME.code, the exit code.
         prepare: called before a case is submitted.
-
-    Yields:
-        The case, and the exit code of its launchers: None if the job ended without one.
     """
     waiting = {}
     for name, case in cases.items():
