@@ -119,8 +119,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
     for chunk in chain(chunks, reader.objects.values()):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
-    for name, end in sorted(ends.items()):
-        path = folder / name
+    for path, end in sorted((folder / name, end) for name, end in ends.items()):
         if not path.is_file():
             return f"{path}: is missing", {}
         if (size := path.stat().st_size) < end:
@@ -137,19 +136,17 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
     except ValueError as error:
         raise ConfigError([str(error).replace("checkpoint=", "UPCYCLE_FROM=", 1)]) from None
     find(folder)
-    dense = read_common(folder).get("config")
-    if dense is None:
-        rule, fix = "was not written by this package", "name a run of it"
-        raise ConfigError([problem("upcycle_from", config.upcycle_from, rule, fix)])
-    if problems := dense_problems(config, dense):
+    if problems := dense_problems(config, read_common(folder).get("config")):
         raise ConfigError(problems)
     return folder
 
 
-def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
-    """Why this run cannot start from the dense run with settings `dense`."""
-    if dense.get("use_moe"):
+def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
+    """Why this run cannot start from the dense run with settings `dense`; None: it has none."""
+    rule, fix = "was not written by this package", "name a run of it"
+    if dense is not None:
         rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
+    if dense is None or dense.get("use_moe"):
         return [problem("upcycle_from", c.upcycle_from, rule, fix)]
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
     shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)

@@ -74,9 +74,7 @@ class RestoreError(ConfigError):
 
 
 def saved_progress(path: Path) -> Progress | None:
-    """Progress of a checkpoint, read without its tensors; None if Megatron-LM wrote it. `path` as in
-    `load`.
-    """
+    """Progress of a checkpoint (`path` as in `load`), without its tensors; None if Megatron-LM wrote it."""
     common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 
@@ -118,34 +116,25 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    progress = _progress(config, common)
-    progress.num_averaged = _num_averaged(config, progress, has_average=request.has_average)
-    return progress
+    return _progress(config, common, has_average=request.has_average)
 
 
-def _num_averaged(config: Config, progress: Progress, *, has_average: bool) -> int:
-    """Updates of the average of the weights; of one that starts here the weights count as the first."""
-    if config.ema_decay and not has_average:
-        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
-        return 1
-    if has_average and not config.ema_decay:
-        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
-        return 0
-    return progress.num_averaged
-
-
-def _progress(config: Config, common: dict[str, Any]) -> Progress:
+def _progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
     progress = Progress(**common["progress"])
     if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
+    if config.ema_decay and not has_average:
+        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
+        progress.num_averaged = 1
+    elif has_average and not config.ema_decay:
+        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
+        progress.num_averaged = 0
     return progress
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`; of
-    Megatron-LM's nothing is known but tensors. Returns what is not sharded.
-    """
+    """What is not sharded; ConfigError if an iteration's folder is of another model than `config`."""
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)
@@ -153,9 +142,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads the weights of an iteration's folder, of this package or Megatron-LM, and nothing else. Called by
-    every rank. Raises a ValueError if its parameters are not those of the model.
-    """
+    """Loads only the weights of an iteration's folder; ValueError if they are not those of the model."""
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
@@ -227,12 +214,11 @@ def _over_all_ranks(
             table[1, place] = total - 2**64 if total >= 2**63 else total
     table = table.to(runtime.device)
     torch.distributed.all_reduce(table)
-    sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
-    return {
-        name: replace(one, num_values=count, total=total % 2**64)
-        for (name, one), count, total in sums
-        if count
-    }
+    found = {}
+    for (name, one), count, total in zip(saved.items(), *table.tolist(), strict=True):
+        if count:
+            found[name] = replace(one, num_values=count, total=total % 2**64)
+    return found
 
 
 def _pieces(
@@ -242,12 +228,11 @@ def _pieces(
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if optimizer:
-        exact = (
-            replace(owned, values={n: v for n, v in owned.values.items() if n not in MOMENTS})
-            if owned.is_converted
-            else owned
-            for owned in owned_state(trained.optimizer)
-        )
+        exact = list(owned_state(trained.optimizer))
+        for place, owned in enumerate(exact):
+            if owned.is_converted:
+                others = {name: value for name, value in owned.values.items() if name not in MOMENTS}
+                exact[place] = replace(owned, values=others)
         shards = chain(shards, shards_of([*exact, *converted], weights))
     for shard in shards:
         if is_main_replica(shard.replica_id):

@@ -321,17 +321,26 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
     batches = shared_batches(plan.batches, stage.rank, "eval", "sequences", lambda batch: batch[2])
+    tp = stage.rank.groups.tp
     for (number, first, count), is_mine in batches:
         source = plan.sources[number]
         sequences = source.read(first, count)
         tokens, labels = _padded(sequences)
-        if counts is not None:
-            counts.source, counts.valid_T = number, _valid_tokens(stage, labels, is_mine=is_mine)
+        if counts is not None:  # the mask of this rank's tokens that count, in the routers' order
+            valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
+            valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
+            counts.source, counts.valid_T = number, valid_SB.flatten().to(stage.rank.device)
         if (masked_id := plan.masked_id(source)) is not None:
             labels[tokens == masked_id] = _IGNORED
         logits = stage.logits(tokens)
         if logits is not None and stage.writes and is_mine:
-            sums[number, 0] += _nats(logits, labels)
+            labels = labels.to(logits.device)
+            # row by row to save memory
+            nats = [
+                nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
+                for x, y in zip(logits, labels, strict=True)
+            ]
+            sums[number, 0] += torch.stack(nats).double().sum()
             sums[number, 1] += (labels != _IGNORED).sum()
             if plan.token_bytes:
                 table = plan.token_bytes[number]
@@ -347,24 +356,6 @@ def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
         tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
         labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:])
     return tokens, labels
-
-
-def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
-    """Mask of this rank's tokens that count, bool [T], in the routers' order."""
-    tp = stage.rank.groups.tp
-    valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
-    valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
-    return valid_SB.flatten().to(stage.rank.device)
-
-
-def _nats(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the labels, row by row to save memory."""
-    labels = labels.to(logits.device)
-    losses = [
-        nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
-        for x, y in zip(logits, labels, strict=True)
-    ]
-    return torch.stack(losses).double().sum()
 
 
 def print_evaluated(plan: Plan, rank: Runtime) -> None:

@@ -139,11 +139,6 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
     if ids.ndim != 2 or not ids.size:
         raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
-    _check_range(ids, path, vocab_size)
-    return ids
-
-
-def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int) -> None:
     rows = max(1, _CHECKED_ROWS_BYTES // ids[0].nbytes)
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]
@@ -153,6 +148,7 @@ def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int)
                 place = f"row {first + row}, column {column}"
                 rule = f"has the id {value} in {place}, the model has 0 to {vocab_size - 1}"
                 raise setting_error("tokens", path, rule, "tokenize with the tokenizer of the training")
+    return ids
 
 
 def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:

@@ -90,6 +90,7 @@ class Stage:
         self._caches: list[KeyValueCache] = []
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
+        self._is_latent = config.multi_latent_attention
         # The sequence is gathered before the output layer, as generation needs only one row.
         if model.post_process:
             model.output_layer.sequence_parallel = False
@@ -123,10 +124,6 @@ class Stage:
             self._caches, self._context = [], None
             for core in cores:
                 core.cache = None
-
-    @property
-    def _is_latent(self) -> bool:
-        return bool(self.model.config.multi_latent_attention)
 
     @torch.no_grad()  # inference_mode would not reach the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
@@ -176,8 +173,12 @@ class Stage:
         if not self.model.pre_process:
             self.model.set_input_tensor(hidden)
         rotary = None
-        if not self._is_latent:
-            rotary = self._rotary(start, start + num_tokens) if documents is None else self._angles(documents)
+        if not self._is_latent and documents is not None:
+            rotary = self._angles(documents)
+        elif not self._is_latent:  # angles of positions: [num_tokens, 1, 1, d]
+            if len(self._positions) < (end := start + num_tokens):
+                self._positions = self._angles(max(end, self.config.seq_len + self.config.tp))
+            rotary = self._positions[start:end]
         out: Any = self.model.decoder(
             hidden,
             attention_mask=None,
@@ -186,12 +187,6 @@ class Stage:
             packed_seq_params=documents,
         )
         return out
-
-    def _rotary(self, start: int, end: int) -> Tensor:
-        """Angles of positions `start` to `end - 1`: [end - start, 1, 1, d]."""
-        if len(self._positions) < end:
-            self._positions = self._angles(max(end, self.config.seq_len + self.config.tp))
-        return self._positions[start:end]
 
     def _angles(self, positions: int | Documents) -> Tensor:
         angles: Any = self.model.rotary_pos_emb(positions)

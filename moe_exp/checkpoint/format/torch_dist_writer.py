@@ -65,7 +65,6 @@ class TorchDistWriter:
             self._file.close()
 
     def next_file(self) -> None:
-        """Closes the file; what comes later goes to a new one."""
         if self._file is not None:
             _sync(self._file)
             self._file.close()

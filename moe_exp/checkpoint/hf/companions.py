@@ -156,6 +156,8 @@ def write_generation_config(
 
 def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iteration: int) -> None:
     """Writes README.md with what is known: the model and its origin."""
+    parent = source.resolve().parent  # of the iteration's folder
+    run = parent.parent.name if parent.name == "checkpoints" else parent.name
     write_atomically(
         folder / "README.md",
         f"""---
@@ -167,13 +169,7 @@ pipeline_tag: text-generation
 
 A causal language model, {facts}.
 
-Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{_name(source)}`.
+Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{run}`.
 License, training data and evaluation are for its authors to add.
 """,
     )
-
-
-def _name(checkpoint: Path) -> str:
-    """Name of the run or folder that contains an iteration's folder."""
-    parent = checkpoint.resolve().parent
-    return parent.parent.name if parent.name == "checkpoints" else parent.name

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,9 @@ from moe_exp.checkpoint.hf.companions import (
     write_generation_config,
     write_model_card,
 )
-from moe_exp.checkpoint.hf.config_json import fields_of
+from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES, Entry, ShardWriter
-from moe_exp.checkpoint.hf.tensor_rules import (
-    Piece,
-    Theirs,
-    layers_are_stacked,
-    misfits,
-    pieces,
-    taken_apart,
-)
+from moe_exp.checkpoint.hf.tensor_rules import Piece, Theirs, layers_are_stacked, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
@@ -142,6 +136,14 @@ def to_hf(
     return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
+def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """The config.json of a model, without dtype and token ids."""
+    fields: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    for rule in architecture.fields:
+        fields |= rule.write(config)
+    return fields | {"use_cache": True}
+
+
 class _Weights:
     """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
@@ -174,16 +176,19 @@ class _Weights:
                 fix = f"stack them first, {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
-    def _stored(self, key: str) -> StoredTensor | None:
-        copies = [self.reader.tensors.get(prefix + key) for prefix in _MAIN] if self.main else []
-        return next((copy for copy in copies if copy), self.reader.tensors.get(key))
-
-    @property
-    def usual_dtype(self) -> torch.dtype:
-        """Type of most written weights."""
-        stored = self._stored(self.planned[0].key)
+        stored = self._stored(planned[0].key)
         assert stored is not None
-        return self.dtype or stored.dtype
+        self.usual_dtype = dtype or stored.dtype  # of most written weights
+        self.entries = [  # all tensors to write, in order
+            Entry(part.name, part.shape, self.dtype_of(piece, part))
+            for piece in planned
+            for part in piece.theirs
+        ]
+        self.num_bytes = sum(entry.num_bytes for entry in self.entries)
+
+    def _stored(self, key: str) -> StoredTensor | None:
+        names = [prefix + key for prefix in (*_MAIN, "")] if self.main else [key]
+        return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
 
     def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
         """Type in which a tensor is written."""
@@ -191,19 +196,6 @@ class _Weights:
         if part.name.endswith(_NEVER_ROUNDED):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
-
-    @property
-    def entries(self) -> list[Entry]:
-        """All tensors to write, in order."""
-        return [
-            Entry(part.name, part.shape, self.dtype_of(piece, part))
-            for piece in self.planned
-            for part in piece.theirs
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
 
     def values(self, piece: Piece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
@@ -223,8 +215,8 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
     shapes, num_bytes = [part.shape for part in piece.theirs], 0
     parts: Iterable[Tensor] = map(torch.zeros, shapes)
     if piece.key:  # it has an effect
-        values = weights.values(piece)
-        ours = values if piece.factor == 1 else values.float() * piece.factor
+        ours = weights.values(piece)
+        ours = ours if piece.factor == 1 else ours.float() * piece.factor
         parts = taken_apart(piece.join, ours, shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
         dtype = weights.dtype_of(piece, part)
@@ -247,8 +239,8 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
-        there = f"TOKENIZER={config.tokenizer} is not there"
-        why = there if config.tokenizer else "the checkpoint names none"
+        named = config.tokenizer
+        why = f"TOKENIZER={named} is not there" if named else "the checkpoint names none"
         fix = "give --tokenizer, or copy its files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:

@@ -86,21 +86,18 @@ class ModelFolder:
                 logger.warning("%s: reading %s, as transformers does, and not %s", self.path, SINGLE, INDEX)
             return None
         if not has_index:
-            raise self._no_weights()
+            rule, fix = f"has neither {SINGLE} nor {INDEX}", "fetch the folder again"
+            if others := sorted(path.name for path in self.path.glob("*.safetensors")):
+                rule += f", but {first_few(others, 3)}"
+                fix = f"save the model with save_pretrained of transformers, or {fix}"
+            elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
+                rule = "has pickled weights alone, which can run code when they are read"
+                fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
+            raise unusable(f"SRC={self.path}", rule, fix)
         index = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise _damaged(self.path / INDEX, "has no weight_map")
         return index
-
-    def _no_weights(self) -> ValueError:
-        rule, fix = f"has neither {SINGLE} nor {INDEX}", "fetch the folder again"
-        if others := sorted(path.name for path in self.path.glob("*.safetensors")):
-            rule += f", but {first_few(others, 3)}"
-            fix = f"save the model with save_pretrained of transformers, or {fix}"
-        elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
-            rule = "has pickled weights alone, which can run code when they are read"
-            fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
-        return unusable(f"SRC={self.path}", rule, fix)
 
     def _read_header(self, file: str) -> None:
         if Path(file).name != file:
@@ -168,18 +165,6 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _in_files(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    num_bytes = 0
-    for entry in entries:
-        if shards[-1] and num_bytes + entry.num_bytes > max_bytes:
-            shards.append([])
-            num_bytes = 0
-        shards[-1].append(entry)
-        num_bytes += entry.num_bytes
-    return shards
-
-
 class ShardWriter:
     """Writes tensors in the order of `entries` into an existing folder, at most `max_bytes` of them per file;
     a larger tensor gets its own file. `finish` writes the index if there is more than one file.
@@ -187,7 +172,14 @@ class ShardWriter:
 
     def __init__(self, folder: Path, entries: Sequence[Entry], *, max_bytes: int):
         self.folder = folder
-        self._shards = _in_files(entries, max_bytes)
+        self._shards: list[list[Entry]] = [[]]
+        num_bytes = 0  # of the last shard
+        for entry in entries:
+            if self._shards[-1] and num_bytes + entry.num_bytes > max_bytes:
+                self._shards.append([])
+                num_bytes = 0
+            self._shards[-1].append(entry)
+            num_bytes += entry.num_bytes
         self._expected = [(index, entry) for index, shard in enumerate(self._shards) for entry in shard]
         self._next = 0
         self._file: IO[bytes] | None = None
@@ -229,8 +221,7 @@ class ShardWriter:
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file = (self.folder / self._name(index)).open("wb")
-        self._open_index = index
+        self._file, self._open_index = (self.folder / self._name(index)).open("wb"), index
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def _name(self, index: int) -> str:

@@ -18,7 +18,7 @@ Ways to join, all reversible:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ class TensorRule:
     # tensor with all experts along its first axis
     alias: str = ""
     weighted: bool = False  # the router weights multiply what it computes
-    per_expert: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_expert", any("{expert}" in name for name in self.theirs))
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
@@ -174,7 +170,8 @@ def _pieces_of(
         else:
             in_model += f"{layer}."
         key = in_model + key if key else ""
-    for expert in range(config.num_experts) if rule.per_expert else (None,):
+    is_per_expert = any("{expert}" in name for name in rule.theirs)
+    for expert in range(config.num_experts) if is_per_expert else (None,):
         theirs = tuple(
             Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))
             for name, letters in rule.theirs.items()
