@@ -128,9 +128,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
-    """The iteration's folder that UPCYCLE_FROM means. `find`: refuses what is damaged, as `find_source`.
-    ValueError, a line each, if it has no whole checkpoint, or not that of a dense run of the same sizes.
-    """
+    """The folder that UPCYCLE_FROM means; ConfigError if it is no checkpoint of a dense run that fits."""
     try:
         folder = one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:

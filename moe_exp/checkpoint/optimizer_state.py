@@ -102,37 +102,14 @@ def _owned(
     return Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1."""
-
-    box: Box
-    shard: ShardedTensor
-
-    def shard_of(self, box: Box, values: Tensor, key: str, instance: int | None) -> ShardedTensor:
-        """The values of `box`, which is inside this piece's, as a shard of the checkpoint's tensor `key`."""
-        num_before, num_dropped = self.shard.prepend_axis_num, len(box.sizes) - len(self.shard.local_shape)
-        inside = [a - o for a, o in zip(box.offsets, self.box.offsets, strict=True)]
-        offsets = [0] * num_before + inside[num_dropped:]
-        values = values.view((1,) * num_before + box.sizes[num_dropped:])
-        replica_id = self.shard.replica_id
-        return ShardedTensor(
-            key=key,
-            data=values,
-            dtype=values.dtype,
-            local_shape=tuple(values.shape),
-            global_shape=self.shard.global_shape,
-            global_offset=tuple(a + b for a, b in zip(self.shard.global_offset, offsets, strict=True)),
-            axis_fragmentations=None,  # no regular grid
-            # The last of the three counts data parallel ranks, of which each writes its own values.
-            replica_id=replica_id if instance is None else (*replica_id[:2], instance),
-        )
+# Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1.
+_Piece = tuple[Box, ShardedTensor]
 
 
 def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) -> list[_Piece]:
     shape = tuple(parameter.shape)
     if isinstance(described, ShardedTensor):
-        return [_Piece(Box((0,) * len(shape), shape), described)]
+        return [(Box((0,) * len(shape), shape), described)]
     probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
     built = described.build_fn(described.key, probe, described.replica_id, None)
     pieces = []
@@ -144,25 +121,21 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: is no box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
-        pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
-    num_values = sum(piece.box.num_values for piece in pieces)
+        pieces.append((box_at(view.storage_offset(), sizes, shape), shard))
+    num_values = sum(box.num_values for box, _ in pieces)
     assert num_values == math.prod(shape), f"{described.key}: its pieces do not fill it"
     return pieces
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's part of the optimizer's state to save: views of it, under numbers.
-    `weights` (`state.weights_state`) says where each parameter is in the checkpoint's tensors.
-    """
+    """This rank's part of the optimizer's state to save, as views; `weights`: as of `weights_state`."""
     return {str(number): one for number, one in enumerate(shards_of(owned_state(optimizer), weights))}
 
 
 def shards_of(
     state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
 ) -> Iterator[ShardedTensor]:
-    """The shards that some state is in a checkpoint, by default under the keys that are written; `weights`
-    as of `optimizer_shards`.
-    """
+    """The shards that some state is in a checkpoint, by default under the keys that are written."""
     by_parameter = _by_parameter(weights)
     for owned in state:
         yield from _shards(owned, _pieces(owned.parameter, by_parameter[owned.parameter]), key_of or _written)
@@ -298,9 +271,22 @@ def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str
     shape = owned.parameter.shape
     for box in boxes_of_range(shape, owned.start, owned.stop):
         begin = first_value(box, shape) - owned.start
-        for piece in pieces:
-            if (common := intersection(box, piece.box)) is None:
+        for whole, shard in pieces:
+            if (part := intersection(box, whole)) is None:
                 continue
+            num_before, num_dropped = shard.prepend_axis_num, len(part.sizes) - len(shard.local_shape)
+            inside = [a - o for a, o in zip(part.offsets, whole.offsets, strict=True)]
+            offsets = zip(shard.global_offset, [0] * num_before + inside[num_dropped:], strict=True)
+            place = tuple(map(sum, offsets))
+            sizes, replica_id = (1,) * num_before + part.sizes[num_dropped:], shard.replica_id
+            if owned.instance is not None:
+                # The last of the three counts data parallel ranks, of which each writes its own values.
+                replica_id = (*replica_id[:2], owned.instance)
             for name, values in owned.values.items():
-                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(common, box.offsets)]
-                yield piece.shard_of(common, in_box, key_of(name, piece.shard.key), owned.instance)
+                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
+                yield ShardedTensor(
+                    key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
+                    local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
+                    axis_fragmentations=None,  # no regular grid
+                    replica_id=replica_id,
+                )  # fmt: skip

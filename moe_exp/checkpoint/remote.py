@@ -197,9 +197,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """Copies the newest complete checkpoint of the run's copy, and its small files, to a run folder without
-    checkpoints. Does nothing if there is one here, or no copy.
-    """
+    """Copies the newest complete checkpoint of the run's copy, and small files, if there is none here."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return

@@ -84,20 +84,13 @@ class Plan:
     batch_size: int
     eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
 
-    def masked_id(self, source: HeldOut) -> int | None:
-        """The token whose next one does not count, by EOD_MASK_LOSS."""
-        masks = self.config.eod_mask_loss and not self.request.by_document
-        return source.files.end_of_document[0] if masks else None
-
     @property
     def batches(self) -> list[tuple[int, int, int]]:
         """(source, first sequence, number of sequences) per batch."""
-        size = self.batch_size
-        return [
-            (number, first, min(size, len(source) - first))
-            for number, source in enumerate(self.sources)
-            for first in range(0, len(source), size)
-        ]
+        size, found = self.batch_size, []
+        for number, source in enumerate(self.sources):
+            found += [(number, at, min(size, len(source) - at)) for at in range(0, len(source), size)]
+        return found
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
@@ -330,7 +323,9 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
             valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
             valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
             counts.source, counts.valid_T = number, valid_SB.flatten().to(stage.rank.device)
-        if (masked_id := plan.masked_id(source)) is not None:
+        masks = plan.config.eod_mask_loss and not plan.request.by_document
+        # the token whose next one does not count
+        if (masked_id := source.files.end_of_document[0] if masks else None) is not None:
             labels[tokens == masked_id] = _IGNORED
         logits = stage.logits(tokens)
         if logits is not None and stage.writes and is_mine:

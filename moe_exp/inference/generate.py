@@ -236,9 +236,7 @@ def generate(
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
-    """Generates, and prints text as it comes, or JSON lines, on rank 0; a terminal also shows the prompts.
-    Called by every rank.
-    """
+    """Generates; rank 0 prints text as it comes, or JSON lines. A terminal also shows the prompts."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -172,12 +172,19 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
 def score(plan: Plan, rank: Runtime) -> None:
     """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
+    start, row_bytes, size = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
+    batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]
     if rank.is_first:
         _make_file(plan)
     try:
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
-            _score_batches(plan, stage, file)
+            for batch, is_mine in shared_batches(batches, rank, "score", "rows", len):
+                rows = plan.ids[batch.start : batch.stop]
+                logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
+                if logits is not None and stage.writes and is_mine:
+                    file.seek(start + batch.start * row_bytes)
+                    logits.contiguous().cpu().numpy().tofile(file)
             file.flush()
             os.fsync(file.fileno())
         torch.distributed.barrier()
@@ -186,18 +193,6 @@ def score(plan: Plan, rank: Runtime) -> None:
     finally:
         if rank.is_first:
             plan.partial.unlink(missing_ok=True)
-
-
-def _score_batches(plan: Plan, stage: Stage, file: io.BufferedRandom) -> None:
-    start, row_bytes = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2]
-    firsts, size = range(0, len(plan.ids), plan.batch_size), plan.batch_size
-    batches = [range(first, min(first + size, len(plan.ids))) for first in firsts]
-    for batch, is_mine in shared_batches(batches, stage.rank, "score", "rows", len):
-        rows = plan.ids[batch.start : batch.stop]
-        logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
-        if logits is not None and stage.writes and is_mine:
-            file.seek(start + batch.start * row_bytes)
-            logits.contiguous().cpu().numpy().tofile(file)
 
 
 def _header(plan: Plan) -> bytes:

@@ -52,9 +52,7 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """This rank's stage with the weights of `folder`, in eval mode, after the self-test of its kernels;
-    ValueError if the weights do not fit.
-    """
+    """This rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
     settings = transformer_config(config)
     failures = check_run(config, rank)
     model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)
@@ -91,19 +89,11 @@ class Stage:
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
         self._is_latent = config.multi_latent_attention
+        self.is_last = bool(model.post_process)  # it computes logits
+        self.writes = self.is_last and rank.groups.tp.rank() == 0  # the logits of its replica
         # The sequence is gathered before the output layer, as generation needs only one row.
         if model.post_process:
             model.output_layer.sequence_parallel = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes logits."""
-        return bool(self.model.post_process)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank outputs the logits of its replica."""
-        return self.is_last and self.rank.groups.tp.rank() == 0
 
     @contextlib.contextmanager
     def cache(self, num_positions: int) -> Iterator[None]:

@@ -165,9 +165,7 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Reads the fingerprints of a checkpoint; None if it has none, or of another version. Raises a
-    ValueError if the file is damaged.
-    """
+    """The fingerprints of a checkpoint; None without them, or of another version. ValueError if damaged."""
     path = folder / FILE
     try:
         content = read_json(path)

@@ -153,9 +153,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of `folder`, or None as in checkpoints of Megatron-LM. Raises a NewerFormatError if a
-        newer version wrote it, a ValueError if it cannot be read.
-        """
+        """The manifest of `folder`; None: of Megatron-LM. NewerFormatError, or ValueError if unreadable."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -213,9 +211,7 @@ def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
-    """A line for each of some files of a manifest that is missing, or not what it was when it was written.
-    `names` are entries of the manifest; without `checksums` their sizes alone are compared.
-    """
+    """A line for each file of the entries `names` that is missing or changed; without `checksums` by size."""
     for name, entry in names.items():
         path = folder / name
         try:
@@ -377,9 +373,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
 
 
 def remove(found: Collection[Path]) -> Iterator[Path]:
-    """Removes checkpoints of one folder, renamed first so that none is left half removed, and yields each
-    once it is gone. ValueError, and nothing is removed, while a run writes there.
-    """
+    """Removes checkpoints, and yields each once it is gone; ValueError, and no change, while a run writes."""
     if not found:
         return
     checkpoints = next(iter(found)).parent

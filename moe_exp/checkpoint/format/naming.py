@@ -39,7 +39,6 @@ _NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
 )
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_SINGLE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
@@ -98,9 +97,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """(Megatron's prefix, state, key of the parameter) of a stored optimizer tensor, or None. The fp32 main
-    weights, which Megatron's optimizers give two names, are always the state `param`.
-    """
+    """Megatron's prefix, state (`param`: either name of the main weights) and key of an optimizer tensor."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -113,7 +110,7 @@ def is_optimizer(key: str) -> bool:
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
     """Whether each layer, and each expert and half of a gated projection, has its own key of the weights."""
     keys = list(weights)
-    return any(map(_SINGLE_LAYER.match, keys)), any(map(_SINGLE.search, keys))
+    return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
 
 def states(reader: CheckpointReader) -> list[str]:

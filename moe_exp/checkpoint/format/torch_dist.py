@@ -220,9 +220,7 @@ class CheckpointReader:
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside it.
-        Raises a KeyError for an unknown tensor, a ValueError if a file is damaged.
-        """
+        """A tensor, or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         near = self._near(stored, offsets, sizes)

@@ -85,9 +85,7 @@ def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | N
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """The added tokens of a folder's tokenizer.json with ids from `vocab_size`, in their order. ValueError if
-    its own vocabulary has such ids, or ids are missing.
-    """
+    """Added tokens with ids from `vocab_size`, in order; ValueError if not all are added ones."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizer_vocab_size(path)) <= vocab_size:
         return []
@@ -144,9 +142,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like`, but for the ids that the training decided, or writes greedy
-    decoding with the token ids.
-    """
+    """Copies generation_config.json from `like` with the trained ids, or writes one with the token ids."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))

@@ -86,9 +86,7 @@ HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Refuses sliding window attention, which Megatron's local attention lacks, unless it is switched off by
-    `use_sliding_window`. Mixtral has no such switch (`switched` False) and uses its window.
-    """
+    """Refuses sliding windows unless `use_sliding_window`, which Mixtral lacks (`switched`), is false."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:

@@ -143,9 +143,7 @@ def layers_are_stacked(config: Config) -> bool:
 
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[Piece]:
-    """All tensors of the model: the embedding, layer by layer, then the rest. `scales`: config.json has a
-    field for ROUTER_SCALING_FACTOR.
-    """
+    """All tensors, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
     yield from _pieces_of(embedding, config, sizes)

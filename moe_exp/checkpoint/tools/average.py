@@ -68,9 +68,7 @@ def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """The folders of the checkpoints that paths mean, in order: of a run or checkpoints folder all, or its
-    `last`. ValueError if there is none, or one is there twice.
-    """
+    """Folders of the checkpoints that paths mean, of a run all or its `last`; ValueError if one is twice."""
     if last < 0:
         raise setting_error("last", last, "must not be negative", "give the number of checkpoints")
     found: list[Path] = []
