@@ -81,21 +81,18 @@ def saved_progress(path: Path) -> Progress | None:
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a
-    folder. Called by every rank.
+    folder; of one that Megatron-LM wrote the weights alone, at iteration 0. Called by every rank.
 
-    Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
-
-    Raises:
-        ConfigError: when it is of another model or optimizer, see `model_changes`; nothing is loaded then.
-        RestoreError: if memory differs from what was saved (FINGERPRINTS).
-        ValueError: when the folder has none, or its parameters are not those of the model.
+    ConfigError, before anything is loaded, if it is of another model or optimizer (`model_changes`);
+    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError if the folder has none, or
+    its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
     if "progress" not in common:  # weights alone
         load_weights(runtime, folder, trained)
         if config.fingerprints:
-            compare_restored(runtime, folder, trained, optimizer=False)
+            compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
@@ -171,16 +168,11 @@ def _load_model(
 
 
 def compare_restored(
-    runtime: Runtime,
-    folder: Path,
-    trained: Trained,
-    converted: Sequence[Owned] = (),
-    *,
-    optimizer: bool = True,
+    runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
-    """Compares the model and, with `optimizer`, its state with the fingerprints of the iteration's folder
-    that they were loaded from, by one reduction. Returns the number of tensors compared; raises a
-    RestoreError on every rank if one differs.
+    """Compares the model and the optimizer's state (not if `converted` is None) with the fingerprints of the
+    iteration's folder that they were loaded from, by one reduction. Returns the number of tensors compared;
+    raises a RestoreError on every rank if one differs.
 
     Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read (`converted`): kept,
     they are rounded again, and blocks of values that share a scale have other borders under another layout.
@@ -193,7 +185,7 @@ def compare_restored(
         logger.info("%s has no fingerprints, %s", folder, of)
         return 0
     with parameters_in_sync(trained.model):
-        mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
+        mine = fingerprints_of(_pieces(runtime, trained, converted))
     found = _over_all_ranks(runtime, mine, saved)
     names = [name for name, one in found.items() if one != saved[name]]
     if names:
@@ -221,13 +213,11 @@ def _over_all_ranks(
     return found
 
 
-def _pieces(
-    runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool
-) -> Iterator[Piece]:
+def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[Piece]:
     """All values of model and optimizer, each once over all ranks, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
-    if optimizer:
+    if converted is not None:
         exact = list(owned_state(trained.optimizer))
         for place, owned in enumerate(exact):
             if owned.is_converted:

@@ -71,11 +71,7 @@ class HeldOut:
         return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
 
     def count_bytes(
-        self,
-        first: int,
-        sequences: Sequence[Int64Array],
-        token_bytes: TokenBytes,
-        masked_id: int | None = None,
+        self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
         """Bytes of the predicted tokens of `sequences`, from `first` on, but those after `masked_id`."""
         bounds, total = self.files.document_bounds, 0

@@ -35,8 +35,6 @@ from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
 
-_CHECKED_ROWS_BYTES = 64 << 20
-
 
 @dataclass(frozen=True)
 class ScoreRequest(Request):
@@ -139,7 +137,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
     if ids.ndim != 2 or not ids.size:
         raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
-    rows = max(1, _CHECKED_ROWS_BYTES // ids[0].nbytes)
+    rows = max(1, (64 << 20) // ids[0].nbytes)  # that are checked at a time
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]
         for value in (block.min(), block.max()):

@@ -73,13 +73,8 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
 
 
 class Stage:
-    """Runs this rank's part of a model together with the others.
-
-    Args:
-        config: from `jobs.config_for_use`.
-        rank: this one.
-        model: from `load_model`.
-        eod_id: the token that ends a document; required with DOCUMENT_MASK.
+    """Runs this rank's part of a model together with the others, by settings of `jobs.config_for_use`.
+    `eod_id`: the token that ends a document; required with DOCUMENT_MASK.
     """
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 Decoder = Callable[[Sequence[int]], str]
 
-_UNFINISHED = "\ufffd"  # decoded from bytes that are no character, or not yet
 _CONTEXT_TOKENS = 8  # decoders treat the first piece differently (leading space), so none is decoded alone
 
 
@@ -103,7 +102,7 @@ class TextStream:
     def _characters(self, *, final: bool) -> str:
         known = self._decode(self._ids[self._first : self._read])
         text = self._decode(self._ids[self._first :])
-        if text.endswith(_UNFINISHED) and not final:
+        if text.endswith("\ufffd") and not final:  # decoded from bytes that are no character yet
             return ""
         self._first, self._read = self._read, len(self._ids)
         return text[len(known) :]

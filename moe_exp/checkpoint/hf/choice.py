@@ -33,10 +33,6 @@ def _attention(c: Config) -> str:
     return "grouped"
 
 
-def _qk_norm(c: Config) -> str:
-    return (c.qk_norm_scope if c.qk_norm else "none") if not c.multi_latent_attention else "none"
-
-
 def _moe_layers(c: Config) -> str:
     layers = c.moe_layers
     if not any(layers):
@@ -77,7 +73,10 @@ TRAITS: Mapping[str, Trait] = {
         False, ("topk", "num_router_groups", "router_group_topk"),
     ),
     "attention": Trait(_attention, "grouped", ("multi_latent_attention", "qk_norm")),
-    "qk_norm": Trait(_qk_norm, "none", ("qk_norm", "qk_norm_scope")),
+    "qk_norm": Trait(
+        lambda c: c.qk_norm_scope if c.qk_norm and not c.multi_latent_attention else "none", "none",
+        ("qk_norm", "qk_norm_scope"),
+    ),
     "qkv_bias": Trait(lambda c: c.qkv_bias, False, ("qkv_bias",)),
     "heads_fill_width": Trait(
         lambda c: c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size, True,

@@ -32,7 +32,7 @@ from moe_exp.checkpoint.hf.companions import (
 )
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES, Entry, ShardWriter
-from moe_exp.checkpoint.hf.tensor_rules import Piece, Theirs, layers_are_stacked, misfits, pieces, taken_apart
+from moe_exp.checkpoint.hf.tensor_rules import Piece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
@@ -44,8 +44,6 @@ from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
 
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
-# Rounding it would change the choice of experts; transformers always keeps it in fp32.
-_NEVER_ROUNDED = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,8 @@ def to_hf(
     config = saved_config(folder)
     architecture = choose_architecture(config)
     planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
-    weights = _Weights(
-        CheckpointReader(folder),
-        planned,
-        main=main_weights,
-        dtype=TORCH_DTYPES[dtype] if dtype else None,
-        are_stacked=layers_are_stacked(config),
-    )
+    of_file = TORCH_DTYPES[dtype] if dtype else None
+    weights = _Weights(CheckpointReader(folder), planned, main=main_weights, dtype=of_file)
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with (
             progress("converting", weights.num_bytes) as advance,
@@ -148,13 +141,7 @@ class _Weights:
     """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
     def __init__(
-        self,
-        reader: CheckpointReader,
-        planned: list[Piece],
-        *,
-        main: bool,
-        dtype: torch.dtype | None,
-        are_stacked: bool,
+        self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None
     ):
         self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
         name = f"checkpoint={reader.folder}"
@@ -168,8 +155,9 @@ class _Weights:
         if lists := misfits(needed, found, unused):
             fix = "use another checkpoint of the run"
             single_layers, single_experts = single_styles(unused)
-            if single_experts or (are_stacked and single_layers):
-                layers = "stacked" if are_stacked else "single"  # dense and MoE layers cannot be stacked
+            are_single, _ = single_styles(needed)  # dense and MoE layers cannot be stacked
+            if single_experts or (single_layers and not are_single):
+                layers = "single" if are_single else "stacked"
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
@@ -193,7 +181,8 @@ class _Weights:
     def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
         """Type in which a tensor is written."""
         stored = self._stored(piece.key) if piece.key else None
-        if part.name.endswith(_NEVER_ROUNDED):
+        # rounding it would change the choice of experts; transformers always keeps it in fp32
+        if part.name.endswith("e_score_correction_bias"):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 

@@ -36,17 +36,13 @@ class Architecture:
         return any("routed_scaling_factor" in rule.names for rule in self.fields)
 
 
-_BIAS = "biases in the attention projections are not supported"
-_ACTIVATION = "other activations than SwiGLU are not supported"
-
-
 _LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
     FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: longest_sample(c)}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
-    must_be("hidden_act", "silu", because=_ACTIVATION),
+    must_be("hidden_act", "silu", because="other activations than SwiGLU are not supported"),
 )  # fmt: skip
 
 
@@ -58,7 +54,7 @@ def _common(*, theta: float = 10000.0, fraction: float | None = None) -> tuple[F
 _HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always divides, regardless of config.json
 _HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
-_NO_BIAS = must_be("attention_bias", False, because=_BIAS)
+_NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
 _TOPK = same("num_experts_per_tok", "topk")
 _DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 _EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")

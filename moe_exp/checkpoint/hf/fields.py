@@ -193,10 +193,6 @@ SIGMOID_ROUTING = FieldRule(
 )  # fmt: skip
 
 
-# The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e. They differ in what T counts.
-_BALANCING = ("aux_loss", "global_aux_loss", "seq_aux_loss")
-
-
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
     """Weights of balancing loss and z-loss. With `aux_loss_alpha` of DeepSeek, whose class has no loss, a
     missing one is 0, and `seq_aux` chooses between the loss over a sequence, its default, and over a batch.
@@ -215,7 +211,8 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
 
     def write(config: Config) -> dict[str, Any]:
         losses = config.balancing_losses
-        coefficient = sum(losses.get(kind, 0.0) for kind in _BALANCING)
+        # The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e, for other T.
+        coefficient = sum(losses.get(kind, 0.0) for kind in ("aux_loss", "global_aux_loss", "seq_aux_loss"))
         fields = {} if is_optional and not coefficient else {weight: coefficient}
         fields |= {"seq_aux": "seq_aux_loss" in losses} if is_optional and fields else {}
         return fields | ({"router_z_loss_coef": config.z_loss_coeff} if config.z_loss_coeff else {})
@@ -258,12 +255,10 @@ LATENT_ATTENTION = FieldRule(  # `head_dim` and `qk_head_dim` follow from the ot
 # The rotary embedding: transformers 4 has `rope_theta` and the dictionary `rope_scaling`, transformers 5
 # `rope_parameters`, one dictionary with both. Both are read and written, as serving software reads one or the
 # other.
-_LLAMA3_SEQ_LEN = 8192
-_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # built into Megatron
+_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # built into Megatron, as the length 8192
 _SCALED = {"factor", "original_max_position_embeddings"}
 _YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn": _SCALED | _YARN}
-_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
@@ -290,7 +285,8 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
             **turned,
         }
 
-    return FieldRule(_NAMES, read, write)
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    return FieldRule(names, read, write)
 
 
 def _merged(fields: Fields) -> dict[str, Any]:
@@ -318,7 +314,7 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
         return {"rope_scaling": "none"}
     original = merged.get("original_max_position_embeddings", given(fields, "max_position_embeddings"))
     if kind == "llama3":
-        for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", _LLAMA3_SEQ_LEN)):
+        for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", 8192)):
             if (found := merged.get(name, original)) != value:
                 raise refuse(name, found, f"Megatron's Llama 3 scaling has {value}")
         return {"rope_scaling": "llama3", "rope_scaling_factor": given(merged, "factor")}

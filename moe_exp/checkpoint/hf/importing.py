@@ -40,7 +40,6 @@ SETTINGS = "settings.env"
 _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
-_USUAL_SEQ_LEN = 8192
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
@@ -328,7 +327,7 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
 
 def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
-    if config.seq_len > _USUAL_SEQ_LEN:
+    if config.seq_len > 8192:  # longer than usual
         published = f"SEQ_LEN={config.seq_len} is the length that the model is published for"
         notes.append(f"{published}; give --seq-len to train at another")
     if added:

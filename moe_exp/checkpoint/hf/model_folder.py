@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -70,8 +70,12 @@ class ModelFolder:
         index = self._index()
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._read_header(file)
-        if index is not None:
-            self._compare(index)
+        there = {name: weight.file for name, weight in self.weights.items()}
+        index = there if index is None else index
+        if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
+            said, is_in = (where.get(differing[0], "no file") for where in (index, there))
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise _damaged(path / INDEX, f"says {differing[0]} is in {said}, it is in {is_in}{more}")
 
     def _index(self) -> dict[str, str] | None:
         """File by tensor; None if all tensors are in SINGLE."""
@@ -109,13 +113,6 @@ class ModelFolder:
                     raise _damaged(self.path, f"{name} is in {self.weights[name].file} and in {file}")
                 entry = opened.get_slice(name)
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
-
-    def _compare(self, index: Mapping[str, str]) -> None:
-        there = {name: weight.file for name, weight in self.weights.items()}
-        if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
-            said, is_in = (where.get(differing[0], "no file") for where in (index, there))
-            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise _damaged(self.path / INDEX, f"says {differing[0]} is in {said}, it is in {is_in}{more}")
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """The values of a tensor, or of one index of its first axis; ValueError if damaged."""

@@ -137,11 +137,6 @@ class Piece:
     factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
 
 
-def layers_are_stacked(config: Config) -> bool:
-    """Whether a checkpoint stores all layers as one tensor; Megatron's condition."""
-    return len(set(config.moe_layers)) == 1
-
-
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[Piece]:
     """All tensors, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
@@ -163,7 +158,7 @@ def _pieces_of(
     of_layer: list[tuple[int, int]] = []  # index and size of the axis that counts layers
     if layer is not None:
         before, in_model = f"model.layers.{layer}.", "decoder.layers."
-        if layers_are_stacked(config):
+        if len(set(config.moe_layers)) == 1:  # Megatron's condition for one tensor with all layers
             of_layer = [(layer, config.num_layers)]
         else:
             in_model += f"{layer}."
