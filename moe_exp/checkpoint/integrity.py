@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     """
     folders = from_first_rank(lambda: usable(path))
     folders = [one for one in folders if newest is None or iteration_of(one) <= newest]
-
-    def logged_damage(folder: Path) -> str:
-        damage = _damage(folder, checksums=checksums)
-        if damage and torch.distributed.get_rank() == 0:
-            logger.warning("damaged checkpoint: %s", damage)
-        return damage
-
-    return _first_whole(path, folders, logged_damage)
+    return _first_whole(path, folders, partial(_damage, checksums=checksums))
 
 
 def find_source_here(path: Path) -> Source | None:
@@ -82,18 +76,21 @@ def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path]
 
 
 def _damage(folder: Path, *, checksums: bool) -> str:
-    """Damage of a checkpoint in one line, or empty. Called by every rank."""
+    """Damage of a checkpoint in one line, which rank 0 logs, or empty. Called by every rank."""
     damage, files = from_first_rank(lambda: contents(folder))
-    if damage:
-        return damage
-    # The largest first, so that all ranks get about as many bytes.
-    names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = list(damages(folder, {name: files[name] for name in names[rank::world_size]}, checksums=checksums))
-    found: list[list[str]] = [[]] * world_size
-    torch.distributed.all_gather_object(found, mine)
-    lines = sorted(chain.from_iterable(found))
-    return lines[0] + (f" (and {len(lines) - 1} more files)" if len(lines) > 1 else "") if lines else ""
+    if not damage:
+        # The largest first, so that all ranks get about as many bytes.
+        names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        mine = {name: files[name] for name in names[rank::world_size]}
+        found: list[list[str]] = [[]] * world_size
+        torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
+        lines = sorted(chain.from_iterable(found))
+        more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
+        damage = lines[0] + more if lines else ""
+    if damage and rank == 0:
+        logger.warning("damaged checkpoint: %s", damage)
+    return damage
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
