@@ -218,11 +218,11 @@ def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | Non
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:
-        exact = list(owned_state(trained.optimizer))
-        for place, owned in enumerate(exact):
-            if owned.is_converted:
-                others = {name: value for name, value in owned.values.items() if name not in MOMENTS}
-                exact[place] = replace(owned, values=others)
+        exact = []
+        for owned in owned_state(trained.optimizer):
+            moments = MOMENTS if owned.is_converted else ()
+            others = {name: value for name, value in owned.values.items() if name not in moments}
+            exact.append(replace(owned, values=others))
         shards = chain(shards, shards_of([*exact, *converted], weights))
     for shard in shards:
         if is_main_replica(shard.replica_id):
