@@ -3,7 +3,7 @@ routing.
 
 What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe
 0.1.2.post1, scattermoe's main branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls
-it (`moe_exp.layers.experts.gemm_packages`). Each has the parameters that it would have in its own model:
+it (`moe_exp.layers.experts.grouped_gemm`). Each has the parameters that it would have in its own model:
 those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +14,13 @@ from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
 DROP_POLICIES = ("probs", "position")
 
 
-@overload
 def expert_capacity(
-    num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
-) -> int: ...
-@overload
-def expert_capacity(
-    num_tokens: Tensor, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
-) -> Tensor: ...
-def expert_capacity(
-    num_tokens: int | Tensor, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
-) -> int | Tensor:
+    num_tokens: Any, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
+) -> Any:
     """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    A number of tokens on the device stays there. Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds like
-    Megatron-Core.
+    An int for an int; a number of tokens on the device stays there. Lepikhin et al. 2020, GShard
+    (arXiv:2006.16668); rounds like Megatron-Core.
     """
     if isinstance(num_tokens, Tensor):
         slots = num_tokens.double() * topk / num_experts * capacity_factor

@@ -119,7 +119,14 @@ def local_layer_spec(
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    keys = _attention_keys(config)
+    # Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear.
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.multi_latent_attention:
+        # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
+        keys = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
     if mlp is None:
         # Megatron's checkpoints keep a dense MLP's norm in its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -135,17 +142,6 @@ def local_layer_spec(
             sharded_state_dict_keys_map=keys,
         ),
     )
-
-
-def _attention_keys(config: TransformerConfig) -> dict[str, str]:
-    """Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear."""
-    if not config.multi_latent_attention:
-        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
-    return {
-        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    }
 
 
 def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> ModuleSpec:
@@ -225,8 +221,7 @@ def decoder_spec(
         layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    norm: Any = Norm
     if use_te:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

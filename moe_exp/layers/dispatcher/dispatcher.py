@@ -189,7 +189,12 @@ class AllToAllDispatcher(SpreadDispatcher):
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
         if rows_per_expert is None:
-            order, route = self._sorted(decision)
+            slots = sort_slots(decision, num_experts=self.num_experts)
+            rows_SL = self._receive_counts(slots.rows_per_expert_E)
+            # Synchronizes for the counts: one exchange and one copy give all sizes.
+            counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
+            route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
+            order = slots.order(sum(route.send))
         else:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
             route = self._padded_route(rows_per_expert, x_TD.device)
@@ -216,14 +221,6 @@ class AllToAllDispatcher(SpreadDispatcher):
         return Dispatched(
             rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
         )
-
-    def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _ExchangeSizes]:
-        """Synchronizes for the counts: one exchange and one copy give all sizes."""
-        slots = sort_slots(decision, num_experts=self.num_experts)
-        rows_SL = self._receive_counts(slots.rows_per_expert_E)
-        counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
-        route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
-        return slots.order(sum(route.send)), route
 
     def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
         """Rows of every source rank for every expert of this rank: [ETP*EP, L]."""

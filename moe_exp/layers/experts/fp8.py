@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is missing: its scales are a history
 # per module, which checkpoints would have to hold, and layers share one module without weights
-# (`gemm_packages._te_module`).
+# (`grouped_gemm._te_module`).
 RECIPES: dict[str, tuple[tuple[int, int], int]] = {
     "tensorwise": ((8, 9), 16),
     "blockwise": ((9, 0), 16),

@@ -12,18 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    compilable,
-    contiguous,
-    descriptors,
-    dot_constants,
-    grid_of_tiles,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
@@ -132,7 +122,7 @@ def grouped_matmul_torch(
     return y_RO
 
 
-@compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
+@launch.compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
 def grouped_matmul(
     x_RI: Tensor,
     w_LIO: Tensor,
@@ -149,22 +139,22 @@ def grouped_matmul(
         bias_LO: added to each row times its weight; None for 0.
         weights_R: fp32, of the bias.
     """
-    if not runs_kernel(x_RI):
+    if not launch.runs_kernel(x_RI):
         return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)
     num_rows, depth = x_RI.shape
     num_experts, _, width = w_LIO.shape
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
-    offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
-    x_RI = last_contiguous(x_RI)
+    offsets_L1, bias_LO, weights_R = launch.contiguous(offsets_L1, bias_LO, weights_R)
+    x_RI = launch.last_contiguous(x_RI)
 
     transposed = w_LIO.stride(1) == 1
-    x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
-    _kernel[grid_of_tiles(x_RI, num_experts, num_rows, width)](
+    x_tma, w_tma = launch.descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
+    _kernel[launch.grid_of_tiles(x_RI, num_experts, num_rows, width)](
         x_RI, w_LIO, y_RO, x_tma, w_tma, bias_LO, weights_R, offsets_L1, num_experts,
         rows_class(num_rows, num_experts), width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
         TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0,
-        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
+        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

@@ -140,9 +140,7 @@ def _has_tma(x: Tensor) -> bool:
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
-@functools.cache
-def _capability(device: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 _num_free_processors = 0  # per process, as all layers share the device

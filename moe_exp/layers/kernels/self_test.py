@@ -21,19 +21,11 @@ from torch import Tensor
 
 from moe_exp.host.devices import driver_version
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.kernels import combine, cross_entropy, drops, rows, slot_sort, topk
+from moe_exp.layers.kernels import combine, cross_entropy, drops, launch, rows, slot_sort, topk
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    in_one_line,
-    is_of_device,
-    missing,
-    runs_kernel,
-    triton_version,
-)
+from moe_exp.layers.kernels.launch import cdiv, in_one_line
 from moe_exp.layers.kernels.tuning import Tuned, UnsuitedError, rows_class
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
@@ -103,12 +95,12 @@ class _Case:
 
 def can_check(device: torch.device) -> bool:
     """Whether the device runs kernels at all, not their twins."""
-    return runs_kernel(torch.empty(0, device=device)) and not missing()
+    return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
 def versions() -> str:
     """Versions of everything that compiles and runs a kernel."""
-    found = [f"torch {torch.__version__}", f"triton {triton_version()}"]
+    found = [f"torch {torch.__version__}", f"triton {launch.triton_version()}"]
     if torch.cuda.is_available():
         found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver_version()}"]
     return ", ".join(found)
@@ -155,7 +147,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
         except UnsuitedError:
             continue
         except Exception as error:
-            if is_of_device(error):
+            if launch.is_of_device(error):
                 line = found(math.inf, at + in_one_line(error)).line(device)
                 raise RuntimeError(line) from error
             failed.append((config, error))
@@ -195,7 +187,7 @@ def _error_of_one(actual: Tensor, expected: Tensor) -> float:
 
 def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
     """Small widths if kernels are interpreted; else limits experts so that their matrices remain small."""
-    if INTERPRETED and device.type == "cpu":
+    if launch.INTERPRETED and device.type == "cpu":
         return replace(
             sizes,
             hidden_size=min(sizes.hidden_size, _INTERPRETED_WIDTH),

@@ -6,7 +6,6 @@ sequence of documents; here tokens stay [S, B], so that capacity and balancing l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -79,16 +78,15 @@ class Documents:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's queries, sample by sample, in its order; every query is in one segment."""
-        return tuple(self._segments())
-
-    def _segments(self) -> Iterator[Segment]:
+        found = []
         for sample, lengths in enumerate(self.lengths):
             bounds = list(pairwise(accumulate(lengths, initial=0)))
             for first, end in self.ranges or ((0, sum(lengths)),):
                 for document, (begin, stop) in enumerate(bounds):
                     left, right = max(begin, first), min(stop, end)
                     if left < right:
-                        yield Segment(sample, document, right - left, right - begin)
+                        found.append(Segment(sample, document, right - left, right - begin))
+        return tuple(found)
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
         """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""

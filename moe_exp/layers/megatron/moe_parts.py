@@ -19,16 +19,15 @@ from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
-from moe_exp.layers.megatron.latent_projections import Linear, latent_projections, projecting
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.phase_marks import PhaseTimers
+from moe_exp.layers.moe_layer import MoELayer, PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.post_training.modelopt.layers import Linear as Linear
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
@@ -151,9 +150,9 @@ class MegatronExperts(Experts):
         device = device_of_model()
         backend, _ = choose_backend(backend, device_type=device.type, dtype=config.params_dtype)
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
-        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
-        groups = {"ep_group": self.ep_group, "etp_group": self.etp_group, "edp_group": pg_collection.expt_dp}
-        self.place = ExpertPlace.of(**groups)
+        ep, etp, edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.etp_group = ep, etp
+        self.place = ExpertPlace(ep.rank(), ep.size(), etp.rank(), etp.size(), edp.rank())
         super().__init__(
             num_local_experts=num_local_experts,
             hidden_size=config.moe_latent_size or config.hidden_size,
@@ -399,3 +398,57 @@ def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher
         raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: {fix}.")
     kind = _DISPATCHERS["alltoall" if name == "auto" else name]
     return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
+
+
+def latent_projections(
+    config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
+) -> tuple[Any, Any]:
+    """Megatron's `fc1_latent_proj`, from hidden to latent size, and `fc2_latent_proj`, back, of a LatentMoE
+    (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
+
+    All experts of a layer share them. Every tensor parallel rank has both whole and projects its part of the
+    tokens, so their gradients are summed over these ranks (`sequence_parallel`), as the router's are.
+
+    Args:
+        linear: Linear, which needs no package, or Transformer Engine's TELinear.
+        tp_group: the ranks that have copies, of which one saves them.
+    """
+    # Linear is always duplicated, TELinear finds the group itself.
+    mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    return (
+        _projection(linear, config, hidden, latent, config.init_method, device, **mode),
+        _projection(linear, config, latent, hidden, config.output_layer_init_method, device, **mode),
+    )
+
+
+def _projection(
+    linear: Any,
+    config: TransformerConfig,
+    inputs: int,
+    outputs: int,
+    init_method: Callable[[Tensor], Any],
+    device: torch.device,
+    **mode: Any,
+) -> Any:
+    options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
+    with device:
+        projection = linear(inputs, outputs, config=config, init_method=init_method, **options, **mode)
+    if linear is Linear:  # it leaves the initial weights to torch
+        init_method(projection.weight)
+        if projection.bias is not None:
+            torch.nn.init.zeros_(projection.bias)
+    return projection
+
+
+def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
+    """The projection as a function from tokens to tokens; None for None.
+
+    A partial function, so that a copy of the layer has its own.
+    """
+    return None if projection is None else partial(_project, projection)
+
+
+def _project(projection: Any, x_TD: Tensor) -> Tensor:
+    output_TD, _ = projection(x_TD)  # Megatron's linear layers also return a bias that is not added
+    return output_TD

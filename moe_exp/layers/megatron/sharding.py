@@ -41,11 +41,6 @@ class ExpertPlace:
     etp_size: int
     edp_rank: int  # among the ranks that hold the same part; the first of them writes it
 
-    @classmethod
-    def of(cls, *, ep_group: Any, etp_group: Any, edp_group: Any) -> "ExpertPlace":
-        """The place of this rank in its expert, expert tensor and expert data parallel groups."""
-        return cls(ep_group.rank(), ep_group.size(), etp_group.rank(), etp_group.size(), edp_group.rank())
-
 
 def shard_experts(
     tensors: Mapping[str, Tensor],

@@ -14,11 +14,17 @@ from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
-from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
+from moe_exp.layers.router.assignment import (
+    NUM_BINS,
+    balanced_bias,
+    best_experts,
+    count_gaps,
+    sinkhorn,
+    within_top_p,
+    zipf_experts,
+)
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
-from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
-from moe_exp.layers.router.replay import RoutingReplay
+from moe_exp.layers.router.replay import RoutingReplay, is_counted_forward
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -352,7 +358,11 @@ class _LinearIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        if _sums_in(dtype, x_TD, weight_ED):
+        # On NVIDIA's GPUs torch 2.8 and newer multiplies 16-bit numbers, whose products are exact in fp32,
+        # with fp32 sums; under torch.compile only in later versions.
+        is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
+        is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
+        if is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling():
             return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
@@ -366,15 +376,6 @@ class _LinearIn(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
         return dx_TD, dweight_ED, None
-
-
-def _sums_in(dtype: torch.dtype, x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether torch multiplies 16-bit numbers, whose products are exact in fp32, with sums in `dtype`: from
-    2.8 on, on NVIDIA's GPUs, and under torch.compile only in later versions.
-    """
-    is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
-    is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
-    return is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
