@@ -21,13 +21,13 @@ from gpu_inputs import Leaves, Routing, Weights, gate_and_up, one_per_expert, wh
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, GroupedGemm, choose_backend
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
+from moe_exp.layers.router.decision import count_per_expert
 
 Layer = Callable[[Tensor, Routing], Tensor]  # x [T, D] to y [T, D]
 

@@ -80,7 +80,6 @@ def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Ten
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
         weights_R1: router weights in the dtype of `hidden_RF`.
-        name: a key of ACTIVATIONS.
     """
     activation = ACTIVATIONS[name]
     if not activation.gated:

@@ -46,9 +46,6 @@ def choose_routing(
         name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
         router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
         failure: why the kernels must not run, see `failure_of`.
-
-    Raises:
-        ValueError: for another name.
     """
     if name not in ROUTING_KERNELS:
         raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")

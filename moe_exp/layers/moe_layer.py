@@ -1,7 +1,4 @@
-"""The MoE layer: route, dispatch, experts, combine. Shape suffixes in `moe_exp.layers`.
-
-A slot is one token's use of one expert: T tokens have T*K slots. Start at `MoELayer.forward`.
-"""
+"""The MoE layer: start at `MoELayer.forward`. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from moe_exp.layers.losses import (
     sequence_balancing_loss_share,
     z_loss_share,
 )
-from moe_exp.layers.microbatch import MicrobatchCapacity
-from moe_exp.layers.microbatch import MoESettings as MoESettings
+from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.replay import is_counted_forward
 from moe_exp.layers.statistics import MoEStatistics
@@ -84,10 +80,6 @@ class MoELayer(nn.Module):
     share them, so that only the narrow tokens travel. Router and shared expert take x_t itself.
 
     Args:
-        router: see Router.
-        dispatcher: Dispatcher, or one for experts on several ranks.
-        experts: the experts of this rank.
-        settings: capacity and losses.
         shared: a module from the input to an output of the same shape, added to that of the experts: the
             shared expert.
         down: from tokens [T, D] to the input of the experts [T, latent], before the dispatch; `up` is its
@@ -101,9 +93,6 @@ class MoELayer(nn.Module):
     Attributes:
         statistics: sums for the log, in training.
         timers: measure the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
-
-    Raises:
-        ValueError: when the settings need what the router does not keep.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Statistics of one MoE layer, summed over micro-batches on the device, for the log. Shape suffixes in
-`moe_exp.layers`.
-"""
+"""Statistics of one MoE layer, summed over micro-batches on the device, for the log."""
 
 from __future__ import annotations
 

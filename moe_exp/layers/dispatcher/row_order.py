@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
-from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
+from moe_exp.layers.router.decision import count_per_expert, without_dropped
 
 
 @dataclass(frozen=True)

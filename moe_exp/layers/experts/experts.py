@@ -52,10 +52,7 @@ class Experts(nn.Module):
     with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Args:
-        num_local_experts: L.
-        hidden_size: D.
         ffn_size: F on this rank (width of an expert / expert tensor parallel size).
-        activation: a key of ACTIVATIONS.
         backend: a name in grouped_gemm.BACKENDS or FUSED.
         bias: add a bias after both projections. The second is multiplied by the router weight like the rest
             of the output, so padding rows remain zero.
@@ -146,11 +143,8 @@ class Experts(nn.Module):
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`.
-
-        Args:
-            few_kept: most slots are dropped. Fused experts do not wait for their number, and so allocate a
-                row for each slot.
+        """Whether `forward` accepts RoutedTokens on the device of `x`. Fused experts do not wait for the
+        number of slots that are kept, and so allocate a row for each slot: not where few are kept.
         """
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
 
@@ -227,12 +221,6 @@ class SharedExpert(nn.Module):
     DeepSeekMoE (arXiv:2401.06066). For use outside Megatron; inside, Megatron's SharedExpertMLP does the same
     with tensor parallelism. Weights are in torch's (out, in) order: `weight1` [2F or F, D], gate half first;
     `weight2` [D, F]; `gate_weight` [1, D].
-
-    Args:
-        hidden_size: D.
-        ffn_size: F.
-        activation: a key of ACTIVATIONS.
-        gate: scale each token's output by a gate.
     """
 
     def __init__(

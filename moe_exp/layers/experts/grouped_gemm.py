@@ -95,11 +95,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
-    """Checks that a backend of PACKAGES can run.
-
-    Raises:
-        ValueError: if a package is missing, or does not support the device or the dtype.
-    """
+    """Raises a ValueError if a package is missing, or does not support the device or the dtype."""
     package = PACKAGES[name]
     if missing := package.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
@@ -202,13 +198,8 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
     """The backend that runs, and the reason in words.
 
     Args:
-        name: `auto` or one of BACKENDS or FUSED.
-        device_type: `cpu` or `cuda`.
-        dtype: dtype of rows and weights.
+        name: `auto` or one of BACKENDS or FUSED; a ValueError if it cannot run here.
         failure: why Triton's kernels must not run, see `kernel_choice.failure_of`.
-
-    Raises:
-        ValueError: if the named backend cannot run here.
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:

@@ -50,11 +50,9 @@ def expert_loop(
 
     Args:
         x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
-        weights_R: router weight per row.
         weight1_LFD: [L, 2F or F, D], as is bias1_LF but for D.
         bias2_LD: under expert tensor parallelism only a part of D, which starts at column `bias2_start`.
         rows_per_expert_L: rows of each expert, int64.
-        activation: a key of activations.ACTIVATIONS.
         order: how tokens become rows.
 
     Returns:

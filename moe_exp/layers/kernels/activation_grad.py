@@ -229,8 +229,6 @@ def activation_grad(
             tokens [T, D] with `token_R`.
         weight2_LDF: second projection of the experts, in torch's (out, in) order.
         hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a key of activations.ACTIVATIONS.
         token_R: int32, token of each row; T for a padding row, whose gradient is zero.
         weights_R: fp32 router weights; None for 1.
 

@@ -53,7 +53,6 @@ def _block(width: int) -> int:
 
 
 def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `cross_entropy_statistics`."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     word_N = target_N - first
     is_here_N = (word_N >= 0) & (word_N < z_NV.size(1))
@@ -95,7 +94,6 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
 def cross_entropy_gradient_torch(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
 ) -> Tensor:
-    """Plain-torch twin of `cross_entropy_gradient`."""
     probabilities_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N.unsqueeze(1)).exp_()
     words_V = torch.arange(first, first + logits_NV.size(1), device=logits_NV.device)
     probabilities_NV -= (words_V == target_N.unsqueeze(1)).to(probabilities_NV.dtype)

@@ -1,5 +1,4 @@
-"""Grouped GEMM: each row times the matrix of its expert, with a bias or without. Shape suffixes in
-`moe_exp.layers`.
+"""Grouped GEMM: each row times the matrix of its expert, with a bias or without.
 
 Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
 rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
@@ -111,7 +110,6 @@ def grouped_matmul_torch(
     bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `grouped_matmul`."""
     y_RO = x_RI.new_zeros(x_RI.size(0), w_LIO.size(2))
     ends = offsets_L1.tolist()
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
@@ -135,7 +133,6 @@ def grouped_matmul(
     Args:
         x_RI: rows sorted by expert, last dimension contiguous.
         w_LIO: matrices of the experts, any strides (also a transposed view).
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         bias_LO: added to each row times its weight; None for 0.
         weights_R: fp32, of the bias.
     """

@@ -36,9 +36,7 @@ _LIMIT_TF32 = 5e-3
 
 _ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
 ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
-_MOST_WEIGHT_BYTES = 2**30  # of the experts' matrices; with more there are fewer experts
 _INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
-_INTERPRETED_EXPERTS = 3
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ def can_check(device: torch.device) -> bool:
 
 def versions() -> str:
     """Versions of everything that compiles and runs a kernel."""
-    found = [f"torch {torch.__version__}", f"triton {launch.triton_version()}"]
+    triton = "missing" if launch.triton is None else launch.triton.__version__
+    found = [f"torch {torch.__version__}", f"triton {triton}"]
     if torch.cuda.is_available():
         found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver_version()}"]
     return ", ".join(found)
@@ -192,10 +191,10 @@ def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
             sizes,
             hidden_size=min(sizes.hidden_size, _INTERPRETED_WIDTH),
             ffn_size=min(sizes.ffn_size, _INTERPRETED_WIDTH),
-            num_experts=min(sizes.num_experts, _INTERPRETED_EXPERTS),
+            num_experts=min(sizes.num_experts, 3),
         )
     bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
-    return replace(sizes, num_experts=min(sizes.num_experts, max(2, _MOST_WEIGHT_BYTES // bytes_per_expert)))
+    return replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))  # 1 GiB
 
 
 class _Draw:
@@ -216,12 +215,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Kernels with several configs as the run calls them, for each class of rows per expert.
-
-    Args:
-        parts: `experts`, `routing` or both.
-        sizes: of the model.
-    """
+    """Kernels with several configs as the run calls them, for each class of rows per expert."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

@@ -160,7 +160,6 @@ def up_projection_torch(
     bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `up_projection`."""
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
     hidden_RW.zero_(), active_RF.zero_()
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -210,8 +209,6 @@ def up_projection(
     Args:
         x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; last dimension contiguous.
         weight1_LWD: in torch's (out, in) order, gate half first; last dimension contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a key of activations.ACTIVATIONS.
         token_R: int32, token of each row; T for a padding row, which is zero.
         weights_R: fp32, router weight of each row; None for 1.
         bias1_LW: b1, in the dtype of x; None for 0.

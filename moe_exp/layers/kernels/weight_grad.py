@@ -158,7 +158,6 @@ def weight_grad_torch(
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `weight_grad`."""
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
@@ -185,16 +184,13 @@ def weight_grad(
     Args:
         a: [R, M], sorted by expert, or the source of `a_index_R`; last dimension contiguous.
         b: [R, N], the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Others are unread.
         a_index_R: int32, row of `a` for each row; None: already in order.
         b_index_R: the same for `b`.
-        out: fp32 [L, M, N], Megatron's main_grad: added to in place; unchanged for an expert without rows.
+        out: fp32 [L, M, N], last dimension contiguous, Megatron's main_grad: added to in place; unchanged for
+            an expert without rows.
 
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
-
-    Raises:
-        ValueError: if the last dimension of `out` is not contiguous.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)

@@ -66,11 +66,6 @@ class Documents:
     local_cp_size: ClassVar[Any] = None
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(max(lengths) for lengths in self.lengths)
-
-    @property
     def are_whole_samples(self) -> bool:
         """Whether every sample is one document, so that there is nothing to keep apart."""
         return all(len(lengths) == 1 for lengths in self.lengths)
@@ -117,11 +112,8 @@ class Documents:
 
 
 class RestartingPositions(nn.Module):
-    """Megatron's rotary embedding, whose positions begin at 0 in every document of a micro-batch with
-    `Documents`.
-
-    Args:
-        rotary: RotaryEmbedding or YarnRotaryEmbedding.
+    """Megatron's rotary embedding (`rotary`, also YaRN's), whose positions begin at 0 in every document of a
+    micro-batch with `Documents`.
     """
 
     def __init__(self, rotary: Any):
@@ -146,7 +138,7 @@ class RestartingPositions(nn.Module):
         """Angles [S, B, 1, d] of `Documents`, or [positions, 1, 1, d]; with YaRN also its factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
-        found = self.rotary.get_emb(positions.longest)
+        found = self.rotary.get_emb(max(map(max, positions.lengths)))
         angles, *factor = found if isinstance(found, tuple) else (found,)
         angles = angles[:, 0][positions.positions_BS.t()]
         return (angles, *factor) if factor else angles

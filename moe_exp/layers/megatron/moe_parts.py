@@ -120,11 +120,7 @@ class MegatronRouter(Router):
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:
-    """The router class with what Megatron expects of a router.
-
-    Raises:
-        ValueError: for a class that is not a subclass of Router.
-    """
+    """The router class, a subclass of Router, with what Megatron expects of a router."""
     if not (isinstance(router_class, type) and issubclass(router_class, Router)):
         rule = "is not a subclass of moe_exp.layers.router.Router"
         raise ValueError(f"router_class={router_class}: {rule}. Fix: derive it from Router.")
@@ -311,13 +307,11 @@ class MegatronMoELayer(MegatronMoE):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[S, B, D] to [S, B, D], and None for Megatron's bias.
-
-        Raises:
-            ValueError: for tensor parallel training without sequence parallelism.
-        """
-        if self.training:
-            check_sequence_parallel(self.config, tp=self.tp_group.size())
+        """[S, B, D] to [S, B, D], and None for Megatron's bias."""
+        if self.training and (tp := self.tp_group.size()) > 1 and not self.config.sequence_parallel:
+            # And sum each gradient once per rank; only the output is right.
+            rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
+            raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
         if padding_mask is not None:
             # Megatron's is [B, S]; True is padding in its code, although its docstrings say the opposite.
             mask = padding_mask.transpose(0, 1).bool()
@@ -369,16 +363,6 @@ def ffn_per_rank(ffn_size: int, etp: int) -> int:
     return ffn_size // etp
 
 
-def check_sequence_parallel(config: TransformerConfig, *, tp: int) -> None:
-    """Raises a ValueError for tensor parallel training without sequence parallelism.
-
-    The ranks would route the same tokens and sum each gradient once per rank; only the output is right.
-    """
-    if tp > 1 and not config.sequence_parallel:
-        rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
-        raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
-
-
 _DISPATCHERS: dict[str, Any] = {
     "alltoall": AllToAllDispatcher,
     "allgather": AllGatherDispatcher,
@@ -409,9 +393,8 @@ def latent_projections(
     All experts of a layer share them. Every tensor parallel rank has both whole and projects its part of the
     tokens, so their gradients are summed over these ranks (`sequence_parallel`), as the router's are.
 
-    Args:
-        linear: Linear, which needs no package, or Transformer Engine's TELinear.
-        tp_group: the ranks that have copies, of which one saves them.
+    `linear` is Linear, which needs no package, or Transformer Engine's TELinear; one rank of `tp_group` saves
+    the copies.
     """
     # Linear is always duplicated, TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
@@ -442,10 +425,7 @@ def _projection(
 
 
 def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
-    """The projection as a function from tokens to tokens; None for None.
-
-    A partial function, so that a copy of the layer has its own.
-    """
+    """The projection as a function of tokens; a partial one, so that a copy of the layer has its own."""
     return None if projection is None else partial(_project, projection)
 
 

@@ -115,12 +115,8 @@ _RANGE = math.asinh(_LARGEST / _SCALE)
 
 
 def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Tokens per expert and bin of cutoff - choice, int64 [E, B]; without padding.
-
-    Args:
-        choice_TE: score plus bias.
-        cutoff_T: its (K+1)-th largest value.
-        valid_T: tokens that are not padding; None for all.
+    """Tokens per expert and bin of cutoff - choice, int64 [E, B], without padding: choice is score plus bias,
+    the cutoff its (K+1)-th largest value.
     """
     num_experts = choice_TE.size(1)
     place_TE = torch.asinh((cutoff_T.unsqueeze(1) - choice_TE) / _SCALE) / _RANGE

@@ -50,11 +50,7 @@ class RoutingReplay:
         self._to_recompute: deque[Tensor] = deque()
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
-        """Called by the router with its own choice; returns the choice to use.
-
-        Raises:
-            ValueError: if a replay has no decision left, or one of another shape.
-        """
+        """Called by the router with its own choice; returns the choice to use."""
         if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
         if not self.is_replay:
@@ -90,11 +86,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass.
-
-    Raises:
-        ValueError: if a router has no record.
-    """
+    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass."""
     names = list(_routers(model))
     missing = sorted(set(names) - set(recorded))
     if missing:

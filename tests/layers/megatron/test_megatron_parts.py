@@ -22,7 +22,6 @@ from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts, SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
-from moe_exp.layers.megatron.attention_parts import latent_attention_spec
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     Linear,
@@ -40,7 +39,7 @@ from moe_exp.layers.megatron.norm import Norm
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
+from moe_exp.layers.spec import decoder_spec, latent_attention_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
 from megatron.core import tensor_parallel

@@ -68,7 +68,6 @@ def block_matmul_torch(
     bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `block_matmul`."""
     x = x_RI.float() * x_scale_RC.repeat_interleave(BLOCK, dim=1)[:, : x_RI.size(1)]
     scale_LOC = w_scale_LCC.repeat_interleave(BLOCK, dim=1)[:, : w_LOI.size(1)]
     w = w_LOI.float() * scale_LOC.repeat_interleave(BLOCK, dim=2)[:, :, : w_LOI.size(2)]
@@ -97,7 +96,6 @@ def block_matmul(
     Args:
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
         w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         dtype: of the result.
         bias_LO: added to each row times its weight; None for 0.
         weights_R: fp32, of the bias; None for 1.

@@ -59,7 +59,6 @@ def block_weight_grad_torch(
     offsets_L1: Tensor,
     adds: bool,
 ) -> None:
-    """Plain-torch twin of `block_weight_grad`."""
     a, b = (
         (q.float() * scale.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
         for q, scale in ((a_BMR, a_scale_BM), (b_BNR, b_scale_BN))
@@ -89,7 +88,6 @@ def block_weight_grad(
         out_LMN: the result, any dtype, last dimension contiguous.
         a_BMR, a_scale_BM: from `quantize_columns`.
         b_BNR, b_scale_BN: the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         adds: add to `out`, which stays unchanged for an expert without rows; else these get zeros.
     """
     if not launch.runs_kernel(a_BMR):

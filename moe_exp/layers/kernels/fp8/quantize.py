@@ -118,7 +118,6 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_torch(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_rows`."""
     x_RD = x if index_R is None else gather_rows_torch(x, index_R)
     padded = torch.nn.functional.pad(x_RD.float(), (0, -x_RD.size(1) % BLOCK))
     q_RCB, scale_RC = _quantized(padded.unflatten(1, (-1, BLOCK)))
@@ -152,7 +151,6 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
 
 
 def quantize_blocks_torch(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_blocks`."""
     _, height, width = w_LOI.shape
     padded = torch.nn.functional.pad(w_LOI.float(), (0, -width % BLOCK, 0, -height % BLOCK))
     blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
@@ -189,7 +187,6 @@ def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_columns_torch(
     x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_columns`."""
     x_RM = (x if index_R is None else gather_rows_torch(x, index_R)).float()
     ends, place = offsets_L1.tolist(), 0
     blocks_BMR = x_RM.new_zeros(num_blocks_of_rows(x_RM.size(0), len(ends) - 1), x_RM.size(1), BLOCK)
@@ -217,7 +214,6 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
 
     Args:
         x: [R, M] sorted by expert, or the source [T, M] of the rows.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
     if not launch.runs_kernel(x):
