@@ -10,17 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp.layers import losses
 from moe_exp.layers.dispatcher import Dispatcher
 from moe_exp.layers.experts import Experts, RoutedTokens
 from moe_exp.layers.groups import sum_over
-from moe_exp.layers.losses import (
-    AuxLoss,
-    entropy_loss_share,
-    global_balancing_loss_share,
-    load_balancing_loss_share,
-    sequence_balancing_loss_share,
-    z_loss_share,
-)
+from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.replay import is_counted_forward
@@ -43,8 +37,7 @@ def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str
     recomputed counts again, because it takes its time again; if non-reentrant checkpointing (not used by
     Megatron) starts it in the middle of a phase, the rest of that phase is lost.
     """
-    result: Tensor = _Mark.apply(x, timers, ends, begins)
-    return result
+    return _Mark.apply(x, timers, ends, begins)
 
 
 def _switch(timers: PhaseTimers, ends: str | None, begins: str | None) -> None:
@@ -68,9 +61,9 @@ class _Mark(torch.autograd.Function):
         return grads[0], None, None, None
 
 
-def needs_scores(losses: Iterable[AuxLoss]) -> bool:
+def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
     """Whether a loss needs the router's scores of all tokens and experts, not only their sums."""
-    return any(loss.needs.needs_scores for loss in losses)
+    return any(loss.needs.needs_scores for loss in aux_losses)
 
 
 class MoELayer(nn.Module):
@@ -238,26 +231,26 @@ class MoELayer(nn.Module):
         counts_E = sum_over(counts_E, group)
         topk: Tensor | int = self.router.config.topk
         has_other_number = decision.counted_TK is not None or decision.expert_TK.size(1) != topk
-        balance = load_balancing_loss_share(
+        balance = losses.load_balancing_loss_share(
             scores,
             counts_E,
             topk=counts_E.sum().clamp(min=1) / num_tokens if has_other_number else topk,
             num_tokens=num_tokens,
             group=group,
         )
-        z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
+        z = losses.z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         share_of: dict[str, Callable[[], Tensor]] = {
             "aux_loss": lambda: balance,
             "seq_aux_loss": lambda: self._sequence_loss(
                 scores, expert_TK, counted_TK, decision.valid_T, shape
             ),
-            "global_aux_loss": lambda: global_balancing_loss_share(
+            "global_aux_loss": lambda: losses.global_balancing_loss_share(
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
-            "l1": lambda: load_balancing_loss_share(
+            "l1": lambda: losses.load_balancing_loss_share(
                 decision.weights_for_l1(), counts_E, topk=topk, num_tokens=num_tokens, group=group
             ),
-            "entropy": lambda: entropy_loss_share(scores, num_tokens=num_tokens, group=group),
+            "entropy": lambda: losses.entropy_loss_share(scores, num_tokens=num_tokens, group=group),
         }
         shares = {
             loss.name: share_of[loss.kind]()
@@ -319,7 +312,7 @@ class MoELayer(nn.Module):
             x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
             return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
 
-        return sequence_balancing_loss_share(
+        return losses.sequence_balancing_loss_share(
             by_sequence(scores_TE),
             by_sequence(expert_TK),
             None if valid_T is None else by_sequence(valid_T),

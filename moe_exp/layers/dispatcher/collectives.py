@@ -154,14 +154,14 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.apply(grads[0], ctx.exchange.reverse), None
 
 
+@dataclass(eq=False)
 class _Flight:
     """State shared by `_Depart` and `_Arrive`, outside the graph: collectives in flight both ways."""
 
-    def __init__(self, exchange: Exchange):
-        self.exchange = exchange
-        self.outward: Arrival | None = None
-        self.homeward: Arrival | None = None
-        self.needs_grad: tuple[bool, ...] = ()
+    exchange: Exchange
+    outward: Arrival | None = None
+    homeward: Arrival | None = None
+    needs_grad: tuple[bool, ...] = ()
 
 
 class _Depart(torch.autograd.Function):

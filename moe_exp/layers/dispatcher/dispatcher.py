@@ -74,11 +74,8 @@ class Dispatcher(ABC):
 
     name: str
     is_local = False  # all experts are on this rank, so tokens need no exchange
-
-    @property
-    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """Groups whose ranks exchange rows and so must agree on `rows_per_expert`."""
-        return ()
+    # Groups whose ranks exchange rows and so must agree on `rows_per_expert`.
+    exchange_groups: tuple[ProcessGroup | None, ...] = ()
 
     @abstractmethod
     def start(
@@ -152,10 +149,7 @@ class SpreadDispatcher(Dispatcher):
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
         self.etp_rank = 0 if etp_group is None else etp_group.rank()
-
-    @property
-    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        return self.ep_group, self.etp_group
+        self.exchange_groups = ep_group, etp_group
 
 
 class _ExchangeSizes(NamedTuple):

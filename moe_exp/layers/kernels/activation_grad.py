@@ -30,7 +30,6 @@ from moe_exp.layers.kernels.tiles import (
 )
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 3),

@@ -17,8 +17,7 @@ from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, r
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K
-# counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
+# BLOCK_K counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),

@@ -28,8 +28,7 @@ from moe_exp.layers.kernels.tiles import (
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_K = 64
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K is
-# of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
+# BLOCK_K is of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),

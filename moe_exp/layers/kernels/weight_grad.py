@@ -17,7 +17,6 @@ from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, load_where
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M TMA num_warps num_stages",
     (128, 128, 64, 8, 0, 8, 3),

@@ -154,7 +154,7 @@ class CausalAttention(nn.Module):
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
-        out: Tensor = flash_attn_varlen_func(
+        return flash_attn_varlen_func(
             query,
             key,
             value,
@@ -167,7 +167,6 @@ class CausalAttention(nn.Module):
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return out
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()

@@ -133,8 +133,7 @@ class Router(nn.Module):
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
-        logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
-        return logits_TE
+        return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.
