@@ -18,7 +18,7 @@ tensor is counted once, where it is read last:
                      w*V/t logits alone, and while their gradient is made w*V/t for that
 
 With FP8 the input of a product is kept in FP8, a byte each. The grouped GEMM of the experts holds no weights
-of its own (`gemm_packages._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
+of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
 columns, for every micro-batch: 2 bytes per weight. Not compared with a GPU.
 
 The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
