@@ -115,8 +115,9 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         start_over = True
     is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
     tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
-    options = {"name": chunks.name, "execution": wanted.execution if tasks > 1 else None, **wanted.shuffle}
-    return shuffle_documents(outputs, shuffled, start_over=start_over, tasks=tasks, **options)
+    run = {"name": chunks.name, "tasks": tasks, "execution": wanted.execution if tasks > 1 else None}
+    options: dict[str, Any] = {**run, **wanted.shuffle}
+    return shuffle_documents(outputs, shuffled, start_over=start_over, **options)
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
@@ -153,7 +154,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Rows of a conversion's summary, for a table."""
     read, written = manifest["read"], manifest["written"]
-    rows = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
+    rows: dict[str, Any] = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
     rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
     size = bytes_text(sum(one["bytes"] for one in manifest["outputs"]))
