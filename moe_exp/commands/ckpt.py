@@ -48,9 +48,10 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _info(arguments: argparse.Namespace) -> None:
+    from moe_exp.checkpoint.format import folders
     from moe_exp.checkpoint.tools import info
 
-    checkpoints = info.checkpoints_folder(arguments.path) if arguments.iteration is None else None
+    checkpoints = folders.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
         folder = info.chosen(arguments.path, arguments.iteration)
         report = info.describe(folder)
@@ -247,17 +248,17 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.pruning import prunable, remove
+    from moe_exp.checkpoint.format.folders import iteration_of, prunable, remove
 
     kept = {name: getattr(arguments, f"keep_{name}") for name in ("last", "every", "best")}
     found = prunable(arguments.path, **kept)
     word = "would remove" if arguments.dry_run else "removed"
-    for one in found if arguments.dry_run else remove(found):
+    for folder in found if arguments.dry_run else remove(found):
         if not arguments.json:
-            print(f"{word} {one.folder}: {one.num_bytes:,} bytes", flush=True)
-    num_bytes = sum(one.num_bytes for one in found)
+            print(f"{word} {folder}: {found[folder]:,} bytes", flush=True)
+    num_bytes = sum(found.values())
     if arguments.json:
-        removed = [{"iteration": one.iteration, "num_bytes": one.num_bytes} for one in found]
+        removed = [{"iteration": iteration_of(one), "num_bytes": size} for one, size in found.items()]
         print_json({"dry_run": arguments.dry_run, "removed": removed, "num_bytes": num_bytes})
     else:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
