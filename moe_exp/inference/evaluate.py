@@ -111,7 +111,9 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         document_mask=mask and not request.by_document,
         seq_len=saved.seq_len,
     ).model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
-    of_data = owner.tokenizer()
+    of_data = None  # the tokenizer of the data of --data-of, if it is known
+    with suppress(ValueError):
+        of_data = tokenizer_for(owner.settings, "", order=owner.order) if owner.named else None
     tokenizer = _tokenizer(request, saved, order, of_data)
     if problems:
         raise ConfigError(problems)
@@ -155,12 +157,6 @@ class _Owner:
         others = "" if self.named else ", or --data-of, a run"
         name, fix = "data_of" if self.named else "data", f"give --data, prefixes of .bin/.idx files{others}"
         return setting_error(name, self.named, rule, fix)
-
-    def tokenizer(self) -> TextTokenizer | None:
-        """Returns the tokenizer of the data of --data-of; None if it is not known."""
-        with suppress(ValueError):
-            return tokenizer_for(self.settings, "", order=self.order) if self.named else None
-        return None
 
 
 _HOW_DATA_IS_CUT = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
