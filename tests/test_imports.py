@@ -54,15 +54,14 @@ NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_
 
 # Inside layers/: a file or folder imports only what stands above it.
 LAYERS = [
-    {"activations", "groups", "recompute", "phase_marks"},
+    {"activations", "groups"},
     {"kernels", "native"},
     {"kernel_choice"},
-    {"capacity"},
     {"router"},
     {"dispatcher", "losses"},
     {"experts"},
     {"microbatch", "statistics"},
-    {"shared", "moe_layer", "mesh"},
+    {"moe_layer", "mesh"},
     {"megatron"},
     {"spec"},
 ]

@@ -34,7 +34,7 @@ class MoESettings:
     pad_to_capacity: bool = False
     drop_policy: str = "probs"  # keeps the slots of highest router weight; `position` the first ones
     # Of a dropless layer in training: each expert's slots in a micro-batch are rounded down to a multiple of
-    # it, see capacity.keep_full_tiles; 0 for no rounding.
+    # it, see `keep_full_tiles`; 0 for no rounding.
     token_rounding: int = 0
     losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = ()  # see `as_losses`
     z_loss_coeff: float = 0.0  # weight of the z-loss; 0 for none
