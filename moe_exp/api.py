@@ -217,7 +217,7 @@ def plan(
     Raises:
         ValueError: a value is wrong; one line for each.
     """
-    from moe_exp.data.tokens.vocabulary import with_vocab_size
+    from moe_exp.data.tokens.manifests import with_vocab_size
     from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
     from moe_exp.planner.run_plan import plan_run, settings_for

@@ -44,7 +44,7 @@ from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run

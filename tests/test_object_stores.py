@@ -23,9 +23,8 @@ from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import resolve_source
 from moe_exp.data.samples.dataset import SampleStream, content_of, fingerprint_of
 from moe_exp.data.tokens import ranged
-from moe_exp.data.tokens.files import TokenFiles
-from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
+from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles, bin_idx_problem
 from moe_exp.host.object_store import Store
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.run_folder import LATEST

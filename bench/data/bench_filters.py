@@ -45,7 +45,7 @@ PLAIN_FILTERS = (
 from datatrove.pipeline.filters import GopherQualityFilter, GopherRepetitionFilter
 from datatrove.pipeline.formatters import PIIFormatter
 from moe_exp.data.convert.filters import word_tokenizer
-from moe_exp.data.convert.named_filters import sentences_of
+from moe_exp.data.convert.filters import sentences_of
 words = word_tokenizer(sentences=sentences_of)
 filters = GopherRepetitionFilter(language=words), GopherQualityFilter(language=words), PIIFormatter()
 run("all", ParquetReader(source), *filters, writer)
@@ -72,7 +72,7 @@ OURS = """
 import sys
 from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
-from moe_exp.data.convert.named_filters import NamedFilter
+from moe_exp.data.convert.filters import NamedFilter
 from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.tasks.execution import Execution
 files, output = sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x"

@@ -3,7 +3,7 @@ routing.
 
 What is called was read in the sources of the packages: transformers 5.23, liger-kernel 0.8.5, sonic-moe
 0.1.2.post1, scattermoe's main branch, Transformer Engine 2.x; grouped_gemm is called as EXPERT_BACKEND calls
-it (`moe_exp.layers.experts.gemm_packages`). Each has the parameters that it would have in its own model:
+it (`moe_exp.layers.experts.grouped_gemm`). Each has the parameters that it would have in its own model:
 those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 
@@ -21,13 +21,13 @@ from gpu_inputs import Leaves, Routing, Weights, gate_and_up, one_per_expert, wh
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, GroupedGemm, choose_backend
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
+from moe_exp.layers.router.decision import count_per_expert
 
 Layer = Callable[[Tensor, Routing], Tensor]  # x [T, D] to y [T, D]
 

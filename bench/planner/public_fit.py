@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 
-from moe_exp.planner.costs.constants import constant
+from moe_exp.planner.costs.constants import TimeConstants, free
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.timing import TimeConstants
 from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
 from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware
@@ -73,7 +72,7 @@ def fit_public(
     """
     stated = [run for run in runs if run.seconds and run.is_stated]
     factors = {run.row_id: re.sub(r"\W", "_", run.cluster) for run in stated if prior is None}
-    own = [(name, float, constant(1.0, _CLUSTER_FACTOR, "its times")) for name in sorted({*factors.values()})]
+    own = [(name, float, free(1.0, _CLUSTER_FACTOR, "its times")) for name in sorted({*factors.values()})]
     kind = make_dataclass("WithClusters", own, bases=(TimeConstants,), frozen=True)
     ratio = _SharedRatio()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     """
     folders = from_first_rank(lambda: usable(path))
     folders = [one for one in folders if newest is None or iteration_of(one) <= newest]
-
-    def logged_damage(folder: Path) -> str:
-        damage = _damage(folder, checksums=checksums)
-        if damage and torch.distributed.get_rank() == 0:
-            logger.warning("damaged checkpoint: %s", damage)
-        return damage
-
-    return _first_whole(path, folders, logged_damage)
+    return _first_whole(path, folders, partial(_damage, checksums=checksums))
 
 
 def find_source_here(path: Path) -> Source | None:
@@ -82,18 +76,21 @@ def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path]
 
 
 def _damage(folder: Path, *, checksums: bool) -> str:
-    """Damage of a checkpoint in one line, or empty. Called by every rank."""
+    """Damage of a checkpoint in one line, which rank 0 logs, or empty. Called by every rank."""
     damage, files = from_first_rank(lambda: contents(folder))
-    if damage:
-        return damage
-    # The largest first, so that all ranks get about as many bytes.
-    names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = list(damages(folder, {name: files[name] for name in names[rank::world_size]}, checksums=checksums))
-    found: list[list[str]] = [[]] * world_size
-    torch.distributed.all_gather_object(found, mine)
-    lines = sorted(chain.from_iterable(found))
-    return lines[0] + (f" (and {len(lines) - 1} more files)" if len(lines) > 1 else "") if lines else ""
+    if not damage:
+        # The largest first, so that all ranks get about as many bytes.
+        names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        mine = {name: files[name] for name in names[rank::world_size]}
+        found: list[list[str]] = [[]] * world_size
+        torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
+        lines = sorted(chain.from_iterable(found))
+        more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
+        damage = lines[0] + more if lines else ""
+    if damage and rank == 0:
+        logger.warning("damaged checkpoint: %s", damage)
+    return damage
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
@@ -119,8 +116,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
     for chunk in chain(chunks, reader.objects.values()):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
-    for name, end in sorted(ends.items()):
-        path = folder / name
+    for path, end in sorted((folder / name, end) for name, end in ends.items()):
         if not path.is_file():
             return f"{path}: is missing", {}
         if (size := path.stat().st_size) < end:
@@ -129,27 +125,23 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
-    """The iteration's folder that UPCYCLE_FROM means. `find`: refuses what is damaged, as `find_source`.
-    ValueError, a line each, if it has no whole checkpoint, or not that of a dense run of the same sizes.
-    """
+    """The folder that UPCYCLE_FROM means; ConfigError if it is no checkpoint of a dense run that fits."""
     try:
         folder = one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:
         raise ConfigError([str(error).replace("checkpoint=", "UPCYCLE_FROM=", 1)]) from None
     find(folder)
-    dense = read_common(folder).get("config")
-    if dense is None:
-        rule, fix = "was not written by this package", "name a run of it"
-        raise ConfigError([problem("upcycle_from", config.upcycle_from, rule, fix)])
-    if problems := dense_problems(config, dense):
+    if problems := dense_problems(config, read_common(folder).get("config")):
         raise ConfigError(problems)
     return folder
 
 
-def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
-    """Why this run cannot start from the dense run with settings `dense`."""
-    if dense.get("use_moe"):
+def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
+    """Why this run cannot start from the dense run with settings `dense`; None: it has none."""
+    rule, fix = "was not written by this package", "name a run of it"
+    if dense is not None:
         rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
+    if dense is None or dense.get("use_moe"):
         return [problem("upcycle_from", c.upcycle_from, rule, fix)]
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
     shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)

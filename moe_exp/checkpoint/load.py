@@ -74,30 +74,25 @@ class RestoreError(ConfigError):
 
 
 def saved_progress(path: Path) -> Progress | None:
-    """Progress of a checkpoint, read without its tensors; None if Megatron-LM wrote it. `path` as in
-    `load`.
-    """
+    """Progress of a checkpoint (`path` as in `load`), without its tensors; None if Megatron-LM wrote it."""
     common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a
-    folder. Called by every rank.
+    folder; of one that Megatron-LM wrote the weights alone, at iteration 0. Called by every rank.
 
-    Of a checkpoint that Megatron-LM wrote, it takes the weights alone and starts at iteration 0.
-
-    Raises:
-        ConfigError: when it is of another model or optimizer, see `model_changes`; nothing is loaded then.
-        RestoreError: if memory differs from what was saved (FINGERPRINTS).
-        ValueError: when the folder has none, or its parameters are not those of the model.
+    ConfigError, before anything is loaded, if it is of another model or optimizer (`model_changes`);
+    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError if the folder has none, or
+    its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
     if "progress" not in common:  # weights alone
         load_weights(runtime, folder, trained)
         if config.fingerprints:
-            compare_restored(runtime, folder, trained, optimizer=False)
+            compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
@@ -118,34 +113,25 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    progress = _progress(config, common)
-    progress.num_averaged = _num_averaged(config, progress, has_average=request.has_average)
-    return progress
+    return _progress(config, common, has_average=request.has_average)
 
 
-def _num_averaged(config: Config, progress: Progress, *, has_average: bool) -> int:
-    """Updates of the average of the weights; of one that starts here the weights count as the first."""
-    if config.ema_decay and not has_average:
-        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
-        return 1
-    if has_average and not config.ema_decay:
-        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
-        return 0
-    return progress.num_averaged
-
-
-def _progress(config: Config, common: dict[str, Any]) -> Progress:
+def _progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
     progress = Progress(**common["progress"])
     if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
+    if config.ema_decay and not has_average:
+        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
+        progress.num_averaged = 1
+    elif has_average and not config.ema_decay:
+        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
+        progress.num_averaged = 0
     return progress
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`; of
-    Megatron-LM's nothing is known but tensors. Returns what is not sharded.
-    """
+    """What is not sharded; ConfigError if an iteration's folder is of another model than `config`."""
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)
@@ -153,9 +139,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads the weights of an iteration's folder, of this package or Megatron-LM, and nothing else. Called by
-    every rank. Raises a ValueError if its parameters are not those of the model.
-    """
+    """Loads only the weights of an iteration's folder; ValueError if they are not those of the model."""
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
@@ -184,16 +168,11 @@ def _load_model(
 
 
 def compare_restored(
-    runtime: Runtime,
-    folder: Path,
-    trained: Trained,
-    converted: Sequence[Owned] = (),
-    *,
-    optimizer: bool = True,
+    runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
-    """Compares the model and, with `optimizer`, its state with the fingerprints of the iteration's folder
-    that they were loaded from, by one reduction. Returns the number of tensors compared; raises a
-    RestoreError on every rank if one differs.
+    """Compares the model and the optimizer's state (not if `converted` is None) with the fingerprints of the
+    iteration's folder that they were loaded from, by one reduction. Returns the number of tensors compared;
+    raises a RestoreError on every rank if one differs.
 
     Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read (`converted`): kept,
     they are rounded again, and blocks of values that share a scale have other borders under another layout.
@@ -206,7 +185,7 @@ def compare_restored(
         logger.info("%s has no fingerprints, %s", folder, of)
         return 0
     with parameters_in_sync(trained.model):
-        mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
+        mine = fingerprints_of(_pieces(runtime, trained, converted))
     found = _over_all_ranks(runtime, mine, saved)
     names = [name for name, one in found.items() if one != saved[name]]
     if names:
@@ -227,27 +206,23 @@ def _over_all_ranks(
             table[1, place] = total - 2**64 if total >= 2**63 else total
     table = table.to(runtime.device)
     torch.distributed.all_reduce(table)
-    sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
-    return {
-        name: replace(one, num_values=count, total=total % 2**64)
-        for (name, one), count, total in sums
-        if count
-    }
+    found = {}
+    for (name, one), count, total in zip(saved.items(), *table.tolist(), strict=True):
+        if count:
+            found[name] = replace(one, num_values=count, total=total % 2**64)
+    return found
 
 
-def _pieces(
-    runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool
-) -> Iterator[Piece]:
+def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[Piece]:
     """All values of model and optimizer, each once over all ranks, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
-    if optimizer:
-        exact = (
-            replace(owned, values={n: v for n, v in owned.values.items() if n not in MOMENTS})
-            if owned.is_converted
-            else owned
-            for owned in owned_state(trained.optimizer)
-        )
+    if converted is not None:
+        exact = []
+        for owned in owned_state(trained.optimizer):
+            moments = MOMENTS if owned.is_converted else ()
+            others = {name: value for name, value in owned.values.items() if name not in moments}
+            exact.append(replace(owned, values=others))
         shards = chain(shards, shards_of([*exact, *converted], weights))
     for shard in shards:
         if is_main_replica(shard.replica_id):

@@ -64,17 +64,17 @@ class Owned:
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     """State that this rank keeps of every part of a chain of optimizers (dense parameters, experts)."""
     for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            yield from _distributed(part) if isinstance(part, DistributedOptimizer) else _whole(part)
-
-
-def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
-    buckets = (bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype)
-    for bucket in buckets:
-        for parameter, ranges in bucket["param_map"].items():
+        if part.is_stub_optimizer:
+            continue
+        if not isinstance(part, DistributedOptimizer):
+            yield from _whole(part)
+            continue
+        buckets = (
+            bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype
+        )
+        for parameter, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
             group, place = part.model_param_group_index_map[parameter]
-            main = part.optimizer.param_groups[group]["params"][place]
-            own = ranges["param"]
+            main, own = part.optimizer.param_groups[group]["params"][place], ranges["param"]
             place = (own.start, own.end, part.distributed_optimizer_instance_id)
             yield _owned(part.optimizer, parameter, main, place)
 
@@ -102,37 +102,14 @@ def _owned(
     return Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1."""
-
-    box: Box
-    shard: ShardedTensor
-
-    def shard_of(self, box: Box, values: Tensor, key: str, instance: int | None) -> ShardedTensor:
-        """The values of `box`, which is inside this piece's, as a shard of the checkpoint's tensor `key`."""
-        num_before, num_dropped = self.shard.prepend_axis_num, len(box.sizes) - len(self.shard.local_shape)
-        inside = [a - o for a, o in zip(box.offsets, self.box.offsets, strict=True)]
-        offsets = [0] * num_before + inside[num_dropped:]
-        values = values.view((1,) * num_before + box.sizes[num_dropped:])
-        replica_id = self.shard.replica_id
-        return ShardedTensor(
-            key=key,
-            data=values,
-            dtype=values.dtype,
-            local_shape=tuple(values.shape),
-            global_shape=self.shard.global_shape,
-            global_offset=tuple(a + b for a, b in zip(self.shard.global_offset, offsets, strict=True)),
-            axis_fragmentations=None,  # no regular grid
-            # The last of the three counts data parallel ranks, of which each writes its own values.
-            replica_id=replica_id if instance is None else (*replica_id[:2], instance),
-        )
+# Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1.
+_Piece = tuple[Box, ShardedTensor]
 
 
 def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) -> list[_Piece]:
     shape = tuple(parameter.shape)
     if isinstance(described, ShardedTensor):
-        return [_Piece(Box((0,) * len(shape), shape), described)]
+        return [(Box((0,) * len(shape), shape), described)]
     probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
     built = described.build_fn(described.key, probe, described.replica_id, None)
     pieces = []
@@ -144,23 +121,24 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: is no box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
-        pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
-    num_values = sum(piece.box.num_values for piece in pieces)
+        pieces.append((box_at(view.storage_offset(), sizes, shape), shard))
+    num_values = sum(box.num_values for box, _ in pieces)
     assert num_values == math.prod(shape), f"{described.key}: its pieces do not fill it"
     return pieces
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's part of the optimizer's state to save: views of it, under names without a meaning.
-    `weights` (`state.weights_state`) says where each parameter is in the checkpoint's tensors.
-    """
-    return _numbered(shards_of(owned_state(optimizer), weights))
+    """This rank's part of the optimizer's state to save, as views; `weights`: as of `weights_state`."""
+    return {str(number): one for number, one in enumerate(shards_of(owned_state(optimizer), weights))}
 
 
-def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """The shards that some state is in a checkpoint; `weights` as of `optimizer_shards`."""
-    for owned, pieces in _described(state, weights):
-        yield from _shards(owned, pieces, _written)
+def shards_of(
+    state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
+) -> Iterator[ShardedTensor]:
+    """The shards that some state is in a checkpoint, by default under the keys that are written."""
+    by_parameter = _by_parameter(weights)
+    for owned in state:
+        yield from _shards(owned, _pieces(owned.parameter, by_parameter[owned.parameter]), key_of or _written)
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -169,13 +147,11 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(chains, [_part_groups(part) for part in optimizer.chained_optimizers])
-    step = max(_steps(chains), default=None)
-    chain = max(chains, key=len)
-    if step is not None:
-        for part in chain:
-            for group in part["optimizer"]["param_groups"]:
-                group["step"] = step
-    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+    step, longest = max(_steps(chains), default=None), max(chains, key=len)
+    for part in longest if step is not None else ():
+        for group in part["optimizer"]["param_groups"]:
+            group["step"] = step
+    return longest[0] if len(longest) == 1 else dict(enumerate(longest))
 
 
 def _part_groups(part: Any) -> dict[str, Any]:
@@ -228,10 +204,14 @@ class OptimizerRequest:
         state, in_checkpoint = list(owned_state(optimizer)), _by_parameter(weights)
         # biases of routers, which older versions did not have: zero, see `zero_missing_biases`
         self._missing = [owned for owned in state if owned.parameter not in in_checkpoint]
-        there = [owned for owned in state if owned.parameter in in_checkpoint]
-        key_of, described = partial(_present, keys), _described(there, weights)
-        asked = (_shards(self._asked(owned), pieces, key_of) for owned, pieces in described)
-        self.shards = _numbered(chain.from_iterable(asked))
+        asked = (self._asked(owned) for owned in state if owned.parameter in in_checkpoint)
+
+        def key_of(name: str, key: str) -> str:
+            # Before 2026-12 main weights had another name without the distributed optimizer; fp32 had none.
+            before = _written("fp32_param", key)
+            return before if name == "param" and before in keys.optimizer else _written(name, key)
+
+        self.shards = {str(i): shard for i, shard in enumerate(shards_of(asked, weights, key_of))}
 
     def _asked(self, owned: Owned) -> Owned:
         main, with_moments = owned.values["param"], self._with_moments
@@ -278,16 +258,6 @@ class OptimizerRequest:
                 part.grad_scaler.load_state_dict(scaler)
 
 
-def _numbered(shards: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
-    return {str(number): shard for number, shard in enumerate(shards)}
-
-
-def _described(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[tuple[Owned, list[_Piece]]]:
-    by_parameter = _by_parameter(weights)
-    for owned in state:
-        yield owned, _pieces(owned.parameter, by_parameter[owned.parameter])
-
-
 def _by_parameter(weights: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
     tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
     return {value.data: value for value in nested_values(tensors)}
@@ -297,20 +267,26 @@ def _written(name: str, key: str) -> str:
     return f"optimizer.state.{name}.{key}"
 
 
-def _present(keys: CheckpointKeys, name: str, key: str) -> str:
-    """Before 2026-12 main weights had another name without the distributed optimizer; fp32 had none."""
-    before = _written("fp32_param", key)
-    return before if name == "param" and before in keys.optimizer else _written(name, key)
-
-
 def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str]) -> Iterator[ShardedTensor]:
     shape = owned.parameter.shape
     for box in boxes_of_range(shape, owned.start, owned.stop):
         begin = first_value(box, shape) - owned.start
-        for piece in pieces:
-            common = intersection(box, piece.box)
-            if common is None:
+        for whole, shard in pieces:
+            if (part := intersection(box, whole)) is None:
                 continue
+            num_before, num_dropped = shard.prepend_axis_num, len(part.sizes) - len(shard.local_shape)
+            inside = [a - o for a, o in zip(part.offsets, whole.offsets, strict=True)]
+            offsets = zip(shard.global_offset, [0] * num_before + inside[num_dropped:], strict=True)
+            place = tuple(map(sum, offsets))
+            sizes, replica_id = (1,) * num_before + part.sizes[num_dropped:], shard.replica_id
+            if owned.instance is not None:
+                # The last of the three counts data parallel ranks, of which each writes its own values.
+                replica_id = (*replica_id[:2], owned.instance)
             for name, values in owned.values.items():
-                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(common, box.offsets)]
-                yield piece.shard_of(common, in_box, key_of(name, piece.shard.key), owned.instance)
+                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
+                yield ShardedTensor(
+                    key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
+                    local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
+                    axis_fragmentations=None,  # no regular grid
+                    replica_id=replica_id,
+                )  # fmt: skip

@@ -178,29 +178,26 @@ class Uploads:
                     self._thread = None
                     return
                 iteration = self._under_way
-            self._copy(iteration)
-
-    def _copy(self, iteration: int) -> None:
-        start, url = time.monotonic(), remote_run(self._config)
-        try:
-            num_bytes = send_checkpoint(self._config, iteration)
-        except Exception as error:  # whatever it is: the run continues
-            logger.warning("the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error)
-            self._events.append(("upload_failed", iteration, {"reason": str(error)}))
-            return
-        seconds = time.monotonic() - start
-        what = "copied the checkpoint at iteration %d to %s, %s in %.1f s"
-        logger.info(what, iteration, url, bytes_text(num_bytes), seconds)
-        self._events.append(("upload", iteration, {"seconds": round(seconds, 3), "bytes": num_bytes}))
+            start, url = time.monotonic(), remote_run(self._config)
+            try:
+                num_bytes = send_checkpoint(self._config, iteration)
+            except Exception as error:  # whatever it is: the run continues
+                logger.warning(
+                    "the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error
+                )
+                self._events.append(("upload_failed", iteration, {"reason": str(error)}))
+                continue
+            seconds = time.monotonic() - start
+            what = "copied the checkpoint at iteration %d to %s, %s in %.1f s"
+            logger.info(what, iteration, url, bytes_text(num_bytes), seconds)
+            self._events.append(("upload", iteration, {"seconds": round(seconds, 3), "bytes": num_bytes}))
 
 
 # Fetching
 
 
 def fetch_run(config: Config) -> None:
-    """Copies the newest complete checkpoint of the run's copy, and its small files, to a run folder without
-    checkpoints. Does nothing if there is one here, or no copy.
-    """
+    """Copies the newest complete checkpoint of the run's copy, and small files, if there is none here."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
@@ -248,7 +245,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     write_atomically(partial / MANIFEST, content.decode())
     damaged = []
     for name, entry in manifest.files.items():
-        for line in folders.damages(partial, {name: entry}):
+        if line := next(folders.damages(partial, {name: entry}), ""):
             damaged.append(line)
             (partial / name).unlink(missing_ok=True)  # so that only this file is fetched again
     if damaged:

@@ -17,10 +17,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -80,18 +79,11 @@ class Plan:
     common: dict[str, Any]  # what is not sharded, the same on every rank; rank 0 writes it
     metadata: Metadata | None  # of the whole checkpoint but for where the pieces lie; rank 0 alone has it
 
-    @property
-    def pieces(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Key, values and offsets of the tensors among the items."""
-        tensors = ((index, data) for index, data in self.items if isinstance(data, Tensor))
-        return ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
-
     def staged(self) -> "Plan":
         """A copy in host memory, which later steps of training do not change."""
-        items: list[Item] = [
-            (index, data.to("cpu", copy=True) if isinstance(data, Tensor) else data)
-            for index, data in self.items
-        ]
+        items: list[Item] = []
+        for index, data in self.items:
+            items.append((index, data.to("cpu", copy=True) if isinstance(data, Tensor) else data))
         return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
@@ -198,7 +190,9 @@ class CheckpointWriter:
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
         # Of the tensors themselves, not of a copy of them, and while the thread writes.
-        shares = fingerprints.fingerprints_of(plan.pieces) if self._config.fingerprints else {}
+        tensors = ((index, data) for index, data in plan.items if isinstance(data, Tensor))
+        pieces = ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
+        shares = fingerprints.fingerprints_of(pieces) if self._config.fingerprints else {}
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
         layout = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
         facts = {"versions": plan.common["versions"], "valid_loss": loss}
@@ -245,36 +239,35 @@ class CheckpointWriter:
         return Saved(pending.iteration, time.monotonic() - pending.start, 0 if error else num_bytes, error)
 
     def _remove_others(self, newest: int) -> None:
+        config, checkpoints = self._config, self._checkpoints
+        if not config.keep_last:
+            return
         # The new one is published: an error is no reason to end the run.
         try:
-            gone = self._not_kept(newest) if self._config.keep_last else []
+            # Those newer than it are of an attempt that was given up; training will come to them again.
+            found = [iteration for iteration in folders.iterations(checkpoints) if iteration <= newest]
+            losses = folders.valid_losses(checkpoints)
         except OSError as error:
-            logger.warning("cannot list %s, no checkpoint is removed: %s", self._checkpoints, error)
+            logger.warning("cannot list %s, no checkpoint is removed: %s", checkpoints, error)
             return
-        for iteration in gone:
-            try:
-                removed = folders.take_name(folders.iteration_folder(self._checkpoints, iteration))
-                delete = functools.partial(shutil.rmtree, removed, ignore_errors=True)
-                # All ranks wait here, and a network file system takes long for many files.
-                self._thread.submit(delete) if self._config.async_save else delete()
-            except OSError as error:
-                logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
-
-    def _not_kept(self, newest: int) -> list[int]:
-        # Those newer than the newest are of an attempt that was given up; training will come to them again.
-        found = [iteration for iteration in folders.iterations(self._checkpoints) if iteration <= newest]
         newer = [] if self._loaded is None else [i for i in found if i > self._loaded]
         passed = [iteration for iteration in newer if iteration not in self._published]
-        config, losses = self._config, folders.valid_losses(self._checkpoints)
         sound = [iteration for iteration in found if iteration not in passed]
         kept = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
         gone = folders.which_to_remove(sound, losses, **kept)
         left = {self._loaded, *self._held()}
-        return [*passed, *(iteration for iteration in gone if iteration not in left)]
+        for iteration in [*passed, *(one for one in gone if one not in left)]:
+            try:
+                removed = folders.take_name(folders.iteration_folder(checkpoints, iteration))
+                delete = functools.partial(shutil.rmtree, removed, ignore_errors=True)
+                # All ranks wait here, and a network file system takes long for many files.
+                self._thread.submit(delete) if config.async_save else delete()
+            except OSError as error:
+                logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
 
 
 def _make(partial: Path) -> str:
-    """On rank 0: an empty folder to write into; returns why that failed, or nothing."""
+    """Makes an empty folder to write into, on rank 0; returns why that failed, or nothing."""
     try:
         folders.recover(partial.parent)
         partial.mkdir(parents=True)
@@ -287,8 +280,7 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     """On rank 0: adds what makes a checkpoint of the files of all ranks; returns the bytes of all."""
     metadata, partial = pending.metadata, pending.partial
     assert metadata is not None
-    places = (written.places.items() for written in all_written)
-    metadata.storage_data = dict(chain.from_iterable(places))
+    metadata.storage_data = {place: one for written in all_written for place, one in written.places.items()}
     metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
     write_metadata(partial, metadata)
     entries = {name: entry for written in all_written for name, entry in written.entries.items()}
@@ -303,9 +295,7 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
 
 
 def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
-    """Writes `items` and, on rank 0, `common`; synced when it returns. Raises nothing: an error stays on its
-    rank until asked for.
-    """
+    """Writes `items` and, on rank 0, `common`, synced; an error is in what it returns."""
     try:
         places, entries = {}, {}
         if items:

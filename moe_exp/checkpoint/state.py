@@ -105,8 +105,7 @@ def weights_state(
     """Weights of this rank's chunks, `model0`, `model1`, ...; with `keys`, those of a checkpoint."""
     metadata = sharding_metadata(runtime)
     # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
-    states = [model_state(unwrapped(chunk), metadata, keys) for chunk in model]
-    return {f"model{index}": state for index, state in enumerate(states)}
+    return {f"model{i}": model_state(unwrapped(chunk), metadata, keys) for i, chunk in enumerate(model)}
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:
@@ -130,7 +129,6 @@ def rng_state(runtime: Runtime) -> ShardedObject:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continues with streams of `rng_state`."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

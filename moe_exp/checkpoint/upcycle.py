@@ -82,36 +82,30 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
     with torch.no_grad(), parameters_in_sync(trained.model):
         requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
-        state = {**_shared_parts(runtime, trained, keys, set(experts)), "experts": requests}
+        state: dict[str, Any] = {"experts": requests}
+        # What the two models share: all but the MLPs of the MoE layers, under the dense model's keys.
+        for index, chunk in enumerate(map(unwrapped, trained.model)):
+            layers = [i for i, layer in enumerate(chunk.decoder.layers) if layer.layer_number - 1 in experts]
+            mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
+            whole = model_state(chunk, sharding_metadata(runtime), keys)
+            shared = {
+                name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps)
+            }
+            state[f"model{index}"] = shared
         # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner
         # that could be checked.
         loaded = load_sharded(state, folder, validate_access_integrity=False)
-        for index, chunk in enumerate(trained.model):
-            state = unwrapped(chunk).state_dict()
-            shapes = {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}
-            found = {name: value for name, value in loaded[f"model{index}"].items() if name in shapes}
-            weights = {name: value.view(shapes[name]) for name, value in found.items()}
-            unwrapped(chunk).load_state_dict(weights, strict=False)
+        for index, chunk in enumerate(map(unwrapped, trained.model)):
+            own = {name: one for name, one in chunk.state_dict().items() if isinstance(one, Tensor)}
+            found = {name: value for name, value in loaded[f"model{index}"].items() if name in own}
+            weights = {name: value.view_as(own[name]) for name, value in found.items()}
+            chunk.load_state_dict(weights, strict=False)
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
         trained.optimizer.reload_model_params()
     torch.distributed.barrier()
     return _summary(config, folder)
-
-
-def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe: set[int]) -> dict[str, Any]:
-    """Tensors that the two models share: all but the MLPs of the MoE layers, under the dense model's keys."""
-    state = {}
-    for index, chunk in enumerate(trained.model):
-        model = unwrapped(chunk)
-        layers = [i for i, layer in enumerate(model.decoder.layers) if layer.layer_number - 1 in moe]
-        mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
-        whole = model_state(model, sharding_metadata(runtime), keys)
-        state[f"model{index}"] = {
-            name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps)
-        }
-    return state
 
 
 def _off_the_grid(shard: Any) -> Any:

@@ -7,9 +7,9 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import add_json, add_subcommands, print_json
+from moe_exp.commands.guard import add_command, add_json, add_subcommands, print_json
 
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
@@ -20,11 +20,8 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "ckpt",
-        help="inspect, verify, rewrite, average, compare and remove checkpoints",
-    )
-    commands = add_subcommands(parser, "ckpt")
+    about = "inspect, verify, rewrite, average, compare and remove checkpoints"
+    commands = add_subcommands(subparsers.add_parser("ckpt", help=about), "ckpt")
     for add in (_add_info, _add_verify, _add_reshape, _add_average, _add_diff, _add_prune, _add_shrink):
         add(commands)
 
@@ -37,20 +34,20 @@ def _add_iteration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
 
 
-def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("info", help="show what a checkpoint holds, without reading tensors")
+def _add_info(subparsers: Any) -> None:
+    parser = add_command(subparsers, "info", _info, "show what a checkpoint holds, without reading tensors")
     _add_path(parser)
     about = "list tensors, all or those like '*router*'"
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
     _add_iteration(parser)
     add_json(parser)
-    parser.set_defaults(run=_info)
 
 
 def _info(arguments: argparse.Namespace) -> None:
+    from moe_exp.checkpoint.format import folders
     from moe_exp.checkpoint.tools import info
 
-    checkpoints = info.checkpoints_folder(arguments.path) if arguments.iteration is None else None
+    checkpoints = folders.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
         folder = info.chosen(arguments.path, arguments.iteration)
         report = info.describe(folder)
@@ -71,15 +68,13 @@ def _info(arguments: argparse.Namespace) -> None:
     info.print_tensors(tensors)
 
 
-def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "verify", help="verify checksums, structure and optimizer state of a checkpoint"
-    )
+def _add_verify(subparsers: Any) -> None:
+    about = "verify checksums, structure and optimizer state of a checkpoint"
+    parser = add_command(subparsers, "verify", _verify, about)
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
     _add_iteration(parser)
     add_json(parser)
-    parser.set_defaults(run=_verify)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -111,10 +106,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     return int(bool(texts))
 
 
-def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "reshape", help="rewrite a checkpoint with other keys, another dtype or the weights only"
-    )
+def _add_reshape(subparsers: Any) -> None:
+    about = "rewrite a checkpoint with other keys, another dtype or the weights only"
+    parser = add_command(subparsers, "reshape", _reshape, about)
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
     add = parser.add_argument
@@ -128,28 +122,26 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "one key for all experts, or one for each (default: as it is)"
     add("--experts", choices=("stacked", "single"), help=about)
     _add_iteration(parser)
-    parser.set_defaults(run=_reshape)
 
 
 def _reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
-    from moe_exp.config import problem
+    from moe_exp.config import setting_error
 
     for name in _SIZES:
         if (size := getattr(arguments, name)) is not None:
             rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
-            raise ValueError(problem(name, size, rule, f"omit --{name}"))
+            raise setting_error(name, size, rule, f"omit --{name}")
     names = ("weights_only", "dtype", "layers", "experts")
     changes = Reshaping(**{name: getattr(arguments, name) for name in names})
     written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "average", help="average the weights of checkpoints, in place of a decay of the learning rate"
-    )
+def _add_average(subparsers: Any) -> None:
+    about = "average the weights of checkpoints, in place of a decay of the learning rate"
+    parser = add_command(subparsers, "average", _average, about)
     add = parser.add_argument
     about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
     add("sources", type=Path, nargs="+", metavar="source", help=about)
@@ -166,17 +158,16 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "with ema: the weight of a checkpoint over that of the next (default: 0.9)"
     add("--ema-decay", type=float, default=0.9, metavar="X", help=about)
     add_json(parser)
-    parser.set_defaults(run=_average)
 
 
 def _average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
-    from moe_exp.config import problem
+    from moe_exp.config import setting_error
 
     for path in arguments.sources:
         if (path / "config.json").is_file():
             fix = "average Hugging Face folders with mergekit, or name checkpoints"
-            raise ValueError(problem("SRC", path, "is a Hugging Face folder, and no checkpoint", fix))
+            raise setting_error("SRC", path, "is a Hugging Face folder, and no checkpoint", fix)
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
     written = average(sources, arguments.target, weights, of_ema=arguments.ema)
@@ -189,10 +180,9 @@ def _average(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "diff", help="compare two checkpoints name by name, in any layout and format"
-    )
+def _add_diff(subparsers: Any) -> None:
+    about = "compare two checkpoints name by name, in any layout and format"
+    parser = add_command(subparsers, "diff", _diff, about)
     _add_path(parser, "a", _PATH_HELP)
     _add_path(parser, "b", "the other one, which differences are relative to")
     add = parser.add_argument
@@ -201,7 +191,6 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     about = "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)"
     add("--rtol", type=float, default=0.0, metavar="X", help=about)
     add_json(parser)
-    parser.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -232,41 +221,38 @@ def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     return is_within
 
 
-def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("prune", help="remove old checkpoints of a run")
+def _add_prune(subparsers: Any) -> None:
+    parser = add_command(subparsers, "prune", _prune, "remove old checkpoints of a run")
     _add_path(parser, help="a checkpoints folder or a run folder")
     add = parser.add_argument
     add("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
-    add(
-        "--keep-every", type=int, default=0, metavar="N", help="keep those whose iteration is a multiple of N"
-    )
+    about = "keep those whose iteration is a multiple of N"
+    add("--keep-every", type=int, default=0, metavar="N", help=about)
     add("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     add_json(parser)
-    parser.set_defaults(run=_prune)
 
 
 def _prune(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.pruning import prunable, remove
+    from moe_exp.checkpoint.format.folders import iteration_of, prunable, remove
 
     kept = {name: getattr(arguments, f"keep_{name}") for name in ("last", "every", "best")}
     found = prunable(arguments.path, **kept)
     word = "would remove" if arguments.dry_run else "removed"
-    for one in found if arguments.dry_run else remove(found):
+    for folder in found if arguments.dry_run else remove(found):
         if not arguments.json:
-            print(f"{word} {one.folder}: {one.num_bytes:,} bytes", flush=True)
-    num_bytes = sum(one.num_bytes for one in found)
+            print(f"{word} {folder}: {found[folder]:,} bytes", flush=True)
+    num_bytes = sum(found.values())
     if arguments.json:
-        removed = [{"iteration": one.iteration, "num_bytes": one.num_bytes} for one in found]
+        removed = [{"iteration": iteration_of(one), "num_bytes": size} for one, size in found.items()]
         print_json({"dry_run": arguments.dry_run, "removed": removed, "num_bytes": num_bytes})
     else:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
 
 
-def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "shrink", help="rewrite torch.save files that store more than their tensors"
-    )
+def _add_shrink(subparsers: Any) -> None:
+    about = "rewrite torch.save files that store more than their tensors"
+    parser = add_command(subparsers, "shrink", _shrink, about)
     _add_path(parser, help="a torch.save file, or a folder to search for such files")
     add = parser.add_argument
     about = "names of files in a folder (default: *.pt *.pth *.bin)"
@@ -275,7 +261,6 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--dry-run", action="store_true", help="print what would be gained, and write nothing")
     add("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
     add_json(parser)
-    parser.set_defaults(run=_shrink)
 
 
 def _shrink(arguments: argparse.Namespace) -> int:
@@ -285,10 +270,9 @@ def _shrink(arguments: argparse.Namespace) -> int:
     path, found = arguments.path, []
     if path.is_dir() and holds_checkpoints(path):
         rule = "holds distributed checkpoints, whose files store nothing but their tensors"
-        fix = (
-            f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer, moe-exp ckpt prune"
-        )
-        raise ValueError(f"PATH={path}: {rule}. Fix: {fix} {path} --keep-last N removes old checkpoints.")
+        fix = f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer"
+        fix += f", moe-exp ckpt prune {path} --keep-last N removes old checkpoints"
+        raise ValueError(f"PATH={path}: {rule}. Fix: {fix}.")
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):
         inside = file.relative_to(path) if path.is_dir() else Path(file.name)
         target = arguments.out / inside if arguments.out else None

@@ -15,11 +15,6 @@ _DTYPES = ("fp32", "bf16", "fp16")
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("convert", help="convert checkpoints from and to Hugging Face format")
     commands = add_subcommands(parser, "convert")
-    _add_from_hf(commands)
-    _add_to_hf(commands)
-
-
-def _add_from_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "from-hf",
         help="convert a Hugging Face folder to a checkpoint for training",
@@ -37,9 +32,6 @@ def _add_from_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ignore_help = "field of config.json that is known to change nothing; may be repeated"
     add("--ignore-field", action="append", default=[], metavar="NAME", help=ignore_help)
     parser.set_defaults(run=_from_hf)
-
-
-def _add_to_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "to-hf",
         help="convert a checkpoint to a Hugging Face folder",
@@ -75,9 +67,7 @@ def _from_hf(arguments: argparse.Namespace) -> None:
     options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
     done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
     print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
-    for note in done.notes:
-        print(f"Note: {note}")
-    print(f"Train on from it:\n  {done.command}")
+    print(*(f"Note: {note}" for note in done.notes), f"Train on from it:\n  {done.command}", sep="\n")
 
 
 def _to_hf(arguments: argparse.Namespace) -> None:

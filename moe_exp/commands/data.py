@@ -12,7 +12,7 @@ from moe_exp.commands.guard import ExactParser, add_subcommands, ended_quietly, 
 
 # Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function
 # of the arguments.
-STEPS = ("prepare", "shuffle", "tokenize", "mix", "finished")
+STEPS = ("prepare", "tokenize", "finished")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -74,12 +74,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
-    """Requirements of moe-exp and of `extras`, by default those of training.
-
-    They come from setup.py in a checkout, else from the installed package.
-
-    Raises:
-        ValueError: for an extra that does not exist.
+    """Requirements of moe-exp and of `extras`, from setup.py in a checkout, else from the installed package;
+    ValueError for an extra that does not exist.
     """
     if SETUP_PY.is_file():
         literals = {
@@ -96,16 +92,13 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
     for name in extras:
         if name not in known:
             raise ValueError(f"extra {name!r} does not exist: use one of {', '.join(known)}")
-    lines = required + [line for name in extras for line in known[name]]
-    return [line.partition(";")[0].strip() for line in lines if _is_of_this_python(line)]
-
-
-def _is_of_this_python(line: str) -> bool:
-    """Whether the marker of a requirement, if it has one, holds here; all are of Python's version."""
-    markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
-    return all(
-        (sys.version_info >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in markers
-    )
+    found = []
+    for line in required + [line for name in extras for line in known[name]]:
+        # a marker, if there is one, is of Python's version
+        markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
+        if all((sys.version_info >= (int(a), int(b))) == (sign == ">=") for sign, a, b in markers):
+            found.append(line.partition(";")[0].strip())
+    return found
 
 
 def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
@@ -143,11 +136,7 @@ def _importable(package: str) -> bool:
 
 
 def main() -> int:
-    """Prints the report.
-
-    Returns:
-        0 when a run on this machine's processors is possible, 1 when a required package is missing.
-    """
+    """Prints the report; returns 0 when a run on this machine's processors is possible, else 1."""
     unmet = unmet_requirements()
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
         _print_table("Versions", ["package", "version"], version_rows())
@@ -168,17 +157,14 @@ def _refused(unmet: Sequence[str]) -> int:
         text += "; its scripts do that by themselves, in .venv"
     print(text)
     if not unmet_requirements(()):
-        print(
-            "They are for training. Planning, reports and `moe-exp slurm` with CONTAINER work without them."
-        )
+        others = "Planning, reports and `moe-exp slurm` with CONTAINER"
+        print(f"They are for training. {others} work without them.")
     return 1
 
 
 def check_kernels() -> int:
-    """Compares every Triton kernel with plain torch, on the GPU or interpreted; a line as each is done.
-
-    Returns:
-        0 when all are right or there is nothing to check, which is printed, 1 when one fails.
+    """Compares every Triton kernel with plain torch, on the GPU or interpreted, and prints a line as each is
+    done; returns 0 when all are right or there is nothing to check, 1 when one fails.
     """
     import torch
 
@@ -216,10 +202,8 @@ def check_kernels() -> int:
 
 
 def check_documents() -> int:
-    """Runs each kind of attention with DOCUMENT_MASK on documents packed and alone, and prints a table.
-
-    Returns:
-        0 when no document sees another, 1 when one does.
+    """Runs each kind of attention with DOCUMENT_MASK on documents packed and alone, and prints a table;
+    returns 0 when no document sees another, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -246,9 +230,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _run(arguments: argparse.Namespace) -> int:
     if not (arguments.kernels or arguments.leak_test):
         return main()
-    return _refused(unmet_requirements()) or max(
-        check_kernels() if arguments.kernels else 0, check_documents() if arguments.leak_test else 0
-    )
+    if refused := _refused(unmet_requirements()):
+        return refused
+    code = check_kernels() if arguments.kernels else 0
+    return max(code, check_documents() if arguments.leak_test else 0)
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -294,11 +279,11 @@ def device_rows() -> list[list[str]]:
 
 def optional_rows() -> list[list[str]]:
     """Every optional package: version, or what its absence costs and how to install it."""
-    found = [(package, installed_version(package), cost, install) for package, cost, install in OPTIONAL]
-    return [
-        [package, version, "", ""] if version else [package, "missing", cost, install]
-        for package, version, cost, install in found
-    ]
+    rows = []
+    for package, cost, install in OPTIONAL:
+        version = installed_version(package)
+        rows.append([package, version, "", ""] if version else [package, "missing", cost, install])
+    return rows
 
 
 def backend_rows() -> list[list[str]]:

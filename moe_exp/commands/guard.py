@@ -49,9 +49,16 @@ class ExactParser(argparse.ArgumentParser):
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
     """Adds the commands of `moe-exp COMMAND`; what is chosen is `COMMAND_command` of the arguments."""
-    return parser.add_subparsers(
-        dest=f"{command}_command", metavar="command", required=True, parser_class=ExactParser
-    )
+    return parser.add_subparsers(dest=f"{command}_command", metavar="command", required=True)
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], about: str, **options: Any
+) -> argparse.ArgumentParser:
+    """Adds the parser of a command that is run by `run`, with a line of help and options of the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, **options)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +92,7 @@ def guarded(
     """Runs a command; returns its exit code, or 1 after a line about what a user can fix.
 
     Args:
-        work: the command.
-        prog: its name, put before the line.
+        prog: the command's name, put before the line.
         extras: of this package, which the command needs installed.
         full_disk: what to do if the disk is full.
 
@@ -121,9 +127,6 @@ def guarded(
         return 130
 
 
-_UNREAD = 141  # as a shell has it for a program that SIGPIPE ended
-
-
 def ended_quietly(work: Callable[[], int]) -> int:
     """Runs a program to its exit code; silently 141 if its output is no longer read: `moe-exp ... | head`."""
     try:
@@ -137,7 +140,7 @@ def ended_quietly(work: Callable[[], int]) -> int:
             raise
         # what is still kept is lost, at the interpreter's end too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _UNREAD
+        return 141  # as a shell has it for a program that SIGPIPE ended
 
 
 def _is_unread() -> bool:

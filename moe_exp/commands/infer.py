@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moe_exp.commands.guard import add_command
 from moe_exp.config import setting_error
 
 if TYPE_CHECKING:
@@ -21,14 +22,11 @@ if TYPE_CHECKING:
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
-_DTYPES = ("fp32", "bf16", "fp16")
-_SHOWN_EXPERTS = 8
-
 T = TypeVar("T")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    score = subparsers.add_parser("score", help="compute the logits of token ids", allow_abbrev=False)
+    score = add_command(subparsers, "score", _score, "compute the logits of token ids")
     _add_model(score)
     add = score.add_argument
     add("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
@@ -41,26 +39,18 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "the token that ends a document (default: that of the training's tokenizer)"
     add("--eod-id", type=int, metavar="ID", help=about)
     add("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
-    score.set_defaults(run=_score)
-    evaluate = subparsers.add_parser(
-        "eval", help="measure loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False
-    )
-    _add_model(evaluate)
-    _add_evaluation(evaluate)
-    evaluate.set_defaults(run=_eval)
-    generate = subparsers.add_parser(
-        "generate", help="continue a prompt with the model of a checkpoint", allow_abbrev=False
-    )
-    _add_model(generate)
-    _add_generation(generate)
-    generate.set_defaults(run=_generate)
+    about = "measure loss, perplexity and bits per byte on held-out tokens"
+    _add_evaluation(add_command(subparsers, "eval", _eval, about))
+    about = "continue a prompt with the model of a checkpoint"
+    _add_generation(add_command(subparsers, "generate", _generate, about))
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "an iter_ folder, a checkpoints folder or a run folder"
     add("--checkpoint", required=True, metavar="DIR", help=about)
-    add("--dtype", choices=_DTYPES, default="", help="compute type (default: that of the training)")
+    about = "compute type (default: that of the training)"
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="", help=about)
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         about = f"{what} parallel size (default: 1, whatever the training had)"
         add(f"--{name}", type=_positive, default=1, help=about)
@@ -80,6 +70,7 @@ def _add_document_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     data_help = (
         "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, the part of"
         " TRAIN_DATA that its SPLIT holds out, or the embedded corpus)"
@@ -99,7 +90,7 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
         "count which experts take each prefix's tokens, and show the N most specialised ones per layer"
         " (default: 8)"
     )
-    add("--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help)
+    add("--experts", type=int, nargs="?", const=8, metavar="N", help=experts_help)
     add("--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)")
     capacity_help = (
         "drop tokens over capacity, and leave out sequences shorter than SEQ_LEN, as in training"
@@ -115,6 +106,7 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     about = "a file with a prompt, or - for standard input"
@@ -213,26 +205,23 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
     """Runs `work` of the plan here if one rank is asked for, else a job of the request's module."""
+    from moe_exp.config import ConfigError
     from moe_exp.inference.jobs import run_alone
     from moe_exp.inference.stage import check_files
-
-    check_files(plan.folder)
-    if plan.config.world_size > 1:
-        return _run_job(plan.config, request.to_json(), type(request).__module__)
-    run_alone(plan.config, lambda rank: work(plan, rank))
-    return 0
-
-
-def _run_job(config: Config, request: str, module: str) -> int:
-    from moe_exp.config import ConfigError
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
 
+    config: Config = plan.config
+    check_files(plan.folder)
+    if config.world_size == 1:
+        run_alone(config, lambda rank: work(plan, rank))
+        return 0
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": 0})  # a free one
     if problems := check_machine(config):
         raise ConfigError(problems)
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        file.write(request)
+        file.write(request.to_json())
         file.flush()
-        return run_job(torchrun_command(config, [file.name], module), child_environment(config))
+        command = torchrun_command(config, [file.name], type(request).__module__)
+        return run_job(command, child_environment(config))

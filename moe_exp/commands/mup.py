@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moe_exp.commands.guard import add_subcommands
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.config.loading import with_file
 from moe_exp.host.files import write_atomically
@@ -33,9 +34,7 @@ _TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "check a parametrization over sizes: the size of activations, the best learning rate"
-    commands = subparsers.add_parser("mup", help=about, allow_abbrev=False).add_subparsers(
-        dest="mup_command", metavar="command", required=True
-    )
+    commands = add_subcommands(subparsers.add_parser("mup", help=about), "mup")
     check = commands.add_parser(
         "check",
         help="coordinate check: initial outputs and their changes by training, over width and experts",
@@ -44,7 +43,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " outputs of each part and their changes depend on the size. Under muP they do not. Exit code 1"
             " if they do."
         ),
-        allow_abbrev=False,
     )
     check.add_argument("--steps", type=int, default=10, help="iterations of each model (default: 10)")
     check.set_defaults(run=_check)
@@ -56,7 +54,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " The same command again continues with what is left. Exit code 1 if the best rate moves by more"
             " than a factor of 1.5."
         ),
-        allow_abbrev=False,
     )
     about = "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)"
     transfer.add_argument("--lrs", default="", help=about)
@@ -129,10 +126,10 @@ def _check(arguments: argparse.Namespace) -> int:
             ended_flat &= all(one.is_flat for one in found)
             sizes = ", ".join(map(str, measured))
             title = f"{model.parametrization}, {axis} {sizes}: slopes of log2 |outputs| over log2 {axis}"
-            rows = [
-                (one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", "flat" if one.is_flat else "NOT FLAT")
-                for one in found
-            ]
+            rows = []
+            for one in found:
+                verdict = "flat" if one.is_flat else "NOT FLAT"
+                rows.append((one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", verdict))
             _print_table(title, ["part", "initial", "change by training", "verdict"], rows)
     print(f"flat: slopes are within {LARGEST_SLOPE} of 0")
     return 0 if ended_flat else 1

@@ -23,7 +23,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " from disk. `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site"
             " instead."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     about = "run folders, RUN_DIR/RUN_NAME, or patterns in quotes such as 'runs/*'"

@@ -21,7 +21,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each"
             " other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT."
         ),
-        allow_abbrev=False,
     )
     about = "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
@@ -60,11 +59,10 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
         for line in [learning_rate_text(job.config, start), *stage_lines(job.config)]:
             print(f"moe-exp slurm: {line}", file=sys.stderr)
-        head = "moe-exp slurm: the file would be written and submitted by:"
+        head = "moe-exp slurm: variables that jobs get from this shell:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
-        print(
-            "moe-exp slurm: variables that jobs get from this shell:", *variables, sep="\n  ", file=sys.stderr
-        )
+        print(head, *variables, sep="\n  ", file=sys.stderr)
+        head = "moe-exp slurm: the file would be written and submitted by:"
         print(head, *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)

@@ -21,7 +21,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " dense model gets the MLP width that matches the MoE. The same command again continues with what"
             " is left; RUN_NAME names the comparison."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     about = (
@@ -52,7 +51,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " and reports the effective speedup over the baseline with intervals. The last rung is predicted"
             " before it runs. The same command again continues with what is left; RUN_NAME names the ladder."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     about = "YAML file with the rungs, or a name of the package's own (default: --sizes)"

@@ -18,7 +18,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " beside what was predicted. Every flag is also an environment variable: --tps is TPS. The same"
             " command again continues with what is left."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     about = "print the cases with what is predicted, start and write nothing"

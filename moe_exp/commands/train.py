@@ -18,7 +18,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             "Trains a model. The same command again resumes the run. Every setting is a flag and an"
             " environment variable: --num-experts is NUM_EXPERTS."
         ),
-        allow_abbrev=False,
     )
     about = "print settings, torchrun command and parameter report, start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)

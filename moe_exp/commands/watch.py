@@ -8,24 +8,19 @@ import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from moe_exp.commands.ckpt import check_top, show_comparison
-from moe_exp.commands.guard import add_json, positive_options, print_json
+from moe_exp.commands.guard import add_command, add_json, add_subcommands, positive_options, print_json
 from moe_exp.config import add_arguments
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "watch",
-        help="monitor long runs: hangs, slow or faulty nodes, jobs that stopped",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="watch_command", metavar="command", required=True)
+    about = "monitor long runs: hangs, slow or faulty nodes, jobs that stopped"
+    commands = add_subcommands(subparsers.add_parser("watch", help=about), "watch")
     for add in (_add_preflight, _add_exclude, _add_blame, _add_run, _add_stacks, _add_diff, _add_storage):
         add(commands)
 
-
-# `moe-exp watch preflight`, `blame` and `exclude`: which node it is.
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
@@ -34,7 +29,7 @@ LAUNCH_SETTINGS = (
 )  # fmt: skip
 
 
-def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_preflight(commands: Any) -> None:
     parser = commands.add_parser(
         "preflight",
         help=(
@@ -44,7 +39,6 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
             "Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node"
             " fails."
         ),
-        allow_abbrev=False,
     )
     add_arguments(parser, names=LAUNCH_SETTINGS)
     add = parser.add_argument
@@ -78,16 +72,15 @@ def _preflight(arguments: argparse.Namespace) -> int:
     return int(verdict.grade == "failed")
 
 
-def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("exclude", help="show or change the list of nodes that jobs must avoid")
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs"
-    )
-    parser.add_argument("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
-    parser.add_argument("--add", nargs="+", default=[], metavar="HOST", help="put hosts on it")
-    parser.add_argument("--reason", default="added by a user", help="reason that --add records")
-    parser.add_argument("--remove", nargs="+", default=[], metavar="HOST", help="take hosts off it")
-    parser.set_defaults(run=_exclude)
+def _add_exclude(commands: Any) -> None:
+    about = "show or change the list of nodes that jobs must avoid"
+    parser = add_command(commands, "exclude", _exclude, about)
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs")
+    add("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
+    add("--add", nargs="+", default=[], metavar="HOST", help="put hosts on it")
+    add("--reason", default="added by a user", help="reason that --add records")
+    add("--remove", nargs="+", default=[], metavar="HOST", help="take hosts off it")
 
 
 def _exclude(arguments: argparse.Namespace) -> None:
@@ -111,17 +104,15 @@ def _exclude(arguments: argparse.Namespace) -> None:
         print(f"{host:<24}  {reason}")
 
 
-def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "blame", help="name the node, rank and device that caused the errors in logs, and what to do"
-    )
+def _add_blame(commands: Any) -> None:
+    about = "name the node, rank and device that caused the errors in logs, and what to do"
+    parser = add_command(commands, "blame", _blame, about)
     add = parser.add_argument
     about = "logs of ranks, srun or the kernel, or the folder of a run"
     add("logs", nargs="+", type=Path, metavar="LOG", help=about)
     about = "add hosts whose hardware, driver or link fails to this list"
     add("--exclude", type=Path, metavar="FILE", help=about)
     add_json(parser)
-    parser.set_defaults(run=_blame)
 
 
 def _blame(arguments: argparse.Namespace) -> None:
@@ -145,10 +136,7 @@ def _blame(arguments: argparse.Namespace) -> None:
         print(f"{host} should get no jobs: {reason}{where}")
 
 
-# `moe-exp watch run`: whether runs are alive, and messages when they are not.
-
-
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="monitor runs, from cron or as a daemon, and send alerts",
@@ -157,7 +145,6 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             " its disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command"
             " cannot be right."
         ),
-        allow_abbrev=False,
     )
     about = "folder of a run; with --slurm-name also of one that is queued"
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help=about)
@@ -167,11 +154,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
     when.add_argument("--every", type=float, metavar="SECONDS", help="repeat as a daemon, with this interval")
-    when.add_argument(
-        "--test-alert",
-        action="store_true",
-        help="send a test alert by every channel; works before the run starts",
-    )
+    about = "send a test alert by every channel; works before the run starts"
+    when.add_argument("--test-alert", action="store_true", help=about)
     parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
     about = "before a lasting problem is reported again (default: 6h)"
     parser.add_argument("--again", default="6h", metavar="TIME", help=about)
@@ -229,10 +213,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(not all(look.is_well for look in checks))
 
 
-# `moe-exp watch stacks`: where the ranks of a run are.
-
-
-def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_stacks(commands: Any) -> None:
     stacks = commands.add_parser(
         "stacks",
         help="show where each rank of a run is, and which ranks differ",
@@ -240,7 +221,6 @@ def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
             " the run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there."
         ),
-        allow_abbrev=False,
     )
     stacks.add_argument("folder", type=Path, metavar="RUN|DIR", help="run folder, or a folder in RUN/hang")
     stacks.add_argument("--full", action="store_true", help="with the stacks of every group of ranks")
@@ -251,18 +231,13 @@ def _stacks(arguments: argparse.Namespace) -> int:
     from moe_exp.watch.hangs.stacks import stacks_of
 
     summary, folder = stacks_of(arguments.folder)
-    print(summary.whole if arguments.full else summary.short)
-    print(f"all stacks: {folder}")
+    print(summary.whole if arguments.full else summary.short, f"all stacks: {folder}", sep="\n")
     return 0
 
 
-# `moe-exp watch diff` and `storage`: what a run has written, and what it will write.
-
-
-def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "diff", help="compare two checkpoints, or the dumps of two ranks or runs, name by name"
-    )
+def _add_diff(commands: Any) -> None:
+    about = "compare two checkpoints, or the dumps of two ranks or runs, name by name"
+    parser = add_command(commands, "diff", _diff, about)
     add = parser.add_argument
     about = "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)"
     add("a", type=Path, help=about)
@@ -273,7 +248,6 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     about = "relative errors up to it do not count (default: 0)"
     add("--rtol", type=float, default=0.0, metavar="X", help=about)
     add_json(parser)
-    parser.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -308,10 +282,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     return int(not is_within or not found.tensors)
 
 
-def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "storage", help="recommend a save interval, and estimate the disk that a run needs"
-    )
+def _add_storage(commands: Any) -> None:
+    about = "recommend a save interval, and estimate the disk that a run needs"
+    parser = add_command(commands, "storage", _storage, about)
     add = parser.add_argument
     about = "a run folder, or a settings file: YAML, or lines NAME=value"
     add("run_folder", metavar="RUN", type=Path, help=about)
@@ -323,7 +296,6 @@ def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     about = "from a failure to the next iteration (default: as measured)"
     add("--restart-seconds", type=float, metavar="S", help=about)
     add_json(parser)
-    parser.set_defaults(run=_storage)
 
 
 def _storage(arguments: argparse.Namespace) -> int:
@@ -339,8 +311,7 @@ def _storage(arguments: argparse.Namespace) -> int:
     measured = replace(found.measured, **given)
     advice = save_advice(found.config.save_interval, measured, num_nodes=num_nodes, **failures)
     place = arguments.run_folder
-    if not place.is_dir():
-        place = existing_place(RunFolder.of(found.config).path)
+    place = place if place.is_dir() else existing_place(RunFolder.of(found.config).path)
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:
         values = {"free_bytes": free_bytes, "needed_bytes": found.use.needed_bytes, **asdict(found.use)}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.download.sources import check_names
+from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs, locked
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host.files import has_hash, read_json, write_atomically
@@ -32,7 +33,7 @@ def push(path: Path, url: str) -> str:
         url: folder at the store.
 
     Returns:
-        The name that other commands take there: the URL of the folder, or of the prefix.
+        URL of the folder, or of the prefix.
 
     Raises:
         ValueError: `path` is no finished output; no access.
@@ -43,7 +44,7 @@ def push(path: Path, url: str) -> str:
     manifest_path = path / MANIFEST if is_folder else prefix.with_name(f"{prefix.name}.{MANIFEST}")
     if not manifest_path.is_file():
         rule = f"has no {MANIFEST}, so that it is no finished output of `moe-exp data`"
-        raise ValueError(f"path={path}: {rule}. Fix: give the folder, or the prefix of .bin and .idx.")
+        raise input_error(f"path={path}", rule, "give the folder, or the prefix of .bin and .idx")
     folder = manifest_path.parent
     manifest = read_json(manifest_path, fix="make it again")
     check_outputs(folder, manifest)
@@ -71,20 +72,19 @@ def pull(url: str, folder: Path) -> list[Path]:
     paths: list[Path] = []
     folder = folder.absolute()
     fix = "choose another folder, or remove it"
-    with locked(
-        folder, f"waiting for the process that pulls into {folder}"
-    ):  # both would write the same parts
+    waits = f"waiting for the process that pulls into {folder}"
+    with locked(folder, waits):  # both would write the same parts
         for name in names:
             content = store.read(name)
             manifest = _parsed(f"{store.url}/{name}", content)
             target = folder / name
             if target.is_file() and target.read_bytes() != content:
-                raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
+                raise input_error(target, "is there, and is of something else", fix)
             begun = folder / f".{name}.pulled"
             if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
                 outputs = [folder / one["name"] for one in manifest["outputs"]]
                 if foreign := [path for path in outputs if path.exists()]:
-                    raise ValueError(f"{foreign[0]}: is there, and was not pulled. Fix: {fix}.")
+                    raise input_error(foreign[0], "is there, and was not pulled", fix)
                 folder.mkdir(exist_ok=True)
                 write_atomically(begun, content.decode())
             paths += _pulled(store, manifest, folder)
@@ -94,6 +94,7 @@ def pull(url: str, folder: Path) -> list[Path]:
 
 
 def _manifests(url: str) -> tuple[Store, list[str]]:
+    """The store, and the names of the manifests there."""
     url = prefix_of(url.rstrip("/"))
     parent, _, last = url.rpartition("/")
     if not parent.endswith(":/") and Store(parent).find(f"{last}.{MANIFEST}"):
@@ -103,7 +104,7 @@ def _manifests(url: str) -> tuple[Store, list[str]]:
     names = [MANIFEST] if MANIFEST in there else [name for name in there if name.endswith(f".{MANIFEST}")]
     if not names:
         rule = "is not complete, it has no manifest.json" if there else "has no files"
-        raise ValueError(f"url={url}: {rule}. Fix: correct the URL, or push it first.")
+        raise input_error(f"url={url}", rule, "correct the URL, or push it first")
     return store, names
 
 
@@ -112,7 +113,7 @@ def _parsed(where: str, content: bytes) -> Mapping[str, Any]:
         manifest = json.loads(content)
         files = [(str(one["name"]), int(one["bytes"]), str(one["hash"])) for one in manifest["outputs"]]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where}: is no manifest of this program. Fix: push the files again.") from None
+        raise input_error(where, "is no manifest of this program", "push the files again") from None
     check_names([name for name, _, _ in files], where, {MANIFEST, RUNNING})
     return dict(manifest)
 
@@ -124,13 +125,12 @@ def _pulled(store: Store, manifest: Mapping[str, Any], folder: Path) -> list[Pat
         if (size := listed[name].bytes if name in listed else None) != one["bytes"]:
             rule = f"has {size} bytes, its manifest says {one['bytes']}" if name in listed else "is missing"
             raise ConnectionError(f"{store.url}/{name}: {rule}. Fix: push it again.")
-    files = {name: listed[name] for name in outputs}
-    total = sum(file.bytes for file in files.values())
-    kept = [*(folder / name for name in files), *folder.rglob(".*.part")]
+    total = sum(one["bytes"] for one in outputs.values())
+    kept = [*(folder / name for name in outputs), *folder.rglob(".*.part")]
     there = sum(path.stat().st_size for path in kept if path.is_file())
     check_free_disk(folder, total - there, f"the files of {store.url}")
     with progress(f"pull {store.url}", total) as advance:
-        fetch(store, files, folder, advance)
+        fetch(store, {name: listed[name] for name in outputs}, folder, advance)
     with progress("check", total) as advance:
         for name, one in outputs.items():
             if not has_hash(folder / name, one["hash"]):

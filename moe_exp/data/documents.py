@@ -1,7 +1,5 @@
 """Documents in files: read line by line, checked, counted and hashed, so that none is lost silently.
 
-Files of other kinds are read as lines of JSONL (kinds.py).
-
 A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and
 a CR at the end of a line are not text. Blank lines and empty texts are no documents: they are skipped and
 counted. Whatever else is no document stops, or is skipped and counted by its reason, as the caller wants.
@@ -40,6 +38,7 @@ from moe_exp.data.kinds import (
     check_regular,
     damaged,
     decompressed,
+    input_error,
     is_compressed,
     raw_lines,
 )
@@ -50,13 +49,10 @@ logger = logging.getLogger(__name__)
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 
 _MOST_NAMED = 5
-_COUNT_BYTES = 2**22
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
-_FIXES = {
-    **dict.fromkeys(_OFFICE_SUFFIXES, "save it as {}.txt, in UTF-8"),
-    **dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with a field text per line"),
-    **dict.fromkeys((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"), "unpack it"),
-}
+_FIXES = dict.fromkeys(_OFFICE_SUFFIXES, "save it as {}.txt, in UTF-8")
+_FIXES |= dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with a field text per line")
+_FIXES |= dict.fromkeys((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"), "unpack it")
 _RENAME = "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
 # files that lie beside data and are none: about it, or of the programs that made it
 _BESIDE_DATA = re.compile(
@@ -65,7 +61,6 @@ _BESIDE_DATA = re.compile(
     re.IGNORECASE,
 )
 _OTHER_FIELD = "name the field with the text (TEXT_FIELD, --text-field or --json-keys)"
-_PARQUET_RATIO = 2.5  # of JSONL to Parquet, usually
 
 _MASK128 = 2**128 - 1
 
@@ -75,7 +70,6 @@ class Tally:
     """Counts of what was read or written; the counts of parts add up to those of the whole.
 
     Args:
-        num_documents: documents.
         num_text_bytes: of their texts in UTF-8.
         text_hash: sum of the XXH3-128 of the texts modulo 2**128: equal for the same multiset of texts,
             whatever their order.
@@ -87,17 +81,11 @@ class Tally:
     text_hash: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, text: bytes) -> None:
-        """Counts a document by its text in UTF-8."""
-        self.num_documents += 1
-        self.num_text_bytes += len(text)
-        self.text_hash = (self.text_hash + xxhash.xxh3_128_intdigest(text)) & _MASK128
-
-    def take_back(self, text: bytes) -> None:
-        """Takes out a document that was added."""
-        self.num_documents -= 1
-        self.num_text_bytes -= len(text)
-        self.text_hash = (self.text_hash - xxhash.xxh3_128_intdigest(text)) & _MASK128
+    def add(self, text: bytes, times: int = 1) -> None:
+        """Counts a document by its text in UTF-8; -1 times takes out one that was added."""
+        self.num_documents += times
+        self.num_text_bytes += times * len(text)
+        self.text_hash = (self.text_hash + times * xxhash.xxh3_128_intdigest(text)) & _MASK128
 
     def __iadd__(self, other: Tally) -> Tally:
         self.num_documents += other.num_documents
@@ -113,13 +101,12 @@ class Tally:
 
     @classmethod
     def from_json(cls, counts: dict[str, Any]) -> Tally:
-        """The other way round."""
         text_hash, skipped = int(counts["text_hash"], 16), Counter(counts["skipped"])
         return cls(counts["num_documents"], counts["num_text_bytes"], text_hash, skipped)
 
 
 def is_validation_file(path: Path) -> bool:
-    """Whether a file is for validation by its name, such as *.val.jsonl."""
+    """Whether a file is for validation by its name, such as x.val.jsonl."""
     kind = ending(path.name)
     return kind in JSON_SUFFIXES and path.name.lower().endswith(f".val{kind}")
 
@@ -127,10 +114,7 @@ def is_validation_file(path: Path) -> bool:
 def files_in(
     folder: Path, *, what: str = "input", text_field: str = "text", with_validation: bool = False
 ) -> list[Path]:
-    """The files with documents in a folder and its subfolders, sorted; see `data_among`.
-
-    JSON files for validation (*.val.jsonl) are left out, too, and logged, unless `with_validation`.
-    """
+    """The files of `data_among` in a folder and its subfolders, sorted, without *.val.jsonl by default."""
     paths = sorted(files_below(folder))
     check_regular(path for path in paths if ending(path))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
@@ -186,7 +170,7 @@ def data_among(
         fix = f"name those to read by a pattern, such as {pattern}, or convert the others to .txt or .jsonl"
         if has_text and any(ending(name) in JSON_FILES for name in left_out):
             fix = f"{_OTHER_FIELD}, or {fix}"
-        raise ValueError(f"{what}={where}: {line}: most of its bytes. Fix: {fix}.")
+        raise input_error(f"{what}={where}", f"{line}: most of its bytes", fix)
     _warn_once(f"{where}: {line}")
     return chosen
 
@@ -252,7 +236,6 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
     """The files that names stand for: files, folders (see `files_in`) and globs, in this order.
 
     Args:
-        names: of files, folders and globs.
         what: setting that gives them, for errors.
         text_field: field with the text, by which data are known in a folder with .json files.
 
@@ -271,23 +254,23 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
         if not matches:
             is_pattern = glob.has_magic(str(path))
             rule = "no file matches the pattern" if is_pattern else "there is no such file"
-            raise ValueError(f"{what}={path}: {rule}. Fix: check the path, or quote the pattern.")
+            raise input_error(f"{what}={path}", rule, "check the path, or quote the pattern")
         for one in matches:
             files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
             if not files:
                 raise ValueError(f"{what}={one}: {_no_files(one, text_field)}.")
             found += files
     if not found:
-        raise ValueError(f"{what}=: no file is given. Fix: give files ({KINDS}) or folders of them.")
+        raise input_error(f"{what}=", "no file is given", f"give files ({KINDS}) or folders of them")
     check_regular(found)
     for path, times in Counter(file.resolve() for file in found).items():
         if times > 1:
             rule = f"is given {times} times, its documents would be there as often"
-            raise ValueError(f"{what}={path}: {rule}. Fix: give it once.")
+            raise input_error(f"{what}={path}", rule, "give it once")
     for path in found:
         if not ending(path):
             fix = _FIXES.get(path.suffix.lower(), _RENAME).format(path.stem)
-            raise ValueError(f"{what}={path}: does not end with {KINDS}. Fix: {fix}.")
+            raise input_error(f"{what}={path}", f"does not end with {KINDS}", fix)
         if is_validation_file(path) and len(found) > 1:
             logger.warning("%s is for validation, by its name, and is read with the others", path)
     return found
@@ -310,31 +293,25 @@ def _no_files(folder: Path, text_field: str) -> str:
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
     """Checks that a step can make, replace and remove the folder `output` without touching its inputs.
 
-    Args:
-        inputs: files, and folders that are read whole.
-        output: folder to make; beside it are those that a step works in, OUTPUT.partial and OUTPUT.old.
-
     Raises:
-        ValueError: an input is in one of them, is one of them, or has one in it.
+        ValueError: a file or folder of the inputs is in `output`, in OUTPUT.partial or OUTPUT.old, is one of
+            them, or has one in it.
     """
     for path in inputs:
         places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # a link is lost as a file is
         for suffix in ("", ".partial", ".old"):
             folder = output.resolve().with_name(output.resolve().name + suffix)
             if any(folder in (place, *place.parents) for place in places):
-                raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
+                raise input_error(f"output={output}", f"the input {path} is in it", "another output folder")
             if path.resolve() in folder.parents:
                 rule = f"is in the input {path}, of which it would become a part"
-                raise ValueError(f"output={output}: {rule}. Fix: another output folder.")
+                raise input_error(f"output={output}", rule, "another output folder")
 
 
 def read_documents(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (line of JSONL without its end, text) of every document of a file, and counts into `tally`.
-
-    Args and Raises: as `read_objects`.
-    """
+    """As `read_objects`, with the text in place of the object."""
     for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad, rule=rule):
         yield line, document[text_field]
 
@@ -345,12 +322,9 @@ def read_objects(
     """Yields (line of JSONL without its end, JSON object) of every document, and counts into `tally`.
 
     Args:
-        path: the file.
         tally: what is read is added here, when it is yielded.
-        text_field: name of the field with the text.
         skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the
             same.
-        rule: what a document of a text file is.
 
     Raises:
         BadDocument: at the first line that is no document, or if a file is damaged.
@@ -374,20 +348,12 @@ def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_ba
 
 
 def text_of(line: bytes, text_field: str = "text") -> str:
-    """The text of a line of JSONL.
-
-    Raises:
-        ValueError: the line is no document; its text is the reason.
-    """
+    """The text of a line of JSONL; ValueError says why the line is no document."""
     return text_in(_object_of(line), text_field)
 
 
 def text_in(document: dict[str, Any], text_field: str = "text") -> str:
-    """The text of a document.
-
-    Raises:
-        ValueError: it has none; the message is the reason.
-    """
+    """The text of a document; ValueError says why it has none."""
     text = document.get(text_field)
     if text_field not in document:
         raise ValueError(f"no field {text_field!r}")
@@ -418,16 +384,12 @@ def _object_of(line: bytes) -> dict[str, Any]:
 def read_lines(
     path: Path, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line of JSONL without LF or CRLF) of a file; memory: the longest line.
-
-    Raises:
-        BadDocument: the file is damaged or ends early.
-    """
+    """Yields (number from 1, line of JSONL without LF or CRLF) of a file; BadDocument if it is damaged."""
     number = 0
     try:
         for number, line in enumerate(raw_lines(path, text_field=text_field, rule=rule), 1):
-            if number == 1 and line.startswith(BOM):
-                line = line[len(BOM) :]
+            if number == 1:
+                line = line.removeprefix(BOM)
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
     except DAMAGE as error:
         raise damaged(path, number + 1, error) from error
@@ -439,7 +401,7 @@ def lines_before(path: Path, start: int) -> int:
         return 0
     with path.open("rb") as file:
         num_lines, left = 1, start - 1
-        while left and (chunk := file.read(min(_COUNT_BYTES, left))):
+        while left and (chunk := file.read(min(2**22, left))):
             num_lines += chunk.count(b"\n")
             left -= len(chunk)
     return num_lines
@@ -457,17 +419,13 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
             with suppress(BadDocument):  # reading it will say so
                 ratio = compression_ratio(files[sizes.index(max(sizes))])
         elif suffix == PARQUET_SUFFIX:
-            ratio = _PARQUET_RATIO
+            ratio = 2.5  # usually
         total_bytes += int(sum(sizes) * ratio)
     return total_bytes
 
 
 def compression_ratio(path: Path) -> float:
-    """Decompressed by compressed bytes of a .gz or .zst file's beginning, up to 4 MB.
-
-    Raises:
-        BadDocument: it is damaged there.
-    """
+    """Decompressed by compressed bytes of a .gz or .zst file's beginning, up to 4 MB; raises BadDocument."""
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:

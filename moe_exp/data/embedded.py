@@ -11,7 +11,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from moe_exp.config import setting_error
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
@@ -37,9 +36,7 @@ from moe_exp.host.files import bytes_text
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST_FREE_BYTES = 200 * 10**6
 _DOCUMENTS_PER_CHUNK = 64
-_MOST_TORCH_BYTES = 20 * 10**6
 _TEXTS_PER_BPE_TEXT = 4
 
 
@@ -58,9 +55,8 @@ def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Pa
 
 
 def _torch_version() -> str:
-    """Version of torch without its build tag, "none" if torch is not installed."""
     try:
-        return version("torch").partition("+")[0]
+        return version("torch").partition("+")[0]  # without the build tag
     except PackageNotFoundError:
         return "none"
 
@@ -79,8 +75,7 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     folder = embedded_folder(data_dir, vocab_size)
     if _problems(folder):
         _check_writable(data_dir)
-        waits = f"embedded corpus: waiting for the process that builds {folder}"
-        with locked(folder, waits):
+        with locked(folder, f"embedded corpus: waiting for the process that builds {folder}"):
             if problems := _problems(folder):  # else another process has built it in the meantime
                 if folder.exists():
                     logger.warning("embedded corpus: built again, as %s", "; ".join(problems))
@@ -89,7 +84,6 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
 
 
 def _problems(folder: Path) -> list[str]:
-    """Why the folder cannot be used; nothing if it is complete."""
     names = [name for name in ("manifest.json", "tokenizer.json") if not (folder / name).is_file()]
     missing = [f"{folder / name} is missing" for name in names]
     return missing + [wrong for name in ("train", "valid") if (wrong := bin_idx_problem(folder / name))]
@@ -106,9 +100,8 @@ def _check_writable(data_dir: Path) -> None:
         rule = f"the embedded corpus cannot be written there ({error.strerror})"
         fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
         raise setting_error("data_dir", data_dir, rule, fix) from error
-    if (free_bytes := free_disk(data_dir)) < _SMALLEST_FREE_BYTES:
-        needed = bytes_text(_SMALLEST_FREE_BYTES)
-        rule = f"has {bytes_text(free_bytes)} free, the embedded corpus needs {needed}"
+    if (free_bytes := free_disk(data_dir)) < 200 * 10**6:
+        rule = f"has {bytes_text(free_bytes)} free, the embedded corpus needs 200 MB"
         raise setting_error("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
 
 
@@ -129,17 +122,15 @@ def _build(folder: Path, vocab_size: int) -> None:
 
 
 def _write_corpus(folder: Path, vocab_size: int) -> int:
-    """Number of tokens written."""
     with _step("reading the sources of Python and torch"):
         documents = _documents()
     # one file in 20, by a hash of its path: it stays so whatever other files come and go
-    held_out = {
-        path: text for path, text in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0
-    }
+    held_out = {path for path, _ in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0}
+    # In random order: a short validation reads only the first, and neighbors by path are similar.
+    shuffled = sorted(documents, key=lambda document: path_hash(document[0]))
     parts = {
         "train": [text for path, text in documents if path not in held_out],
-        # In random order: a short validation reads only the first, and neighbors by path are similar.
-        "valid": [held_out[path] for path in sorted(held_out, key=path_hash)],
+        "valid": [text for path, text in shuffled if path in held_out],
     }
     manifest: dict[str, Any] = {
         "source": "Python standard library without tests, and a sample of torch's .py files",
@@ -156,26 +147,22 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     with _step(f"training a BPE of {vocab_size} tokens on {size}"):
         tokenizer = train_bpe(sample, vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # a document that quotes <|endoftext|> does not end there
     for name, texts in parts.items():
-        with _step(f"tokenizing {len(texts)} files, {bytes_text(sizes[name])}, into {name}.bin"):
-            counts[name]["num_tokens"] = _write_tokens(folder / name, tokenizer, texts)
+        with (
+            _step(f"tokenizing {len(texts)} files, {bytes_text(sizes[name])}, into {name}.bin"),
+            BinIdxWriter(folder / name, vocab_size=tokenizer.get_vocab_size()) as writer,
+        ):
+            for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
+                for encoding in tokenizer.encode_batch_fast(texts[first : first + _DOCUMENTS_PER_CHUNK]):
+                    writer.add_document(encoding.ids)
+        counts[name]["num_tokens"] = writer.num_tokens
     (folder / "manifest.json").write_text(json.dumps(manifest | counts, indent=2) + "\n")
     return sum(one["num_tokens"] for one in counts.values())
 
 
 def _documents() -> list[tuple[str, str]]:
-    return [*python_stdlib_documents(), *torch_documents(_MOST_TORCH_BYTES)]
-
-
-def _write_tokens(prefix: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-    """Writes the documents and returns the number of tokens."""
-    # A document that quotes <|endoftext|> does not end there.
-    tokenizer.encode_special_tokens = True
-    with BinIdxWriter(prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
-        for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
-            for encoding in tokenizer.encode_batch_fast(texts[first : first + _DOCUMENTS_PER_CHUNK]):
-                writer.add_document(encoding.ids)
-    return writer.num_tokens
+    return [*python_stdlib_documents(), *torch_documents(20 * 10**6)]
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import orjson
 
 from moe_exp.host.files import DATA_SUFFIXES, ending
 
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 JSON_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".json", ".ndjson")))
 JSON_FILES = (".json", ".json.gz", ".json.zst")  # of data or of facts about it, the name does not say
 TEXT_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".txt", ".text", ".md")))
@@ -34,9 +33,7 @@ RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
 KINDS = ".jsonl, .ndjson, .json, .txt, .text, .md (also with .gz or .zst), .parquet or .arrow"
 
 BOM = b"\xef\xbb\xbf"
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 2**20
-_MAX_BATCH_ROWS = 1000
 _BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
 _ARROW_FILE, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 _BLANK_LINES = re.compile(rb"\n(?:[^\S\n]*\n)+")
@@ -79,11 +76,15 @@ _FIXES = {
 }
 
 
+def input_error(what: object, rule: str, fix: str) -> ValueError:
+    """The error for an input or an argument, worded as `moe_exp.config.setting_error` words it."""
+    return ValueError(f"{what}: {rule}. Fix: {fix}.")
+
+
 class BadDocument(ValueError):
     """A line that is no document, or a file that cannot be read to its end.
 
     Args:
-        path: the file.
         line_number: from 1.
         reason: the same text for the same kind of defect, so that it can be counted by.
     """
@@ -94,7 +95,7 @@ class BadDocument(ValueError):
 
     @property
     def fix(self) -> str:
-        """How to fix it, if the reason says enough."""
+        """The fix, if the reason says enough."""
         return _FIXES.get(self.reason, "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
@@ -111,15 +112,15 @@ def check_regular(paths: Iterable[Path]) -> None:
         name = os.fsencode(path).decode(errors="backslashreplace")
         if name != str(path):
             fix = "rename it, or its folder: manifests and logs name their files in UTF-8"
-            raise ValueError(f"input={name}: its name is not UTF-8. Fix: {fix}.")
+            raise input_error(f"input={name}", "its name is not UTF-8", fix)
         if (path.exists() or path.is_symlink()) and not path.is_file():
             fix = "name files, or remove it from the folder"
-            raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
+            raise input_error(f"input={path}", "is not a regular file", fix)
 
 
 def is_compressed(path: Path) -> bool:
     """Whether a file is to be decompressed."""
-    return ending(path).endswith(COMPRESSED_SUFFIXES)
+    return ending(path).endswith((".gz", ".zst"))
 
 
 def is_stream(path: Path) -> bool:
@@ -129,14 +130,8 @@ def is_stream(path: Path) -> bool:
 
 
 def _has_values(path: Path) -> bool:
-    """Whether a .json file is an array or an object over several lines, not JSON lines.
-
-    Raises:
-        One of `DAMAGE`: the compressed file is damaged at its beginning.
-    """
-    if ending(path) not in JSON_FILES:
-        return False
-    return _JSON_VALUES.match(next(_file_chunks(path), b"")) is not None
+    """Whether a .json file is an array or an object over several lines, not JSON lines; raises `DAMAGE`."""
+    return ending(path) in JSON_FILES and bool(_JSON_VALUES.match(next(_file_chunks(path), b"")))
 
 
 class ZstdDamage(Exception):
@@ -156,9 +151,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
     """Yields the lines of a file of any kind, with LF; the last line of a .jsonl file may lack it.
 
     Args:
-        path: the file.
         text_field: column of a table with the text, and the field of the lines that it becomes.
-        rule: what a document of a text file is.
 
     Raises:
         BadDocument: a table is damaged, or a text file is no UTF-8 text.
@@ -170,7 +163,15 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
         for text in _read_texts(path, rule):
             yield orjson.dumps({text_field: text}, option=orjson.OPT_APPEND_NEWLINE)
     elif kind in TABLE_SUFFIXES:
-        yield from _table_lines(path, text_field)
+        for number, batch in read_table(path, text_field=text_field, columns=[text_field]):
+            type_ = str(batch.schema.field(text_field).type)
+            if "string" not in type_ and type_ != "null":
+                rule = f"the column {text_field!r} is {type_}, not text"
+                raise input_error(path, rule, "name the column with the text")
+            try:
+                yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
+            except UnicodeDecodeError as error:  # pyarrow does not check strings when it reads them
+                raise BadDocument(path, number + 1, "invalid UTF-8 in this row or the next ones") from error
     elif _has_values(path):
         yield from _json_values(path)
     elif is_compressed(path):
@@ -239,11 +240,7 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _json_values(path: Path) -> Iterator[bytes]:
-    """Yields each value of a JSON array, or of values one after the other, as a line.
-
-    Raises:
-        BadDocument: with the number of the value that is no JSON, or that the file ends in.
-    """
+    """Yields each value of a JSON array, or of values one after the other, as a line; errors number them."""
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None
     for chunk in chain(_file_chunks(path), [b""]):
@@ -283,7 +280,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
     buffer, num_lines, is_empty = b"", 1, True
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
         if num_lines == 1 and not buffer:
-            if chunk.startswith(_UTF16_BOMS):
+            if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise BadDocument(path, 1, _UTF16)
             chunk = chunk.removeprefix(BOM)
         *documents, buffer = _cut(buffer + chunk, rule)
@@ -332,8 +329,7 @@ def _place_to_cut(document: bytes, longest_bytes: int) -> int:
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
     """The text, of a block without blank lines around it; "" if it is blank. `num_lines`: its first line."""
     if (place := document.find(b"\0")) >= 0:
-        line = num_lines + document.count(b"\n", 0, place)
-        raise BadDocument(path, line, _BINARY)
+        raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:
         text = document.decode()
     except UnicodeDecodeError as error:
@@ -348,18 +344,6 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
 # Parquet and Arrow
 
 
-def _table_lines(path: Path, text_field: str) -> Iterator[bytes]:
-    for number, batch in read_table(path, text_field=text_field, columns=[text_field]):
-        kind = batch.schema.field(text_field).type
-        if "string" not in str(kind) and str(kind) != "null":
-            fix = "name the column with the text"
-            raise ValueError(f"{path}: the column {text_field!r} is {kind}, not text. Fix: {fix}.")
-        try:
-            yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
-        except UnicodeDecodeError as error:  # pyarrow does not check strings when it reads them
-            raise BadDocument(path, number + 1, "invalid UTF-8 in this row or the next ones") from error
-
-
 def read_table(path: Path, *, text_field: str, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
     """Yields (number of rows before, record batch) of a .parquet or .arrow file.
 
@@ -370,7 +354,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
 
     Raises:
         BadDocument: the file is damaged or ends early.
-        ValueError: there is no such column, or its values are not text.
+        ValueError: there is no such column.
     """
     import pyarrow
 
@@ -381,7 +365,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
             batches, schema, num_rows = (_parquet if kind == "Parquet" else _arrow)(stack, path, columns)
             if text_field not in schema.names:
                 rule = f"there is no column {text_field!r}, but {', '.join(schema.names)}"
-                raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
+                raise input_error(path, rule, "give --text-field")
             for batch in batches:
                 yield number, batch if columns is None else batch.select(columns)
                 number += batch.num_rows
@@ -414,7 +398,7 @@ def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[I
     wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
     num_rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
     num_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-    batch_rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+    batch_rows = max(1, min(1000, _BATCH_BYTES * num_rows // max(1, num_bytes)))
     return file.iter_batches(batch_rows, use_threads=False, columns=wanted), file.schema_arrow, num_rows
 
 

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 3.1  # chunks, the scattered lines of the shuffle, which stay until its shards are complete
-_TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
 _LARGE_BYTES = 50e9  # minutes for one process
 
@@ -44,14 +43,12 @@ class Preparation:
     """Settings of `moe-exp data prepare`.
 
     Args:
-        name: registered name, dataset of the hub, file or folder; see
-            `moe_exp.data.download.sources.resolve_source`.
+        name: registered name, dataset of the hub, file or folder; see `resolve_source`.
         data_dir: gets the folders.
         patterns, revision, text_field: in place of the source's own.
         settings: what is kept; its text field is the source's.
         execution: where the tasks of the conversion, and of the shuffle, run.
-        shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction,
-            memory_bytes.
+        shuffle: keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
         shuffle_tasks: tasks of the shuffle; default: 1, on SLURM and Ray as many as chunks if there are over
             50 GB of text.
         start_over: convert and shuffle again.
@@ -77,31 +74,31 @@ class Preparation:
     clamp_tasks: bool = False
 
     def source(self) -> Source:
-        """Source called `name`.
-
-        Raises:
-            ValueError: nothing of that name.
-        """
-        return resolve_source(
-            self.name, patterns=self.patterns, text_field=self.text_field, revision=self.revision
-        )
+        """Source called `name`; ValueError if there is none."""
+        options = {name: getattr(self, name) for name in ("patterns", "text_field", "revision")}
+        return resolve_source(self.name, **options)
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
     """Runs the steps; one that is done already does nothing.
 
     Returns:
-        The manifest of the shuffled shards; None while SLURM jobs of the conversion are on their way.
+        The manifest of the shuffled shards; None while SLURM jobs are under way.
 
     Raises:
         ValueError, OSError: as `download`, `convert` and `shuffle`.
     """
     source = wanted.source()
-    _check(source, wanted)
+    chunks, shuffled = _checked_folders(source, wanted)
     settings = replace(wanted.settings, text_field=source.text_field)
-    chunks, shuffled = _made(source, wanted)
-    start_over = wanted.start_over or wanted.download_again
-    inputs = _inputs(source, wanted)
+    start_over, raw = wanted.start_over or wanted.download_again, raw_folder(source, wanted)
+    if source.is_embedded:
+        inputs = [write_stdlib(raw, start_over=start_over)]
+    else:
+        try:
+            inputs = sort_inputs(download(source, raw, start_over=wanted.download_again))
+        except ValueError as error:
+            raise ValueError(str(error).replace("--start-over", "--download-again")) from error
     if wanted.clamp_tasks and settings.tasks:
         settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
     if not chunks.exists():
@@ -113,47 +110,26 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         return None
     print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
-    # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM
-    # jobs.
-    starts_over = converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks))
+    # The chunks may have been made again by an earlier call with --start-over, or by its last SLURM job.
+    if converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks)):
+        start_over = True
     is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
     tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
-    return shuffle_documents(
-        outputs,
-        shuffled,
-        name=chunks.name,
-        start_over=start_over or bool(starts_over),
-        tasks=tasks,
-        execution=wanted.execution if tasks > 1 else None,
-        **wanted.shuffle,
-    )
+    options = {"name": chunks.name, "execution": wanted.execution if tasks > 1 else None, **wanted.shuffle}
+    return shuffle_documents(outputs, shuffled, start_over=start_over, tasks=tasks, **options)
 
 
-def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
+def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
+    """Folders of the chunks and of the shards. Refuses what is known to be wrong, before hours of work and
+    before --start-over removes anything.
+    """
     name = wanted.output_name or source.name
-    return wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
-
-
-def _check(source: Source, wanted: Preparation) -> None:
-    """Refuses what is known to be wrong, before hours of work and before --start-over removes anything."""
-    check_settings(
-        name=_made(source, wanted)[0].name,
-        **{name: value for name, value in wanted.shuffle.items() if name != "seed"},
-    )
+    made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
+    check_settings(name=name, **{key: value for key, value in wanted.shuffle.items() if key != "seed"})
     given = [*([source.path] if source.path else []), *wanted.settings.benchmark_files()]
-    made = _made(source, wanted) if source.path else (*_made(source, wanted), raw_folder(source, wanted))
-    for folder in made:
+    for folder in (*made, *(() if source.path else (raw_folder(source, wanted),))):
         check_apart(given, folder)
-
-
-def _inputs(source: Source, wanted: Preparation) -> list[Path]:
-    folder = raw_folder(source, wanted)
-    if source.is_embedded:
-        return [write_stdlib(folder, start_over=wanted.start_over or wanted.download_again)]
-    try:
-        return sort_inputs(download(source, folder, start_over=wanted.download_again))
-    except ValueError as error:
-        raise ValueError(str(error).replace("--start-over", "--download-again")) from error
+    return made
 
 
 def raw_folder(source: Source, wanted: Preparation) -> Path:
@@ -163,9 +139,8 @@ def raw_folder(source: Source, wanted: Preparation) -> Path:
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
     """Writes the standard library's sources as a JSONL file, ids are paths, and returns it."""
-    with run_stage(
-        "embed", folder, settings={"python": platform.python_version()}, inputs=[], start_over=start_over
-    ) as stage:
+    settings = {"python": platform.python_version()}
+    with run_stage("embed", folder, settings=settings, inputs=[], start_over=start_over) as stage:
         path = stage.folder / "python_stdlib.jsonl"
         if not stage.was_done:
             with path.open("wb") as file:
@@ -178,8 +153,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Rows of a conversion's summary, for a table."""
     read, written = manifest["read"], manifest["written"]
-    rows: dict[str, object] = {"input files": len(manifest["inputs"])}
-    rows["documents read"] = read["num_documents"]
+    rows = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
     rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
     size = bytes_text(sum(one["bytes"] for one in manifest["outputs"]))
@@ -191,7 +165,7 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 def plan(wanted: Preparation) -> None:
     """Prints what `prepare` would do, by the listed size if there are no files yet, and writes nothing."""
     source = wanted.source()
-    _check(source, wanted)
+    folder, shuffled = _checked_folders(source, wanted)
     num_files, raw_bytes, text_bytes = _expected(source, wanted)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
@@ -199,7 +173,7 @@ def plan(wanted: Preparation) -> None:
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     free = bytes_text(free_disk(wanted.data_dir))
-    (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
+    num_shards = wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",
         "JSONL": _about(text_bytes),
@@ -220,7 +194,8 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
     paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)
     there = [path for path in paths if path.exists()]
     raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
-    ratio = expected_bytes(there) / max(1, _size(there)) if there else _TYPICAL_RATIO
+    # 2.5: typical ratio of JSONL to Parquet or .zst
+    ratio = expected_bytes(there) / max(1, _size(there)) if there else 2.5
     return len(paths), raw_bytes, round(ratio * raw_bytes)
 
 
@@ -243,13 +218,8 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """About how many bytes of JSONL the files become; a few of them are looked into.
-
-    Raises:
-        BadDocument: one of these is damaged.
-    """
-    step = max(1, len(inputs) // _NUM_SAMPLED)
-    sampled = inputs[::step][:_NUM_SAMPLED]
+    """Estimated bytes of JSONL that the files become, from a few of them; BadDocument if one is damaged."""
+    sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:
         if ending(path) == PARQUET_SUFFIX:

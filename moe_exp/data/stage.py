@@ -4,8 +4,7 @@ While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done
 folder with manifest.json in it), or its files get their places beside `OUTPUT.manifest.json`. So what has its
 name is complete. A stage that was killed continues from what its folder holds; one that is called again with
 the same settings and inputs does nothing; with others it refuses. `start_over` begins anew; what was there
-stays until the new is complete, and a start-over that was killed continues when the step is called without
-it.
+stays until the new is complete, and a killed start-over continues when the step is called without it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
+from moe_exp.data.kinds import input_error
 from moe_exp.host import files
 from moe_exp.host.files import bytes_text, file_hash, sync_folder, write_json
 
@@ -43,10 +43,8 @@ class Stage:
     """A step that is running, or was done before.
 
     Args:
-        name: of the step.
         output: the folder or the path, without suffix, of the files that it makes.
         folder: where it works until it is done.
-        inputs: files it reads.
         key: what its running.json says: settings and inputs, as the manifest has them, and whether it starts
             over.
         manifest: of the finished step, or None while there is work to do.
@@ -70,7 +68,7 @@ class Stage:
         Args:
             outputs: files in the working folder that the manifest lists with size and hash.
             hashes: what `file_hash` gives for them, if that is known already.
-            facts: what else the manifest says: counts and the like.
+            facts: what else the manifest says.
         """
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
@@ -104,8 +102,8 @@ class Stage:
     ) -> dict[str, Any]:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
-                fix = "leave it alone, and give --start-over"
-                raise ValueError(f"{path}: changed while {self.name} read it. Fix: {fix}.")
+                rule = f"changed while {self.name} read it"
+                raise input_error(path, rule, "leave it alone, and give --start-over")
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
@@ -132,11 +130,8 @@ def run_stage(
     exception leaves it.
 
     Args:
-        name: of the step.
         output: the folder that it makes, or with `is_folder=False` the path, without suffix, of its files.
         settings: everything the outputs depend on besides the inputs; plain JSON values.
-        inputs: files it reads.
-        is_folder: whether OUTPUT is a folder.
         start_over: begin anew, and replace what another call has made, when the new one is complete.
         mends_outputs: the block itself brings back what has gone from a finished output.
         suffixes: of files beside OUTPUT that it must not replace, unless it has made them or `start_over` is
@@ -175,8 +170,9 @@ def run_stage(
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
             rule = f"is the work of the step {others[0]}, which {name} does not replace"
-            raise ValueError(f"{output}: {rule}. Fix: choose another output, or remove it.")
-        _check_foreign(output, done, is_folder, () if begun or start_over else suffixes)
+            raise input_error(output, rule, "choose another output, or remove it")
+        if done is None:
+            _check_foreign(output, is_folder, () if begun or start_over else suffixes)
         if begun is not None and not start_over:
             _check_same(output, begun, key, "was begun")
         if begun is None or not resumes:
@@ -209,8 +205,8 @@ def locked(output: Path, waits: str = "") -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         if not waits:
-            fix = "wait for it, or choose another output"
-            raise ValueError(f"{output}: another process is working on it. Fix: {fix}.") from error
+            rule, fix = "another process is working on it", "wait for it, or choose another output"
+            raise input_error(output, rule, fix) from error
         logger.info(waits)
         lock.acquire()
     try:
@@ -228,42 +224,32 @@ def _manifest_path(output: Path, *, is_folder: bool) -> Path:
 
 
 def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Whether the files of a manifest are there with their sizes.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raises ValueError unless the files of a manifest are there with their sizes."""
     for file in manifest["outputs"]:
         path = folder / file["name"]
         size = path.stat().st_size if path.exists() else None
         if size != file["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            rule = f"{found}, its manifest.json says {file['bytes']} bytes"
-            raise ValueError(f"{path}: {rule}. Fix: {MAKE_AGAIN}.")
+            raise input_error(path, f"{found}, its manifest.json says {file['bytes']} bytes", MAKE_AGAIN)
 
 
-def _check_foreign(
-    output: Path, done: dict[str, Any] | None, is_folder: bool, suffixes: Sequence[str]
-) -> None:
-    """Whether what has OUTPUT's name is not ours to replace."""
-    if done is not None:
-        return
+def _check_foreign(output: Path, is_folder: bool, suffixes: Sequence[str]) -> None:
+    """Refuses to replace what has OUTPUT's name and is not of this program."""
     if is_folder and output.exists() and any(output.iterdir()):
-        fix = "choose another folder, or remove it"
-        raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: {fix}.")
+        rule = "is there, without a manifest.json of this program"
+        raise input_error(output, rule, "choose another folder, or remove it")
     for path in (Path(f"{output}{suffix}") for suffix in suffixes):
         if path.exists():
-            fix = "choose another name, or give --start-over"
-            raise ValueError(f"{path}: is there, without a manifest of this program. Fix: {fix}.")
+            rule = "is there, without a manifest of this program"
+            raise input_error(path, rule, "choose another name, or give --start-over")
 
 
 def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
     if difference := _difference(found, key):
-        raise ValueError(f"{output}: {verb} {difference}. Fix: {MAKE_AGAIN}, or choose another output.")
+        raise input_error(output, f"{verb} {difference}", f"{MAKE_AGAIN}, or choose another output")
 
 
 def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
-    """How what was made or begun differs from what is wanted now."""
     if found["stage"] != key["stage"]:
         return f"by the step {found['stage']}, not {key['stage']}"
     for field_name in {**found["settings"], **key["settings"]}:
@@ -328,7 +314,7 @@ def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
     except ValueError as error:
         if start_over:  # it was there, whatever it said
             return {}
-        raise ValueError(f"{path}: is damaged ({error}). Fix: remove it, or give --start-over.") from error
+        raise input_error(path, f"is damaged ({error})", "remove it, or give --start-over") from error
 
 
 def free_disk(folder: Path) -> int:
@@ -342,11 +328,7 @@ class Unfinished(ValueError):
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
-    """Whether `what` fits on the disk of `folder`, which need not exist yet.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which need not exist yet."""
     free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
         rule = f"has {bytes_text(free_bytes)} free, {what} needs {bytes_text(needed_bytes)}"

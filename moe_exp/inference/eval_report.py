@@ -123,12 +123,8 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Values for JSON; None if missing or not finite."""
-        values: dict[str, Any] = {
-            "data": self.data,
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "bytes": self.text_bytes,
-        }
+        values: dict[str, Any] = {"data": self.data, "sequences": self.sequences}
+        values |= {"tokens": self.tokens, "bytes": self.text_bytes}
         for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte"):
             value = getattr(self, name)
             values[name] = value if value is not None and math.isfinite(value) else None

@@ -23,11 +23,10 @@ from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, trained_documents
-from moe_exp.data.tokens.files import Share, parse_split, tokenizer_facts
+from moe_exp.data.tokens.manifests import DocumentTokens, check_ends, documents_of, trained_documents
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, same_tokenizer
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import Share, parse_blend, parse_split, tokenizer_facts
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
@@ -84,20 +83,13 @@ class Plan:
     batch_size: int
     eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
 
-    def masked_id(self, source: HeldOut) -> int | None:
-        """The token whose next one does not count, by EOD_MASK_LOSS."""
-        masks = self.config.eod_mask_loss and not self.request.by_document
-        return source.files.end_of_document[0] if masks else None
-
     @property
     def batches(self) -> list[tuple[int, int, int]]:
         """(source, first sequence, number of sequences) per batch."""
-        size = self.batch_size
-        return [
-            (number, first, min(size, len(source) - first))
-            for number, source in enumerate(self.sources)
-            for first in range(0, len(source), size)
-        ]
+        size, found = self.batch_size, []
+        for number, source in enumerate(self.sources):
+            found += [(number, at, min(size, len(source) - at)) for at in range(0, len(source), size)]
+        return found
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
@@ -321,17 +313,28 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
     batches = shared_batches(plan.batches, stage.rank, "eval", "sequences", lambda batch: batch[2])
+    tp = stage.rank.groups.tp
     for (number, first, count), is_mine in batches:
         source = plan.sources[number]
         sequences = source.read(first, count)
         tokens, labels = _padded(sequences)
-        if counts is not None:
-            counts.source, counts.valid_T = number, _valid_tokens(stage, labels, is_mine=is_mine)
-        if (masked_id := plan.masked_id(source)) is not None:
+        if counts is not None:  # the mask of this rank's tokens that count, in the routers' order
+            valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
+            valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
+            counts.source, counts.valid_T = number, valid_SB.flatten().to(stage.rank.device)
+        masks = plan.config.eod_mask_loss and not plan.request.by_document
+        # the token whose next one does not count
+        if (masked_id := source.files.end_of_document[0] if masks else None) is not None:
             labels[tokens == masked_id] = _IGNORED
         logits = stage.logits(tokens)
         if logits is not None and stage.writes and is_mine:
-            sums[number, 0] += _nats(logits, labels)
+            labels = labels.to(logits.device)
+            # row by row to save memory
+            nats = [
+                nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
+                for x, y in zip(logits, labels, strict=True)
+            ]
+            sums[number, 0] += torch.stack(nats).double().sum()
             sums[number, 1] += (labels != _IGNORED).sum()
             if plan.token_bytes:
                 table = plan.token_bytes[number]
@@ -347,24 +350,6 @@ def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
         tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
         labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:])
     return tokens, labels
-
-
-def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
-    """Mask of this rank's tokens that count, bool [T], in the routers' order."""
-    tp = stage.rank.groups.tp
-    valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
-    valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
-    return valid_SB.flatten().to(stage.rank.device)
-
-
-def _nats(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the labels, row by row to save memory."""
-    labels = labels.to(logits.device)
-    losses = [
-        nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
-        for x, y in zip(logits, labels, strict=True)
-    ]
-    return torch.stack(losses).double().sum()
 
 
 def print_evaluated(plan: Plan, rank: Runtime) -> None:

@@ -72,15 +72,14 @@ class Sampler:
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
         """A token and its log-probability in nats, at temperature 1 among all tokens."""
         log_probs_V = logits_V.double().log_softmax(0)
-        token = int(log_probs_V.argmax()) if not self.sampling.temperature else self._drawn(logits_V)
+        token = int(log_probs_V.argmax())
+        if self.sampling.temperature:
+            probs_K, tokens_K = candidates(logits_V, self.sampling)
+            # inverse CDF of a number from the CPU's stream, as a GPU's streams differ
+            point = torch.rand((), generator=self._stream, dtype=torch.float64).item() * probs_K.sum().item()
+            index = torch.searchsorted(probs_K.cumsum(0), point, right=True).clamp_(max=len(probs_K) - 1)
+            token = int(tokens_K[index])
         return token, log_probs_V[token].item()
-
-    def _drawn(self, logits_V: Tensor) -> int:
-        probs_K, tokens_K = candidates(logits_V, self.sampling)
-        # inverse CDF of a number from the CPU's stream, as a GPU's streams differ
-        point = torch.rand((), generator=self._stream, dtype=torch.float64).item() * probs_K.sum().item()
-        index = torch.searchsorted(probs_K.cumsum(0), point, right=True).clamp_(max=len(probs_K) - 1)
-        return int(tokens_K[index])
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -152,26 +151,24 @@ def plan_generation(request: GenerateRequest) -> Plan:
     )
     seq_len = longest_sample(saved)
     max_positions = request.max_positions or seq_len
-    prompts = [_prompt_tokens(tokenizer, text, max_positions, seq_len) for text in request.prompts]
+    prompts = []
+    for prompt in request.prompts:
+        shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}...")
+        prompts.append(tokens := encode(tokenizer, prompt))
+        if not tokens:
+            fix = "give at least a character"
+            raise setting_error("prompt", shown, "has no token to continue from", fix)
+        if len(tokens) >= max_positions:
+            limit = f"the {max_positions} positions there are"
+            rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"
+            fix = f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"
+            raise setting_error("prompt", shown, rule, fix)
     if max_positions > seq_len:
         text = "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense"
         logger.warning(text, max_positions, seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)
-
-
-def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_len: int) -> list[int]:
-    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
-    tokens = encode(tokenizer, text)
-    if not tokens:
-        raise setting_error("prompt", shown, "has no token to continue from", "give at least a character")
-    if len(tokens) >= max_positions:
-        limit = f"the {max_positions} positions there are"
-        rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"
-        fix = f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"
-        raise setting_error("prompt", shown, rule, fix)
-    return tokens
 
 
 def new_tokens(
@@ -214,7 +211,7 @@ def generate(
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
         begin(prompt)
-        times = [time.monotonic()]
+        times = [time.monotonic()]  # the start, then that of each token
         drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
         with contextlib.closing(drawn):  # frees the cache
             for token, log_prob in drawn:
@@ -231,22 +228,15 @@ def generate(
         if stream.stopped:  # also by what was held back, as it ended in part of a character
             result.finish_reason = "stop"
         yield result
-        if stage.rank.is_first:
-            logger.info("%s", _speed(times, len(tokens)))  # after the caller has ended the line
-
-
-def _speed(times: list[float], num_prompt: int) -> str:
-    """`times`: the start, then that of each token."""
-    prompt, rest, later = times[1] - times[0], times[-1] - times[1], len(times) - 2
-    rate = f", {later / rest:,.0f} tokens/s" if rest else ""
-    first = f"first token after {prompt:.2f} s (prompt of {num_prompt} tokens)"
-    return f"{first}, then {later} in {rest:.2f} s{rate}"
+        if stage.rank.is_first:  # after the caller has ended the line
+            later, rest = len(times) - 2, times[-1] - times[1]
+            rate = f", {later / rest:,.0f} tokens/s" if rest else ""
+            what = "first token after %.2f s (prompt of %d tokens), then %d in %.2f s%s"
+            logger.info(what, times[1] - times[0], len(tokens), later, rest, rate)
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
-    """Generates, and prints text as it comes, or JSON lines, on rank 0; a terminal also shows the prompts.
-    Called by every rank.
-    """
+    """Generates; rank 0 prints text as it comes, or JSON lines. A terminal also shows the prompts."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.config import problem, setting_error
-from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokens import Share, TokenFiles, share_range
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -71,15 +71,9 @@ class HeldOut:
         return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
 
     def count_bytes(
-        self,
-        first: int,
-        sequences: Sequence[Int64Array],
-        token_bytes: TokenBytes,
-        masked_id: int | None = None,
+        self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of text of the predicted tokens of `sequences`, from sequence `first` on, without those
-        after a `masked_id`.
-        """
+        """Bytes of the predicted tokens of `sequences`, from `first` on, but those after `masked_id`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)

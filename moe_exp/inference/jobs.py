@@ -24,7 +24,6 @@ from moe_exp.host.devices import count_gpus, num_cores
 from moe_exp.host.progress import progress
 
 T = TypeVar("T")
-_BATCH_BYTES = 256 << 20  # of logits, if no batch size is given
 # Settings that only training uses, but that would be checked against the new sizes.
 _NO_TRAINING: dict[str, Any] = {
     "mbsz": 1, "rampup_batch_size": "", "upcycle_from": "", "upcycle_granularity": 1, "load_dir": "",
@@ -106,8 +105,8 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: with `capacity` the training's, else by the bytes of the logits."""
-    return saved.mbsz if capacity else max(1, min(most, _BATCH_BYTES // (4 * seq_len * saved.vocab_size)))
+    """Default batch size: with `capacity` the training's, else 256 MB of logits, at most `most`."""
+    return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(

@@ -35,8 +35,6 @@ from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
 
-_CHECKED_ROWS_BYTES = 64 << 20
-
 
 @dataclass(frozen=True)
 class ScoreRequest(Request):
@@ -139,12 +137,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
     if ids.ndim != 2 or not ids.size:
         raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
-    _check_range(ids, path, vocab_size)
-    return ids
-
-
-def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int) -> None:
-    rows = max(1, _CHECKED_ROWS_BYTES // ids[0].nbytes)
+    rows = max(1, (64 << 20) // ids[0].nbytes)  # that are checked at a time
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]
         for value in (block.min(), block.max()):
@@ -153,6 +146,7 @@ def _check_range(ids: npt.NDArray[np.integer[Any]], path: Path, vocab_size: int)
                 place = f"row {first + row}, column {column}"
                 rule = f"has the id {value} in {place}, the model has 0 to {vocab_size - 1}"
                 raise setting_error("tokens", path, rule, "tokenize with the tokenizer of the training")
+    return ids
 
 
 def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
@@ -176,12 +170,19 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
 def score(plan: Plan, rank: Runtime) -> None:
     """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
+    start, row_bytes, size = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
+    batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]
     if rank.is_first:
         _make_file(plan)
     try:
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
-            _score_batches(plan, stage, file)
+            for batch, is_mine in shared_batches(batches, rank, "score", "rows", len):
+                rows = plan.ids[batch.start : batch.stop]
+                logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
+                if logits is not None and stage.writes and is_mine:
+                    file.seek(start + batch.start * row_bytes)
+                    logits.contiguous().cpu().numpy().tofile(file)
             file.flush()
             os.fsync(file.fileno())
         torch.distributed.barrier()
@@ -190,18 +191,6 @@ def score(plan: Plan, rank: Runtime) -> None:
     finally:
         if rank.is_first:
             plan.partial.unlink(missing_ok=True)
-
-
-def _score_batches(plan: Plan, stage: Stage, file: io.BufferedRandom) -> None:
-    start, row_bytes = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2]
-    firsts, size = range(0, len(plan.ids), plan.batch_size), plan.batch_size
-    batches = [range(first, min(first + size, len(plan.ids))) for first in firsts]
-    for batch, is_mine in shared_batches(batches, stage.rank, "score", "rows", len):
-        rows = plan.ids[batch.start : batch.stop]
-        logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
-        if logits is not None and stage.writes and is_mine:
-            file.seek(start + batch.start * row_bytes)
-            logits.contiguous().cpu().numpy().tofile(file)
 
 
 def _header(plan: Plan) -> bytes:

@@ -52,9 +52,7 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """This rank's stage with the weights of `folder`, in eval mode, after the self-test of its kernels;
-    ValueError if the weights do not fit.
-    """
+    """This rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
     settings = transformer_config(config)
     failures = check_run(config, rank)
     model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)
@@ -75,13 +73,8 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
 
 
 class Stage:
-    """Runs this rank's part of a model together with the others.
-
-    Args:
-        config: from `jobs.config_for_use`.
-        rank: this one.
-        model: from `load_model`.
-        eod_id: the token that ends a document; required with DOCUMENT_MASK.
+    """Runs this rank's part of a model together with the others, by settings of `jobs.config_for_use`.
+    `eod_id`: the token that ends a document; required with DOCUMENT_MASK.
     """
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):
@@ -90,19 +83,12 @@ class Stage:
         self._caches: list[KeyValueCache] = []
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
+        self._is_latent = config.multi_latent_attention
+        self.is_last = bool(model.post_process)  # it computes logits
+        self.writes = self.is_last and rank.groups.tp.rank() == 0  # the logits of its replica
         # The sequence is gathered before the output layer, as generation needs only one row.
         if model.post_process:
             model.output_layer.sequence_parallel = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes logits."""
-        return bool(self.model.post_process)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank outputs the logits of its replica."""
-        return self.is_last and self.rank.groups.tp.rank() == 0
 
     @contextlib.contextmanager
     def cache(self, num_positions: int) -> Iterator[None]:
@@ -123,10 +109,6 @@ class Stage:
             self._caches, self._context = [], None
             for core in cores:
                 core.cache = None
-
-    @property
-    def _is_latent(self) -> bool:
-        return bool(self.model.config.multi_latent_attention)
 
     @torch.no_grad()  # inference_mode would not reach the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
@@ -176,8 +158,12 @@ class Stage:
         if not self.model.pre_process:
             self.model.set_input_tensor(hidden)
         rotary = None
-        if not self._is_latent:
-            rotary = self._rotary(start, start + num_tokens) if documents is None else self._angles(documents)
+        if not self._is_latent and documents is not None:
+            rotary = self._angles(documents)
+        elif not self._is_latent:  # angles of positions: [num_tokens, 1, 1, d]
+            if len(self._positions) < (end := start + num_tokens):
+                self._positions = self._angles(max(end, self.config.seq_len + self.config.tp))
+            rotary = self._positions[start:end]
         out: Any = self.model.decoder(
             hidden,
             attention_mask=None,
@@ -186,12 +172,6 @@ class Stage:
             packed_seq_params=documents,
         )
         return out
-
-    def _rotary(self, start: int, end: int) -> Tensor:
-        """Angles of positions `start` to `end - 1`: [end - start, 1, 1, d]."""
-        if len(self._positions) < end:
-            self._positions = self._angles(max(end, self.config.seq_len + self.config.tp))
-        return self._positions[start:end]
 
     def _angles(self, positions: int | Documents) -> Tensor:
         angles: Any = self.model.rotary_pos_emb(positions)

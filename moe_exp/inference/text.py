@@ -10,17 +10,15 @@ from typing import Any
 from moe_exp.config import Config, setting_error
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import DocumentTokens, trained_documents
 from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.manifests import DocumentTokens, trained_documents
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
 Decoder = Callable[[Sequence[int]], str]
 
-_UNFINISHED = "\ufffd"  # decoded from bytes that are no character, or not yet
 _CONTEXT_TOKENS = 8  # decoders treat the first piece differently (leading space), so none is decoded alone
-_GIVE = "give --tokenizer, a folder with tokenizer.json or that file"
 
 
 def tokenizer_for(
@@ -31,10 +29,21 @@ def tokenizer_for(
     the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if there is none, or it
     has ids that the model has not, or lacks the token that ends a document.
     """
-    trained = (order or {}).get("tokenizer") or ""
-    path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer or _embedded(saved)
+    trained, give = (
+        (order or {}).get("tokenizer") or "",
+        "give --tokenizer, a folder with tokenizer.json or that file",
+    )
+    path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer
+    if not path and saved.train_data:
+        raise setting_error("tokenizer", "", "the training did not name one", give)
+    if not path:
+        path = str(embedded_folder(Path(saved.data_dir)) / "tokenizer.json")
+        if not Path(path).is_file():
+            rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
+            fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"
+            raise setting_error("tokenizer", "", rule, fix)
     if path != "bytes" and not Path(path).exists():
-        raise setting_error("tokenizer", path, "does not exist", _GIVE)
+        raise setting_error("tokenizer", path, "does not exist", give)
     documents = trained_documents(saved, order or {})
     tokenizer = (documents or DocumentTokens()).tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
@@ -44,18 +53,6 @@ def tokenizer_for(
         text = "tokenizer %s has %d of the model's %d tokens; the others have no text"
         logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
     return tokenizer
-
-
-def _embedded(saved: Config) -> str:
-    """The tokenizer of the embedded corpus, used by runs that name no data."""
-    if saved.train_data:
-        raise setting_error("tokenizer", "", "the training did not name one", _GIVE)
-    path = embedded_folder(Path(saved.data_dir)) / "tokenizer.json"
-    if not path.is_file():
-        rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
-        fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"
-        raise setting_error("tokenizer", "", rule, fix)
-    return str(path)
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
@@ -105,7 +102,7 @@ class TextStream:
     def _characters(self, *, final: bool) -> str:
         known = self._decode(self._ids[self._first : self._read])
         text = self._decode(self._ids[self._first :])
-        if text.endswith(_UNFINISHED) and not final:
+        if text.endswith("\ufffd") and not final:  # decoded from bytes that are no character yet
             return ""
         self._first, self._read = self._read, len(self._ids)
         return text[len(known) :]
@@ -115,12 +112,8 @@ class TextStream:
         if found := [index for stop in self._stops if (index := text.find(stop)) >= 0]:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        held = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        # the longest end of the text that a stop begins with
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        held = 0 if final else max(begun, default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)

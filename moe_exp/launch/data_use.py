@@ -13,9 +13,8 @@ from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
 from moe_exp.data.own_text.settings import needs_preparation, validation_overlaps, validation_setting
-from moe_exp.data.tokens.document_ends import tokenizer_problems
-from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens, share_range
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.manifests import tokenizer_problems
+from moe_exp.data.tokens.tokens import Share, TokenFiles, parse_blend, parse_split, part_tokens, share_range
 from moe_exp.host.files import read_json
 
 # Repeated up to so often, data is worth nearly as much as new data (arXiv:2305.16264).

@@ -24,10 +24,16 @@ from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
-from moe_exp.data.tokens.document_ends import check_ends, tokenizer_problems
-from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
+from moe_exp.data.tokens.manifests import check_ends, tokenizer_problems
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
+from moe_exp.data.tokens.tokens import (
+    Share,
+    TokenFiles,
+    bin_idx_problem,
+    parse_blend,
+    parse_split,
+    part_tokens,
+)
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
 from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.launch.room import disk_problems

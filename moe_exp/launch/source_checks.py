@@ -103,8 +103,8 @@ def _data_problems(config: Config, source: _Source) -> list[str]:
     saved = source.progress.get("sample_order")
     if source.folder is None or problems or not saved or config.allow_other_data:
         return problems
+    from moe_exp.data.samples.dataset import merged, stream_number
     from moe_exp.data.samples.order import order_changes, order_of_files
-    from moe_exp.data.samples.skipping import merged, stream_number
 
     files = already_prepared(staged)  # else the start compares it after the preparation
     with suppress(ValueError, OSError):  # the checks of files name what is missing

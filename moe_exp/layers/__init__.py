@@ -6,4 +6,6 @@ Shape suffixes used throughout:
     W width of its first projection (2F if the activation has a gate, else F),
     N = T*K slots (a slot is one token's use of one expert), R rows after dispatch, L experts on this rank.
     A digit is a length of its own or an addition: weights_R1 is [R, 1], offsets_L1 is [L + 1].
+
+offsets_L1, int32: expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
 """

@@ -60,27 +60,16 @@ def activate(hidden: Tensor, name: str) -> Tensor:
     return activation.function(gate) * up
 
 
-def _silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
-
-
-def _gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=out)
-
-
-def _squared_relu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    torch.mul(grad, torch.relu(x).mul_(2), out=out)
-
-
 def _quick_gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
     sigmoid = torch.sigmoid(QUICK * x)
     torch.mul(grad, sigmoid * (1 + QUICK * x * (1 - sigmoid)), out=out)
 
 
-_BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], None]] = {
-    nn.functional.silu: _silu_backward,
-    nn.functional.gelu: _gelu_backward,
-    squared_relu: _squared_relu_backward,
+# From the gradient and the input of a function to the gradient of the input, written to the last argument.
+_BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    nn.functional.silu: lambda grad, x, out: torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out),
+    nn.functional.gelu: lambda grad, x, out: torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=out),
+    squared_relu: lambda grad, x, out: torch.mul(grad, torch.relu(x).mul_(2), out=out),
     quick_gelu: _quick_gelu_backward,
 }
 
@@ -91,7 +80,6 @@ def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Ten
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
         weights_R1: router weights in the dtype of `hidden_RF`.
-        name: a key of ACTIVATIONS.
     """
     activation = ACTIVATIONS[name]
     if not activation.gated:

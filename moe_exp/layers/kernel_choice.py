@@ -44,12 +44,8 @@ def choose_routing(
 
     Args:
         name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
-        device_type: `cpu` or `cuda`.
         router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
         failure: why the kernels must not run, see `failure_of`.
-
-    Raises:
-        ValueError: for another name.
     """
     if name not in ROUTING_KERNELS:
         raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
@@ -60,8 +56,10 @@ def choose_routing(
     if rule := failure or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
-        reason = f"Triton kernels for row order and drops; the router itself in torch: {router_problem}"
-        return "triton", reason
+        return (
+            "triton",
+            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
+        )
     return "triton", "Triton kernels for the router, row order and drops"
 
 
@@ -72,6 +70,4 @@ def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
     return use_kernels
 
 
-@functools.cache
-def _missing() -> str:
-    return missing()
+_missing = functools.cache(missing)

@@ -14,6 +14,7 @@ Scores of padding tokens must be zero. A loss that needs only the sum of scores 
 Arguments that mean the same in every function:
     scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
     tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
+    valid_T: tokens that are not padding, bool; None for all.
     num_tokens: tokens of the micro-batch; None if every rank holds as many as this one.
     group: ranks that hold the rest of the micro-batch (of the same sequences, for the sequence loss).
 """
@@ -39,11 +40,7 @@ LossFunction = Callable[[RoutingDecision, ProcessGroup | None], Tensor]
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """One auxiliary loss of a layer.
-
-    Raises:
-        ValueError: for an unknown kind or a negative coefficient.
-    """
+    """One auxiliary loss of a layer."""
 
     # `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch, `l1` of
     # ReLU scores, or `entropy` of the scores; or a LossFunction.
@@ -134,7 +131,6 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        valid_BS: tokens that are not padding; None for all.
         counted_BSK: slots that tokens fill, if they decide how many; None for all.
     """
     num_sequences, _, num_experts = scores_BSE.shape
@@ -213,7 +209,6 @@ def z_loss_share(
 
     Args:
         logits: router logits of this rank's tokens, [T, E]; or their log-sum-exp, [T].
-        valid_T: tokens that are not padding; None for all.
     """
     log_sums_T = torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits
     if valid_T is not None:

@@ -82,15 +82,12 @@ class TensorParallelDispatcher(LocalDispatcher):
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:
-    """This rank's part of an expert weight that holds the full width F.
+    """This rank's part of an expert weight that holds the full width F, a multiple of the number of ranks.
 
     Args:
         weight: `weight1` [E, 2F or F, D] or `weight2` [E, D, F] of all ranks.
         axis: axis of F: 1 for `weight1`, 2 for `weight2`.
         num_halves: 2 for a gated `weight1`, whose gate and up halves are split separately; else 1.
-
-    Raises:
-        ValueError: if the ranks do not divide F.
     """
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves

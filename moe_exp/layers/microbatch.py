@@ -1,9 +1,8 @@
-"""Which slots of a micro-batch are kept and how many rows an expert gets, however its tokens are split over
-ranks. Shape suffixes in `moe_exp.layers`.
-"""
+"""Which slots of a micro-batch are kept and how many rows an expert gets, however ranks share its tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,25 +13,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
-from moe_exp.layers.capacity import (
-    DROP_POLICIES,
-    expert_capacity,
-    keep_full_tiles,
-    keep_within_capacity,
-    without_dropped,
-)
 from moe_exp.layers.groups import group_size, max_over
+from moe_exp.layers.kernel_choice import takes_kernels
+from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
 from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
 from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept, tokens_in_group
+from moe_exp.layers.router.decision import count_per_expert, without_dropped
+
+DROP_POLICIES = ("probs", "position")
 
 
 @dataclass(frozen=True)
 class MoESettings:
-    """Settings of the layer beside those of the router: capacity and losses.
-
-    Raises:
-        ValueError: for a value that cannot work.
-    """
+    """Settings of the layer beside those of the router: capacity and losses."""
 
     capacity_factor: float | None = None  # of a micro-batch without padding; None for a dropless layer
     min_capacity: int = 0  # slots that an expert takes at least
@@ -103,16 +96,16 @@ class MicrobatchCapacity:
         """`num_tokens`: of the micro-batch, without padding."""
         group, num_rows = self.group, expert_TK.size(0)
         if group is None or group_size(group) == 1:
-            return self._keep(expert_TK, weights_TK, num_tokens)
+            return self._keep_slots(expert_TK, weights_TK, num_tokens)
         blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
         expert_TK = in_sequence_order(_gather(expert_TK, group), blocks)
         weights_TK = in_sequence_order(_gather(weights_TK, group), blocks)
         # Back to the order of the ranks, of which this one keeps its part.
-        chunks = self._keep(expert_TK, weights_TK, num_tokens).chunk(len(blocks))
+        chunks = self._keep_slots(expert_TK, weights_TK, num_tokens).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
         return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
 
-    def _keep(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
+    def _keep_slots(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
         config = self.config
         options: dict[str, Any] = {"num_experts": config.num_experts, "use_kernels": config.use_kernels}
         if self.settings.token_rounding:
@@ -181,8 +174,6 @@ def context_ranges(
 
     Args:
         num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
-        cp_rank: this rank, below C.
-        cp_size: C.
         num_stripes: equal parts of a sequence, each of which all ranks share.
 
     Returns:
@@ -205,3 +196,65 @@ def _gather(x_TK: Tensor, group: ProcessGroup | None) -> Tensor:
     out = x_TK.new_empty(group_size(group) * x_TK.size(0), x_TK.size(1))
     gloo.all_gather(out, x_TK.contiguous(), group=group)
     return out
+
+
+def expert_capacity(
+    num_tokens: Any, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
+) -> Any:
+    """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
+
+    An int for an int; a number of tokens on the device stays there. Lepikhin et al. 2020, GShard
+    (arXiv:2006.16668); rounds like Megatron-Core.
+    """
+    if isinstance(num_tokens, Tensor):
+        slots = num_tokens.double() * topk / num_experts * capacity_factor
+        return slots.ceil().clamp(min=min_capacity).int()
+    return max(min_capacity, math.ceil(num_tokens * topk / num_experts * capacity_factor))
+
+
+def keep_within_capacity(
+    expert_TK: Tensor,
+    weights_TK: Tensor | None,
+    *,
+    num_experts: int,
+    capacity: int | Tensor,
+    use_kernels: bool | None = None,
+) -> Tensor:
+    """Slots that remain when every expert keeps `capacity` of its slots, bool [T, K].
+
+    Args:
+        expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
+        weights_TK: router weights; detached. The highest stay, ties by position. None: the first of the
+            sequence stay.
+        use_kernels: see RouterConfig.
+    """
+    most = expert_TK.numel()
+    if isinstance(capacity, Tensor):
+        limits_E = capacity.clamp(max=most).int().repeat(num_experts)
+    else:
+        limits_E = torch.full((num_experts,), min(capacity, most), dtype=torch.int32, device=expert_TK.device)
+    return _keep(expert_TK, weights_TK, limits_E, use_kernels)
+
+
+def keep_full_tiles(
+    expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
+) -> Tensor:
+    """Slots that remain when every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
+
+    A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
+    expert drops its lowest weights; one with fewer slots than a tile keeps them all. Guo et al. 2025,
+    SonicMoE (arXiv:2512.14080), "token rounding", rounds to the nearest multiple and may add tokens; here
+    slots are only dropped, so no token gets an expert that it did not choose.
+
+    Args:
+        expert_TK, weights_TK, use_kernels: as for `keep_within_capacity`.
+        tile: rows per tile.
+    """
+    counts_E = count_per_expert(expert_TK.flatten(), num_experts + 1)[:num_experts]
+    limits_E = torch.where(counts_E < tile, counts_E, counts_E // tile * tile)
+    return _keep(expert_TK, weights_TK, limits_E.int(), use_kernels)
+
+
+def _keep(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor, use_kernels: bool | None) -> Tensor:
+    keep = keep_within if takes_kernels(expert_TK, use_kernels) else keep_within_torch
+    return keep(expert_TK, None if weights_TK is None else weights_TK.detach(), limits_E)

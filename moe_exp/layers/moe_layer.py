@@ -1,40 +1,69 @@
-"""The MoE layer: route, dispatch, experts, combine. Shape suffixes in `moe_exp.layers`.
-
-A slot is one token's use of one expert: T tokens have T*K slots. Start at `MoELayer.forward`.
-"""
+"""The MoE layer: start at `MoELayer.forward`. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp.layers import losses
 from moe_exp.layers.dispatcher import Dispatcher
 from moe_exp.layers.experts import Experts, RoutedTokens
 from moe_exp.layers.groups import sum_over
-from moe_exp.layers.losses import (
-    AuxLoss,
-    entropy_loss_share,
-    global_balancing_loss_share,
-    load_balancing_loss_share,
-    sequence_balancing_loss_share,
-    z_loss_share,
-)
-from moe_exp.layers.microbatch import MicrobatchCapacity
-from moe_exp.layers.microbatch import MoESettings as MoESettings
-from moe_exp.layers.phase_marks import PhaseTimers, mark
-from moe_exp.layers.recompute import is_counted_forward
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
+from moe_exp.layers.router.replay import is_counted_forward
 from moe_exp.layers.statistics import MoEStatistics
 
 
-def needs_scores(losses: Iterable[AuxLoss]) -> bool:
+class PhaseTimers(Protocol):
+    """Receives the phases of a layer; stopping a phase that was not started has no effect."""
+
+    def start(self, phase: str) -> None: ...
+
+    def stop(self, phase: str) -> None: ...
+
+
+def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
+    """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
+
+    In backward the gradient of `x` crosses the same mark: the phase that began here ends and the one before
+    it begins, so each phase's forward and backward lie between its two marks. A forward pass that is
+    recomputed counts again, because it takes its time again; if non-reentrant checkpointing (not used by
+    Megatron) starts it in the middle of a phase, the rest of that phase is lost.
+    """
+    return _Mark.apply(x, timers, ends, begins)
+
+
+def _switch(timers: PhaseTimers, ends: str | None, begins: str | None) -> None:
+    if ends is not None:
+        timers.stop(ends)
+    if begins is not None:
+        timers.start(begins)
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, timers: PhaseTimers, ends: str | None, begins: str | None) -> Tensor:
+        ctx.phases = timers, ends, begins
+        _switch(timers, ends, begins)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        timers, ends, begins = ctx.phases
+        _switch(timers, begins, ends)
+        return grads[0], None, None, None
+
+
+def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
     """Whether a loss needs the router's scores of all tokens and experts, not only their sums."""
-    return any(loss.needs.needs_scores for loss in losses)
+    return any(loss.needs.needs_scores for loss in aux_losses)
 
 
 class MoELayer(nn.Module):
@@ -44,10 +73,6 @@ class MoELayer(nn.Module):
     share them, so that only the narrow tokens travel. Router and shared expert take x_t itself.
 
     Args:
-        router: see Router.
-        dispatcher: Dispatcher, or one for experts on several ranks.
-        experts: the experts of this rank.
-        settings: capacity and losses.
         shared: a module from the input to an output of the same shape, added to that of the experts: the
             shared expert.
         down: from tokens [T, D] to the input of the experts [T, latent], before the dispatch; `up` is its
@@ -61,9 +86,6 @@ class MoELayer(nn.Module):
     Attributes:
         statistics: sums for the log, in training.
         timers: measure the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
-
-    Raises:
-        ValueError: when the settings need what the router does not keep.
     """
 
     def __init__(
@@ -209,26 +231,26 @@ class MoELayer(nn.Module):
         counts_E = sum_over(counts_E, group)
         topk: Tensor | int = self.router.config.topk
         has_other_number = decision.counted_TK is not None or decision.expert_TK.size(1) != topk
-        balance = load_balancing_loss_share(
+        balance = losses.load_balancing_loss_share(
             scores,
             counts_E,
             topk=counts_E.sum().clamp(min=1) / num_tokens if has_other_number else topk,
             num_tokens=num_tokens,
             group=group,
         )
-        z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
+        z = losses.z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         share_of: dict[str, Callable[[], Tensor]] = {
             "aux_loss": lambda: balance,
             "seq_aux_loss": lambda: self._sequence_loss(
                 scores, expert_TK, counted_TK, decision.valid_T, shape
             ),
-            "global_aux_loss": lambda: global_balancing_loss_share(
+            "global_aux_loss": lambda: losses.global_balancing_loss_share(
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
-            "l1": lambda: load_balancing_loss_share(
+            "l1": lambda: losses.load_balancing_loss_share(
                 decision.weights_for_l1(), counts_E, topk=topk, num_tokens=num_tokens, group=group
             ),
-            "entropy": lambda: entropy_loss_share(scores, num_tokens=num_tokens, group=group),
+            "entropy": lambda: losses.entropy_loss_share(scores, num_tokens=num_tokens, group=group),
         }
         shares = {
             loss.name: share_of[loss.kind]()
@@ -290,7 +312,7 @@ class MoELayer(nn.Module):
             x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
             return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
 
-        return sequence_balancing_loss_share(
+        return losses.sequence_balancing_loss_share(
             by_sequence(scores_TE),
             by_sequence(expert_TK),
             None if valid_T is None else by_sequence(valid_T),

@@ -120,7 +120,10 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"no C++ compiler: PATH has no {', '.join(command[0] for command in commands)}"
     try:
         version = _run(*compiler, "--version")
-        path = _cache_folder() / f"layer-{_key(*_FLAGS, *compiler, version, _cpu())}.so"
+        facts = (*_FLAGS, *compiler, version, _cpu(), _SOURCE.read_text())
+        key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
+        path = folder / f"layer-{key}.so"
         if not path.exists():
             _compile(compiler, path)
         return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
@@ -152,14 +155,6 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{command[0]} fails with exit code {done.returncode}: {done.stderr[-300:]}")
     return done.stdout
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
-
-
-def _key(*parts: str) -> str:
-    return hashlib.sha256("\0".join((*parts, _SOURCE.read_text())).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:

@@ -8,13 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from moe_exp.host.megatron_versions import PartsOfSpec, patch_latent_attention
 from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
 from moe_exp.layers.megatron.attention import CausalAttention
-from moe_exp.layers.megatron.attention_parts import (
-    LatentAttention,
-    ProjectionNormAttention,
-    latent_attention_spec,
-)
 from moe_exp.layers.megatron.config_fields import check_attention, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronExperts,
@@ -22,18 +18,22 @@ from moe_exp.layers.megatron.moe_parts import (
     MegatronRouter,
     router_in_megatron,
 )
-from moe_exp.layers.megatron.norm import Norm
+from moe_exp.layers.megatron.norm import Norm, ProjectionNorm
 from moe_exp.layers.router import Router
 
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,6 +42,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+
+patch_latent_attention(multi_latent_attention, Linear)
 
 __all__ = [
     "MegatronExperts", "MegatronMoELayer", "MegatronRouter", "decoder_spec", "local_layer_spec",
@@ -69,8 +75,7 @@ def moe_submodule_spec(
         router: fields of RouterConfig that TransformerConfig does not have.
         router_class: a subclass of Router, as in a program without Megatron, or of MegatronRouter.
         losses: auxiliary losses beside those of TransformerConfig, such as a function of your own.
-        min_capacity: minimum number of slots that an expert takes.
-        token_rounding: see MoESettings.
+        min_capacity, token_rounding: see MoESettings.
         fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
@@ -119,7 +124,14 @@ def local_layer_spec(
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    keys = _attention_keys(config)
+    # Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear.
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.multi_latent_attention:
+        # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
+        keys = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
     if mlp is None:
         # Megatron's checkpoints keep a dense MLP's norm in its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -135,17 +147,6 @@ def local_layer_spec(
             sharded_state_dict_keys_map=keys,
         ),
     )
-
-
-def _attention_keys(config: TransformerConfig) -> dict[str, str]:
-    """Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear."""
-    if not config.multi_latent_attention:
-        return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
-    return {
-        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    }
 
 
 def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> ModuleSpec:
@@ -208,9 +209,6 @@ def decoder_spec(
         projection_norm: normalize queries, and keys, over all heads together.
         own_attention: this package's attention core also with `use_te`, see `te_layer_spec`.
         moe_options: arguments of `moe_submodule_spec`.
-
-    Raises:
-        ValueError: for a field of `config` that the MoE layer does not support, see `config_fields`.
     """
     layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
     layer_spec = partial(layer_spec, projection_norm=projection_norm)
@@ -225,8 +223,96 @@ def decoder_spec(
         layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    norm: Any = Norm
     if use_te:
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+class MegatronProjectionNorm(ProjectionNorm):
+    """ProjectionNorm with weights that Megatron treats as split over tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, num_channels: int, *, group: Any):
+        super().__init__(config, num_channels, eps=config.layernorm_epsilon, group=group)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """This rank's weights as their part of `weight` [H*d]."""
+        groups = {
+            "tp_group": self.group,
+            "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        }
+        state = self.state_dict(prefix="", keep_vars=True)
+        return dict(
+            make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+        )
+
+
+class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
+    """SelfAttention that normalizes queries, and keys, over all heads together.
+
+    TransformerConfig.qk_layernorm must be false: with it Megatron sums the gradients of parameters called
+    `q_layernorm` over tensor parallel ranks, which here hold parts of a whole, not copies.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        assert not config.qk_layernorm
+        head, group = config.kv_channels, self.pg_collection.tp
+        self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
+        self.k_layernorm = MegatronProjectionNorm(config, config.num_query_groups * head, group=group)
+
+
+class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
+    """MLASelfAttention built from the parts that its spec names; its positions may restart in documents."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Any,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Megatron's, which would take the batch dimension away from a micro-batch of one sample."""
+        if packed_seq_params is not None:
+            self.rotary_pos_emb.documents = packed_seq_params
+        try:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, None, **options
+            )
+        finally:
+            if packed_seq_params is not None:
+                self.rotary_pos_emb.documents = None
+
+
+def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
+    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
+
+    Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
+    spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
+    which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
+    everything before it are wrong.
+
+    `norm` comes before the up projections of queries, and of keys and values. Several tensor parallel ranks
+    need sequence parallelism to sum those gradients.
+    """
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        rule = "multi-latent attention adds up gradients over tensor parallel ranks by sequence parallelism"
+        raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=Linear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=Linear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    return ModuleSpec(
+        module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+    )

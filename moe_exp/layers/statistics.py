@@ -1,11 +1,8 @@
-"""Statistics of one MoE layer, summed over micro-batches on the device, for the log. Shape suffixes in
-`moe_exp.layers`.
-"""
+"""Statistics of one MoE layer, summed over micro-batches on the device, for the log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,17 +26,15 @@ class MoEStatistics:
 
     Sums are over this rank's tokens, but for the losses, whose shares add up over the ranks of a micro-batch.
 
-    Args:
-        num_experts: E.
-        losses: names of the balancing losses.
-        device: of the sums.
+    `losses` are the names of the balancing losses.
     """
 
     def __init__(self, num_experts: int, losses: Sequence[str], device: torch.device):
         self.names = statistics_names(losses)
         self._tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self._pending: list[_Microbatch] = []
+        # Micro-batches that are not in the sums yet: slots per expert, and numbers by name.
+        self._pending: list[tuple[Tensor, dict[str, Tensor | int]]] = []
         self.num_microbatches = 0
 
     @property
@@ -67,17 +62,22 @@ class MoEStatistics:
         """Counts a micro-batch; `scores` as the losses take them, losses before their coefficients."""
         counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
         kept_TK = decision.kept_TK
-        entropy, top1_weight = _entropy_and_largest_weight(decision, scores)
+        if decision.sums is not None:
+            entropy, top1 = decision.sums.entropy, decision.sums.largest
+        else:
+            top1_T = decision.weights_TK.amax(dim=1)
+            top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
+            entropy = entropy_sum(scores)
         values = {
             "tokens": tokens_in_group(decision, None),
             "dropped": 0 if kept_TK is None else counts_E.sum() - kept_TK.sum(),
             "entropy": entropy,
-            "top1_weight": top1_weight,
+            "top1_weight": top1,
             "load_balancing_loss": load_balancing_loss.detach(),
             "z_loss": z_loss.detach(),
             **{f"aux_losses.{name}": share.detach() for name, share in aux_losses.items()},
         }
-        self._pending.append(_Microbatch(counts_E, values))
+        self._pending.append((counts_E, values))
         self.num_microbatches += 1
         if torch.compiler.is_compiling() or len(self._pending) == _MOST_PENDING:
             update([self])
@@ -97,13 +97,6 @@ class MoEStatistics:
         self.num_microbatches = 0
 
 
-class _Microbatch(NamedTuple):
-    """What one layer did, not yet in its sums: slots per expert, and numbers by name."""
-
-    counts_E: Tensor
-    values: dict[str, Tensor | int]
-
-
 _MOST_PENDING = 64  # of a layer whose sums are not read
 
 
@@ -120,12 +113,10 @@ def update(layers: Sequence[MoEStatistics]) -> None:
     if not any(numbers):
         return
     pending = [microbatch for layer in layers for microbatch in layer._pending]
-    counts_ME = torch.stack([microbatch.counts_E for microbatch in pending])
+    counts_ME = torch.stack([counts_E for counts_E, _ in pending])
     busiest_M = counts_ME.amax(dim=1) * counts_ME.size(1) / counts_ME.sum(dim=1).clamp(min=1)
     columns = [
-        busiest_M
-        if name == "max_over_mean"
-        else _column([microbatch.values[name] for microbatch in pending], busiest_M)
+        busiest_M if name == "max_over_mean" else _column([values[name] for _, values in pending], busiest_M)
         for name in layers[0].names
     ]
     rows_MN = torch.stack([column.double() for column in columns], dim=1)
@@ -144,12 +135,3 @@ def _column(numbers: Sequence[Tensor | int], like: Tensor) -> Tensor:
     if not isinstance(first, Tensor) and set(numbers) == {first}:
         return torch.full_like(like, first)
     return torch.stack([x if isinstance(x, Tensor) else like.new_full((), x) for x in numbers])
-
-
-def _entropy_and_largest_weight(decision: RoutingDecision, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed over tokens, without padding."""
-    if decision.sums is not None:
-        return decision.sums.entropy, decision.sums.largest
-    top1_T = decision.weights_TK.amax(dim=1)
-    top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
-    return entropy_sum(scores), top1

@@ -1,4 +1,4 @@
-"""From seconds per iteration to what a run costs: speed, days, GPU-hours, money. No torch."""
+"""What a run costs: speed, days, GPU-hours, money; and what one change of a setting saves. No torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import RampStep, ramp_steps
+from moe_exp.planner.costs.code_paths import planned_loss
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.prediction import Constants, at_stage, load_constants
-
-_SECONDS_PER_DAY = 86400
+from moe_exp.planner.prediction import Constants, Prediction, at_stage, load_constants, predict
+from moe_exp.planner.search.layout_rules import RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Cost:
 
     @property
     def days(self) -> float:
-        return self.seconds / _SECONDS_PER_DAY
+        return self.seconds / 86400
 
 
 def speed_of(config: Config, hardware: Hardware, seconds: float) -> Speed:
@@ -105,3 +107,60 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
     warmup = min(config.warmup_iters, iterations - 1)
     changes = {"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup}
     return config.model_copy(update=changes)
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change of one setting. What it saves is less than 0 if it takes more."""
+
+    setting: str  # as in TP=2
+    activation_bytes: float  # saved, of the rank that needs most
+    needed_bytes: float  # saved of all memory that has to fit
+    slower: float  # time of an iteration, relative: 0.1 is 10% more
+    fits: bool  # whether the changed run fits
+    problem: str = ""  # the first rule that the change breaks; the numbers are 0 then
+
+
+def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
+    """Changes of one setting of the run with this prediction that may save memory, on the same devices with
+    the same global batch: those that save most first, then those refused.
+    """
+    found = [
+        _lever(setting, config.model_copy(update=changes), hardware, constants, prediction)
+        for setting, changes in _changes(config, hardware)
+    ]
+    return sorted(found, key=lambda lever: (bool(lever.problem), -lever.needed_bytes))
+
+
+def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
+    for value in RECOMPUTE[RECOMPUTE.index(config.recompute) + 1 :]:
+        if config.use_moe or value != "moe_act":
+            yield f"RECOMPUTE={value}", {"recompute": value}
+    even = {"pipeline_layers": "", "first_stage_layers": 0, "last_stage_layers": 0}
+    # sequence parallelism comes with TP
+    for name in ("tp", "cp", "ep", "etp", "pp") if config.use_moe else ("tp", "cp", "pp"):
+        size = 2 * getattr(config, name)
+        yield f"{name.upper()}={size}", {name: size} | (even if name == "pp" else {})
+    if config.mbsz > 1:
+        yield f"MBSZ={config.mbsz // 2}", {"mbsz": config.mbsz // 2}
+    if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "megatron":
+        yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}
+
+
+def _lever(
+    setting: str, config: Config, hardware: Hardware, constants: Constants, before: Prediction
+) -> Lever:
+    problems = check_config(config)
+    if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
+        problems = [f"{setting}: {hardware.name} does not run the kernel"]
+    if problems:
+        return Lever(setting, 0.0, 0.0, 0.0, fits=False, problem=problems[0].partition(" Fix: ")[0])
+    after = predict(Job.of(config), hardware, constants)
+    return Lever(
+        setting,
+        # of the rank that needs most
+        before.stages[before.peak_stage].activations - after.stages[after.peak_stage].activations,
+        before.needed_bytes - after.needed_bytes,
+        after.time.total / before.time.total - 1,
+        fits=not after.oom,
+    )

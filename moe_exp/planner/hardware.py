@@ -119,11 +119,10 @@ def load_hardware(name: str) -> Hardware:
     content = read_json(path, fix=fix)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: is not a JSON object. Fix: {fix}.")
-    # Every number stands with its source: {"value": ..., "source": "..."}.
-    values = {
-        name: entry["value"] if isinstance(entry, dict) and "value" in entry else entry
-        for name, entry in content.items()
-    }
+    values = dict(content)
+    for name, entry in content.items():
+        if isinstance(entry, dict) and "value" in entry:  # {"value": ..., "source": "..."}
+            values[name] = entry["value"]
     try:
         return _FORM.validate_python(values)
     except ValidationError as error:

@@ -11,9 +11,10 @@ from typing import Any
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.host.files import read_json
+from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, memory_of
-from moe_exp.planner.costs.timing import IterationTime, TimeConstants, time_of
+from moe_exp.planner.costs.timing import IterationTime, time_of
 from moe_exp.planner.hardware import PROFILES, Hardware
 
 CONSTANTS = PROFILES / "constants.json"
@@ -101,9 +102,8 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
             },
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError(
-            f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew."
-        ) from None
+        rule = "is no profile that `moe-exp plan calibrate` wrote"
+        raise ValueError(f"PROFILE={path}: {rule}. Fix: write it anew.") from None
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:

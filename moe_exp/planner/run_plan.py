@@ -12,13 +12,11 @@ from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.costs.goodput import Goodput, goodput_of
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.estimate import Cost, cost_of, speed_of
+from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.levers import Lever, levers
 from moe_exp.planner.prediction import Constants, Prediction, predict
-from moe_exp.planner.reports import describe_run
 from moe_exp.planner.search.layout_text import world_of
-from moe_exp.planner.tables import PlanPrinter
+from moe_exp.planner.tables import PlanPrinter, describe_run
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,9 +80,8 @@ def plan_run(
     """
     if problems := check_config(config):
         raise ConfigError(problems)
-    cost = cost_of(
-        config, hardware, num_tokens=num_tokens, price_per_gpu_hour=price_per_gpu_hour, constants=constants
-    )
+    budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
+    cost = cost_of(config, hardware, **budget, constants=constants)
     prediction = predict(Job.of(config), hardware, constants)
     times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
     goodput = goodput_of(config, **times, **failures) if failures else None

@@ -1,9 +1,9 @@
-"""Tables that the planner prints. No torch."""
+"""Reports of the planner on runs and layouts as plain values, for `--json`, and their tables. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import compress, groupby
 from statistics import fmean
 from typing import Any, Literal, TextIO
@@ -11,21 +11,128 @@ from typing import Any, Literal, TextIO
 from rich.box import HEAVY_HEAD, SIMPLE, Box
 from rich.table import Table
 
+from moe_exp.config import Config
 from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
+from moe_exp.planner.costs import params
 from moe_exp.planner.costs.code_paths import counted_as
 from moe_exp.planner.costs.goodput import Goodput
+from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.timing import IterationTime
-from moe_exp.planner.estimate import Cost
+from moe_exp.planner.estimate import Cost, Lever, speed_of
 from moe_exp.planner.fit.calibration import Calibration, Fit
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.levers import Lever
 from moe_exp.planner.prediction import Prediction
-from moe_exp.planner.reports import describe_candidate
-from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words, memory_line
-from moe_exp.planner.search.topology import Candidate, Search
+from moe_exp.planner.search import topology
+from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+from moe_exp.planner.search.topology import Candidate, Explanation, Search, layout_words
+
+
+def describe_run(
+    config: Config, hardware: Hardware, prediction: Prediction, cost: Cost, goodput: Goodput | None = None
+) -> dict[str, Any]:
+    """Report on a run: parameters, memory by stage and part, time by part, speed, totals, and goodput."""
+    count, stage = count_parameters(config), params.most_loaded_rank(config)
+    candidate = Candidate(config, prediction)
+    return {
+        "gpu": hardware.name,
+        "num_gpus": config.world_size,
+        "preset": config.preset,
+        "dtype": config.dtype,
+        "layout": layout_words(config),
+        "stage_layers": list(Job.of(config).stage_layers),
+        "parameters": {
+            "total": count.total,
+            "active_per_token": count.active_per_token,
+            "most_loaded_rank": params.rank_parameters(config, stage).total,
+            "most_loaded_stage": stage,
+        },
+        "counted_as": counted_as(config, hardware),
+        "memory": _memory_report(prediction),
+        "time": _time_report(config, hardware, prediction),
+        "cost": asdict(cost) | {"days": cost.days},
+        "goodput": asdict(goodput) if goodput else None,
+        "error": {  # relative, to expect
+            "memory": prediction.memory_error,
+            "time": prediction.time_error,
+            "is_calibrated": prediction.is_calibrated,
+            "published": asdict(prediction.published) if prediction.published else None,
+        },
+        "checkpoint_bytes": checkpoint_bytes(config),
+        "filling_batch": candidate.filling_batch,
+        "notes": candidate.notes,
+    }
+
+
+def _memory_report(prediction: Prediction) -> dict[str, Any]:
+    """Bytes of every stage by part, the stage that needs most, and what is left."""
+    return {
+        "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
+        "peak_stage": prediction.peak_stage,
+        "peak_bytes": prediction.peak_bytes,
+        "device_bytes": prediction.memory_bytes,
+        "margin_bytes": prediction.margin_bytes,
+        "oom": prediction.oom,
+    }
+
+
+def _time_report(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
+    """Seconds of an iteration by part, and the speed that follows."""
+    parts = {"parts": prediction.time.parts(), "bound_by": topology.bound_by(prediction.time)}
+    return asdict(speed_of(config, hardware, prediction.time.total)) | parts
+
+
+def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
+    config, prediction = candidate.config, candidate.prediction
+    best = found.ranked[0].seconds if found.ranked else candidate.seconds
+    return {
+        "place": place,
+        **{name: getattr(config, name) for name in LAYOUT_SETTINGS},
+        "dp": config.data_parallel_size,
+        "edp": config.world_size // (config.etp * config.ep * config.pp),
+        "stage_layers": config.stage_layers,
+        "peak_bytes": prediction.peak_bytes,
+        "margin_bytes": prediction.margin_bytes,
+        **_time_report(config, hardware, prediction),
+        "slower_than_best": candidate.seconds / best - 1,
+        "runner_up": place > 1 and candidate.seconds <= (1 + topology.RUNNER_UP) * best,
+        "filling_batch": candidate.filling_batch,
+        "notes": candidate.notes,
+    }
+
+
+def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, Any]:
+    """The first layouts of a search, and how many there were of which kind."""
+    return {
+        "gpu": hardware.name,
+        "counted_as": counted_as(found.ranked[0].config, hardware) if found.ranked else {},
+        "num_tried": found.num_tried,
+        "num_fitting": len(found.ranked),
+        "num_runner_ups": len(found.runner_ups()),
+        "rejected": dict(found.rejected.most_common()),
+        "layouts": [
+            describe_candidate(one, found, hardware, place)
+            for place, one in enumerate(found.ranked[:top], start=1)
+        ],
+    }
+
+
+def describe_explanation(explained: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
+    """Why a layout is refused, or where it stands."""
+    report: dict[str, Any] = {
+        "asked": dict(explained.wanted),
+        "valid": explained.candidate is not None,
+        "fits": explained.fits,
+        "problems": explained.problems,
+    }
+    if explained.candidate is not None:
+        report["losses_seconds"] = explained.losses
+        report["layout"] = describe_candidate(explained.candidate, found, hardware, explained.place)
+        report["memory"] = _memory_report(explained.candidate.prediction)
+    return report
+
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
@@ -88,11 +195,20 @@ class PlanPrinter:
             self._print(f"{model}; {config.world_size} x {hardware.name}")
             for part, words in counted_as(config, hardware).items():
                 self._print(f"{part}: {words}")
-            self._layouts(found, hardware, top)
-            if self._console.width >= _WIDE:
+            is_narrow = self._console.width < _WIDE
+            title = "layouts by time per iteration; = is within 2% of the best"
+            title += "" if is_narrow else ", closer than predictions can distinguish"
+            shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
+            rows = (
+                compress(_cells(describe_candidate(one, found, hardware, place), one), shown)
+                for place, one in enumerate(found.ranked[:top], start=1)
+            )
+            box = SIMPLE if is_narrow else HEAVY_HEAD
+            self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
+            if not is_narrow:
                 self._print(f"left: {_LEFT}, as a share of the device's memory")
         elif found.smallest:
-            self._print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}")
+            self._print(f"nothing fits; the one that needs least: {topology.memory_line(found.smallest)}")
         else:
             self._console.print("nothing is left; --explain TP=...,PP=... says why for one layout")
         tried, fit, near = found.num_tried, len(found.ranked), len(found.runner_ups())
@@ -102,18 +218,6 @@ class PlanPrinter:
 
     def _print(self, line: str) -> None:
         self._console.print(line, soft_wrap=True)
-
-    def _layouts(self, found: Search, hardware: Hardware, top: int) -> None:
-        is_narrow = self._console.width < _WIDE
-        title = "layouts by time per iteration; = is within 2% of the best"
-        title += "" if is_narrow else ", closer than predictions can distinguish"
-        shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
-        rows = (
-            compress(_cells(describe_candidate(one, found, hardware, place), one), shown)
-            for place, one in enumerate(found.ranked[:top], start=1)
-        )
-        box = SIMPLE if is_narrow else HEAVY_HEAD
-        self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
 
     def best(self, candidate: Candidate, cost: Cost) -> None:
         config, write = candidate.config, self._console.print
@@ -220,11 +324,10 @@ class PlanPrinter:
                 self._print(f"{lever.setting} cannot run here: {lever.problem}")
 
     def _time(self, time: IterationTime) -> None:
-        parts = {
-            name.replace("_", " "): f"{_seconds(part)} s, {part / time.total:.1%}"
-            for name, part in time.parts().items()
-        }
-        self._rows("time of an iteration", parts | {"total": f"{_seconds(time.total)} s"})
+        rows = {}
+        for name, part in time.parts().items():
+            rows[name.replace("_", " ")] = f"{_seconds(part)} s, {part / time.total:.1%}"
+        self._rows("time of an iteration", rows | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
         self.table(title, (), [(name, value) for name, value in rows.items() if value])
@@ -276,7 +379,7 @@ def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
     yield f"{row['slower_than_best']:+.1%}"
     yield f"{row['tflops_per_gpu']:.1f}"
     yield f"{prediction.time.bubble / one.seconds:.1%}"
-    yield bound_by(prediction.time)
+    yield topology.bound_by(prediction.time)
     yield ", ".join(row["notes"])
 
 
@@ -316,10 +419,8 @@ def _verdict(prediction: Prediction) -> str:
 
 
 def _whole(cost: Cost) -> str:
-    words = (
-        f"{cost.num_iterations:,} iterations, {count_text(cost.num_tokens)} tokens: {_short(cost.days)} days"
-    )
-    words += f", {_short(cost.gpu_hours)} GPU-hours"
+    words = f"{cost.num_iterations:,} iterations, {count_text(cost.num_tokens)} tokens"
+    words += f": {_short(cost.days)} days, {_short(cost.gpu_hours)} GPU-hours"
     return words if cost.price is None else f"{words}, price {cost.price:,.2f}"
 
 

@@ -1,36 +1,37 @@
-"""A study's cases: `moe-exp train` runs that another command starts, and the work in its folder. No torch."""
+"""A study's cases: `moe-exp train` runs that another command starts, and why one failed. No torch."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.devices import Nodes
+from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
 from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
-# Enough to finish an iteration and write a checkpoint.
-_SAVE_SECONDS = 600.0
+_SAVE_SECONDS = 600.0  # enough to finish an iteration and write a checkpoint
 
 # For runs that are only measured: full global batch from the start, and no output but metrics.
 MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
@@ -38,23 +39,14 @@ MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a study.
+    """One run of a study."""
 
-    Attributes:
-        name: of its folder and its log.
-        flags: all settings that are not defaults, as `moe-exp train` takes them.
-        config: the resulting configuration.
-        log: file with the output of its launcher.
-        variant: name of its model, in a comparison or a ladder.
-        problems: why it cannot run, a line each; found only in a sweep, whose other cases still run.
-    """
-
-    name: str
-    flags: Mapping[str, Any]
-    config: Config
-    log: Path
-    variant: str = ""
-    problems: tuple[str, ...] = ()
+    name: str  # of its folder and its log
+    flags: Mapping[str, Any]  # all settings that are not defaults, as `moe-exp train` takes them
+    config: Config  # the resulting configuration
+    log: Path  # file with the output of its launcher
+    variant: str = ""  # name of its model, in a comparison or a ladder
+    problems: tuple[str, ...] = ()  # why it cannot run; found only in a sweep, whose other cases still run
 
     @property
     def folder(self) -> RunFolder:
@@ -112,9 +104,8 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(
-            f"{name}: another {what} is writing {folder}. Fix: wait for it, or give another name."
-        ) from None
+        rule, fix = f"another {what} is writing {folder}", "wait for it, or give another name"
+        raise ValueError(f"{name}: {rule}. Fix: {fix}.") from None
 
 
 @contextmanager
@@ -141,9 +132,8 @@ def wait_until_free(folder: RunFolder) -> None:
         with FileLock(folder.lock, timeout=_END_SECONDS):
             pass
     except Timeout:
-        raise ValueError(
-            f"{folder.path}: another run is writing it. Fix: wait for its end, or end it."
-        ) from None
+        rule = "another run is writing it. Fix: wait for its end, or end it"
+        raise ValueError(f"{folder.path}: {rule}.") from None
 
 
 def run_to_end(
@@ -155,15 +145,12 @@ def run_to_end(
     saving: bool = False,
 ) -> int | None:
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
+    Its output is appended to `log`.
 
     If this function is interrupted, e.g. by Ctrl-C, the run's processes are ended: they are in a session of
-    their own, which terminal signals do not reach. If this process is killed, the kernel ends the launcher,
-    and the elastic agent then ends the ranks.
-
-    Args:
-        flags: settings of the run, without its port.
-        log: file to which output is appended.
-        saving: let an interrupted run save a checkpoint first; a second Ctrl-C kills it.
+    their own, which terminal signals do not reach; `saving` lets the run save a checkpoint first, a second
+    Ctrl-C kills it. If this process is killed, the kernel ends the launcher, and the elastic agent then ends
+    the ranks.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -244,3 +231,71 @@ def _is_running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     # In a container without an init process, dead orphans stay zombies.
     return not stat.exists() or stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+
+
+# Messages of torch's allocators, C++, Python and SLURM.
+_OOM = re.compile(
+    r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (can't|not enough)|cannot allocate"
+    r" memory|\bMemoryError\b|std::bad_alloc|oom[-_]kill",
+    re.IGNORECASE,
+)
+# torchrun's message if the kernel killed the first rank that ended.
+_KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
+_SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID")
+_ERROR = re.compile(
+    r"^\s*(\[rank\d+\]:\s*)?([\w.]+(Error|Exception|Interrupt)\b.*|(srun|slurmstepd): error:.*|Fatal Python"
+    r" error.*)"
+)
+LONGEST = 300  # characters of a reason
+
+
+def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"], str]:
+    """Whether a failed run ran out of memory, and the most useful line of its log.
+
+    A killed rank counts as out of memory, as the kernel does this when memory is short. If a rank reported
+    another error, that is the reason, and torchrun did the killing.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if out_of_memory := [line for line in lines if _OOM.search(line)]:
+        return "oom", _short(_most_useful(out_of_memory))
+    hung, by_rank = [line for line in lines if line.startswith("moe-exp: the run hangs: ")], _by_rank(lines)
+    if hung and not by_rank:
+        return "failed", _short(hung[-1])  # the launcher has killed its ranks
+    useful = _most_useful(lines)
+    killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
+    if (killed or code in (137, -9)) and not by_rank:
+        said = killed or useful
+        return "oom", _short(f"a process was killed, as the kernel does when memory is short: {said}")
+    return "failed", _short(useful or f"exit code {code}, and nothing was printed")
+
+
+def _by_rank(lines: Sequence[str]) -> list[str]:
+    """Errors that ranks report as their own."""
+    named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
+    return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
+
+
+def _root_cause(lines: Sequence[str]) -> Sequence[str]:
+    """torchrun's report on the rank that ended first; it ends the others by SIGTERM, then SIGKILL."""
+    head = "Root Cause (first observed failure)"
+    return lines[next((number for number, line in enumerate(lines) if line.startswith(head)), 0) :]
+
+
+def _most_useful(lines: Sequence[str]) -> str:
+    """First of: error by rank, signal that ended one, our own message, last error, last line."""
+    signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
+    of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
+    ours = [line for line in lines if of_ours.match(line)]
+    errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
+    for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
+        if found:
+            return found[0]
+    return ""
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
+
+
+def _short(line: str) -> str:
+    return re.sub(r"^(moe-exp: |traceback\s*: )", "", line)[:LONGEST]

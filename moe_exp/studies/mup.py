@@ -24,8 +24,6 @@ from moe_exp.host.progress import progress
 
 LARGEST_SLOPE = 0.1
 LARGEST_MOVE = 1.5
-# A part whose initial outputs may fall with the width: its initial weights do by n^-1, not n^(-1/2).
-_FALLING = "output layer"
 _WITH_WIDTH = (
     "num_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size",
 )  # fmt: skip
@@ -34,10 +32,7 @@ _WITH_WIDTH = (
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
     """`base` with another HIDDEN_SIZE, and in proportion to it the number of heads and the widths of dense
     MLPs and experts; with another NUM_EXPERTS, unless 0; with experts split into `granularity` parts, of
-    which a token gets as many times more.
-
-    Raises:
-        ConfigError: a size would be no whole number, or the model could not run.
+    which a token gets as many times more. ConfigError for a size that is no whole number, or that cannot run.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -87,27 +82,20 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """How a part's outputs depend on a size of the model: slopes of log2 outputs over log2 size.
-
-    Attributes:
-        initial: of the outputs' mean absolute value before training.
-        change: of the mean absolute change by training.
-    """
+    """How a part's outputs depend on a size of the model: slopes of log2 outputs over log2 size."""
 
     part: str
-    initial: float
-    change: float
+    initial: float  # of the outputs' mean absolute value before training
+    change: float  # of the mean absolute change by training
 
     @property
     def is_flat(self) -> bool:
-        initial = max(0.0, self.initial) if self.part == _FALLING else self.initial
+        # the output layer's initial weights fall with the width by n^-1, not n^(-1/2), and its outputs may
+        initial = max(0.0, self.initial) if self.part == "output layer" else self.initial
         return max(abs(initial), abs(self.change)) <= LARGEST_SLOPE
 
 
-Coordinates = Sequence[Mapping[str, tuple[float, float]]]
-
-
-def growths(measured: Mapping[int, Sequence[Coordinates]]) -> list[Growth]:
+def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
     """Slopes over the sizes of `measured`, which has coordinates by step and part for several seeds each; the
     change is that after the last step.
     """
@@ -129,17 +117,11 @@ def _slope(log2_sizes: Any, outputs: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best learning rate of one model.
+    """The best learning rate of one model."""
 
-    Attributes:
-        name: of the model.
-        log2_rates: log2 of the best learning rate, one per seed.
-        at_edge: it is the smallest or largest one tried, so it may lie outside.
-    """
-
-    name: str
-    log2_rates: tuple[float, ...]
-    at_edge: bool
+    name: str  # of the model
+    log2_rates: tuple[float, ...]  # log2 of the best learning rate, one per seed
+    at_edge: bool  # it is the smallest or largest one tried, so it may lie outside
 
     @property
     def rate(self) -> float:
@@ -199,12 +181,9 @@ def losses_of(
     train: Callable[[Config], float],
     num_workers: int,
 ) -> dict[str, float]:
-    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged.
-
-    Runs whose losses folder/losses.json has are not run again. `train` is called in other processes.
-
-    Raises:
-        ConfigError: the folder has losses of other models.
+    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged. `train` is called in
+    other processes. Runs whose losses folder/losses.json has are not run again; ConfigError if it has those
+    of other models.
     """
     settings = models[0].model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
     path, known = folder / "losses.json", {}

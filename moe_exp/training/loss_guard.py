@@ -19,10 +19,9 @@ from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.dataset import Range, Samples, SkippingSamples, merged, skipped_from, stream_ranges
 from moe_exp.data.samples.megatron_dataset import MegatronSamples
 from moe_exp.data.samples.order import is_same_order
-from moe_exp.data.samples.skipping import Range, SkippingSamples, merged, skipped_from, stream_ranges
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.host.files import write_json

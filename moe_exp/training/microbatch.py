@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
-from moe_exp.data.samples.batch import context_part, filler_mask, split_batch
-from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import sum_over

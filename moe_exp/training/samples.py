@@ -15,21 +15,19 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.samples.dataset import Samples, SampleStream
+from moe_exp.data.samples.dataset import Range, Samples, SampleStream, merged, stream_number
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, order_changes, order_of_files, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.samples.skipping import Range, merged, stream_number
-from moe_exp.data.tokens.document_ends import (
+from moe_exp.data.tokens.manifests import (
     DocumentTokens,
     check_ends,
     documents_of,
     tokenizer_problems,
     with_document_tokens,
 )
-from moe_exp.data.tokens.files import parse_split
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import parse_blend, parse_split
 from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import EXIT_CODE_FILE

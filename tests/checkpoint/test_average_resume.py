@@ -18,7 +18,7 @@ from helpers.relative_error import relative_error
 from moe_exp import train
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.load import _num_averaged
+from moe_exp.checkpoint.load import _progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
@@ -211,7 +211,8 @@ def test_newly_set_and_dropped(tmp_path):
 def test_one_line_says_so(decay, has_average, line, number, caplog):
     config = Leg({"ema_decay": decay, "gpus_per_node": 1}).config
     with caplog.at_level(logging.INFO):
-        assert _num_averaged(config, Progress(num_averaged=7), has_average=has_average) == number
+        found = _progress(config, {"progress": {"num_averaged": 7}}, has_average=has_average)
+    assert found.num_averaged == number
     assert caplog.messages == ([line] if line else [])
 
 

@@ -26,9 +26,9 @@ from moe_exp.data.own_text.settings import (
     with_prepared_text,
 )
 from moe_exp.data.stage import Unfinished
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.text import tokenizer_for
 from moe_exp.launch.data_use import data_warnings

@@ -19,6 +19,9 @@ from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
 from moe_exp.host import files
 from moe_exp.host.files import file_hash, write_json
 
+KILLED = 9
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12
+
 
 @pytest.fixture
 def source(tmp_path):
@@ -143,26 +146,15 @@ class TestBothKinds:
         assert make(output, source, is_folder=is_folder)[1]
         assert not partial(output).exists()
 
-    def test_ended_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder, monkeypatch):
-        """At every rename and removal: what had a name before has content afterwards."""
+    @FORKS
+    def test_ended_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder):
+        """Killed at every rename and removal: what had a name before has content afterwards."""
         new = {"settings": {"a": 2}, "start_over": True, "is_folder": is_folder}
         for end_at in range(1, 100):
-            output = tmp_path / f"out{end_at}"
+            output, calls = tmp_path / f"out{end_at}", iter(range(1, end_at))
             make(output, source, "old", is_folder=is_folder)
-            with monkeypatch.context() as patch:
-                calls = iter(range(1, end_at))
-                for owner, name in (
-                    (Path, "replace"),
-                    (Path, "rename"),
-                    (Path, "unlink"),
-                    (shutil, "rmtree"),
-                ):
-                    patch.setattr(owner, name, ending(getattr(owner, name), calls))
-                try:
-                    make(output, source, "new", **new)
-                    break  # it has fewer calls
-                except KeyboardInterrupt:
-                    pass
+            if not killed(lambda *_: next(calls, None) is None, output, source, "new", **new):  # noqa: B023
+                break  # it has fewer calls
             paths = [*tmp_path.glob(f"out{end_at}*/*.out"), *tmp_path.glob(f"out{end_at}*.out")]
             assert {"old", "new"} & {path.read_text() for path in paths}  # one of them is there, whole
             make(output, source, "new", **new)
@@ -171,12 +163,30 @@ class TestBothKinds:
         assert 5 < end_at < 99
 
 
-def ending(function, calls):
-    """The function, which ends the step when no calls are left, and whatever it does then."""
+def killed(dies, *given, **options):
+    """As `make`, in a fork that ends before the first rename or removal whose arguments `dies` is true for.
 
+    Returns:
+        Whether there was one. No `except` and no `finally` of the step runs after it, as after a SIGKILL.
+    """
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            for owner, name in ((Path, "replace"), (Path, "rename"), (Path, "unlink"), (shutil, "rmtree")):
+                setattr(owner, name, ending(getattr(owner, name), dies))
+            make(*given, **options)
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+def ending(function, dies):
     def call(*arguments, **options):
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
+        if dies(*arguments):
+            os._exit(KILLED)
         return function(*arguments, **options)
 
     return call
@@ -377,20 +387,13 @@ def test_another_step_is_never_replaced(tmp_path, source):
     assert made_file(tmp_path / "out", True).read_text() == "precious"
 
 
-def test_killed_while_new_files_get_their_places(tmp_path, source, monkeypatch):
+@FORKS
+def test_killed_while_new_files_get_their_places(tmp_path, source):
     """The old manifest has gone by then: it would call the new file finished, and vouch for another."""
     output = tmp_path / "out"
     make(output, source, is_folder=False)
-    replace, target = Path.replace, made_file(output, False)
-
-    def killed(path, to):
-        if Path(to) == target:
-            raise KeyboardInterrupt
-        return replace(path, to)
-
-    monkeypatch.setattr(Path, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        make(output, source, "other", settings={"a": 2}, is_folder=False, start_over=True)
+    other = {"settings": {"a": 2}, "is_folder": False, "start_over": True}
+    assert killed(lambda *paths: paths[1:] == (made_file(output, False),), output, source, "other", **other)
     assert not output.with_name("out.manifest.json").exists()
 
 

@@ -25,9 +25,8 @@ from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.config.loading import to_yaml
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles
 from moe_exp.engine import runtime
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.held_out import Cut, HeldOut
@@ -252,7 +251,7 @@ def test_first_tokens_of_documents_count_as_such(tmp_path):
     for seq_len in (1, 2, 4, 5, 30):
         held_out = HeldOut(str(tmp_path / "text"), Cut(seq_len))
         sequences = held_out.read(0, len(held_out))
-        assert held_out.count_bytes(0, sequences, token_bytes) == sum(stream[1:])
+        assert held_out.count_bytes(0, sequences, token_bytes, None) == sum(stream[1:])
         assert held_out.count_bytes(0, sequences[:1], token_bytes) == sum(stream[1 : seq_len + 1])
 
 

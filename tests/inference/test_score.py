@@ -14,8 +14,7 @@ from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoin
 from helpers.relative_error import relative_error
 from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
-from moe_exp.data.samples.batch import split_batch
-from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.inference.jobs import Layout, config_for_use
 from moe_exp.inference.stage import check_files

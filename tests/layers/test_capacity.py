@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from helpers.layers.references import kept_by_loop
 from helpers.layers.tiny_moe import identity_router, random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_full_tiles, keep_within_capacity
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.microbatch import MoESettings, expert_capacity, keep_full_tiles, keep_within_capacity
 from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.router.decision import count_per_expert
 
 
 @pytest.mark.parametrize(

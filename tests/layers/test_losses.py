@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
+from moe_exp.layers.router.decision import count_per_expert
 
 
 def double(rows) -> torch.Tensor:

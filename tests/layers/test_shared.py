@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
-from moe_exp.layers.shared import SharedExpert
+from moe_exp.layers.experts import SharedExpert
 
 
 def shared(**settings):

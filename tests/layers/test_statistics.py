@@ -71,5 +71,5 @@ def test_sums_that_are_not_read_are_updated_now_and_then(monkeypatch):
 def test_no_graph_is_kept():
     layer = tiny_layer(**LOSSES)
     run([layer], 1)
-    (microbatch,) = layer.statistics._pending
-    assert not any(torch.is_tensor(x) and x.requires_grad for x in microbatch.values.values())
+    ((_, values),) = layer.statistics._pending
+    assert not any(torch.is_tensor(x) and x.requires_grad for x in values.values())

@@ -8,8 +8,8 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.planner.estimate import levers
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.levers import levers
 from moe_exp.planner.prediction import Constants, load_constants
 from moe_exp.planner.run_plan import RunPlan, plan_run
 

@@ -18,8 +18,7 @@ from helpers.ranks import run_jobs
 from helpers.relative_error import assert_equal_to
 from moe_exp import train
 from moe_exp.checkpoint.state import Progress
-from moe_exp.data.samples.batch import filler_mask
-from moe_exp.data.samples.dataset import Stage
+from moe_exp.data.samples.dataset import Stage, filler_mask
 from moe_exp.engine import runtime
 from moe_exp.training.interval import Interval
 

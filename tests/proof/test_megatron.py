@@ -40,8 +40,8 @@ from helpers.layers.megatron_pair import (
 )
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.layers.activations import quick_gelu
-from moe_exp.layers.capacity import keep_within_capacity
 from moe_exp.layers.experts import squared_relu
+from moe_exp.layers.microbatch import keep_within_capacity
 
 LIMIT = 1e-5
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}

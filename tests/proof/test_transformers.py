@@ -22,12 +22,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import Experts, SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.shared import SharedExpert
 
 HIDDEN, FFN, EXPERTS, SHARED = 24, 20, 16, 2
 LIMIT = 1e-5

@@ -23,15 +23,12 @@ class Box(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Values in it."""
         return math.prod(self.sizes)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order; 2n - 1 at most
-    with n axes.
-
-    Each of them is one piece of memory: value i of a box is value i of the tensor after the box's first.
+    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order, at most 2n - 1
+    with n axes. Each is one piece of memory: value i of a box is value i of the tensor after its first.
     """
     if start >= stop:
         return []
@@ -72,13 +69,9 @@ def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
 def intersection(one: Box, other: Box) -> Box | None:
     """Overlap of two boxes of a tensor."""
     lows = tuple(map(max, one.offsets, other.offsets))
-    highs = [
-        min(a + n, b + m)
-        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    ]
-    if any(low >= high for low, high in zip(lows, highs, strict=True)):
-        return None
-    return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
+    ends = ([a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in (one, other))
+    sizes = tuple(high - low for low, high in zip(lows, map(min, *ends), strict=True))
+    return None if any(size <= 0 for size in sizes) else Box(lows, sizes)
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:

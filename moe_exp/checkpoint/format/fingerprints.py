@@ -70,9 +70,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
     type, strides and device; takes a chunk of memory, no copy.
     """
     values = values.detach()
-    if values.dim() == 0:
-        values, offsets = values.view(1), (0,)
-    if values.dim() == 1:
+    while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if values.numel() == 0:
@@ -113,9 +111,9 @@ def _weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
 
 def _drawn_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
-    z = (z + (axis << 40)) * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)  # as signed numbers
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
+        z = (z ^ _shifted(z, shift)) * factor
     return (z ^ _shifted(z, 31)) | 1
 
 
@@ -124,10 +122,6 @@ _kept_weights = lru_cache(128)(_drawn_weights)  # all layers have the same sizes
 
 def _shifted(z: Tensor, shift: int) -> Tensor:
     return (z >> shift) & ((1 << (64 - shift)) - 1)  # without the sign that torch shifts in
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -149,10 +143,8 @@ def fingerprints_of(pieces: Iterable[Piece]) -> Fingerprints:
         found[name] = (dtype, num_values + values.numel(), total + share)
     # one wait for the device
     totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []
-    return {
-        name: Fingerprint(dtype, num_values, total & _MASK)
-        for (name, (dtype, num_values, _)), total in zip(found.items(), totals, strict=True)
-    }
+    named = zip(found.items(), totals, strict=True)
+    return {name: Fingerprint(dtype, count, total & _MASK) for (name, (dtype, count, _)), total in named}
 
 
 def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
@@ -165,29 +157,24 @@ def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
 
 
 def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
-    """Writes them into a checkpoint's folder."""
-    tensors = {
-        name: [one.dtype, one.num_values, f"{one.total:016x}"] for name, one in sorted(fingerprints.items())
-    }
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
+    """Writes them into a checkpoint's folder, a line each."""
+    rows = ((name, [one.dtype, one.num_values, f"{one.total:016x}"]) for name, one in fingerprints.items())
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows))
     text = f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n'
     write_atomically(folder / FILE, text)
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Reads the fingerprints of a checkpoint; None if it has none, or of another version. Raises a
-    ValueError if the file is damaged.
-    """
+    """The fingerprints of a checkpoint; None without them, or of another version. ValueError if damaged."""
     path = folder / FILE
     try:
         content = read_json(path)
         if content["format_version"] != _FORMAT_VERSION:
             return None
-        tensors = content["tensors"].items()
-        return {
-            name: Fingerprint(str(dtype), int(num_values), int(total, 16))
-            for name, (dtype, num_values, total) in tensors
-        }
+        found = {}
+        for name, (dtype, num_values, total) in content["tensors"].items():
+            found[name] = Fingerprint(str(dtype), int(num_values), int(total, 16))
+        return found
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:

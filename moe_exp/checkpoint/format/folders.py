@@ -22,19 +22,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from moe_exp.host.files import bytes_text, file_hash, regular, sync_folder, write_atomically, write_json
-from moe_exp.runs.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST, RunFolder
 
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED, REPLACED = ".partial", ".removed", ".replaced"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"iter_(\d{7,})")
-_MARGIN = 1.01  # of a new folder: headers, index, tokenizer
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
@@ -117,27 +118,24 @@ def one_checkpoint(path: Path) -> Path:
     return existing(path)
 
 
-def _no_checkpoint(folder: Path) -> str:
-    if not folder.is_dir():
-        return "is a file" if folder.exists() else "does not exist"
-    if runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
-        first = ", ".join(runs[:5]) + (" ..." if len(runs) > 5 else "")
-        return f"holds no checkpoint itself; the runs in it do: {first}"
-    hint = "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
-    is_hf = (folder / "config.json").is_file()
-    return f"holds no distributed checkpoint (no metadata.json){hint if is_hf else ''}"
-
-
 def existing(folder: Path) -> Path:
     """`folder`, or a ValueError if it is not that of a whole distributed checkpoint."""
     name = f"checkpoint={folder}"
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
         rule = f"is incomplete: a run was killed while it wrote or removed it ({folder.suffix})"
         raise unusable(name, rule, "name another one")
-    if not (folder / "metadata.json").is_file():
-        fix = "name an iter_ folder, a checkpoints folder or a run folder"
-        raise unusable(name, _no_checkpoint(folder), fix)
-    return folder
+    if (folder / "metadata.json").is_file():
+        return folder
+    if not folder.is_dir():
+        rule = "is a file" if folder.exists() else "does not exist"
+    elif runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
+        first = ", ".join(runs[:5]) + (" ..." if len(runs) > 5 else "")
+        rule = f"holds no checkpoint itself; the runs in it do: {first}"
+    else:
+        rule = "holds no distributed checkpoint (no metadata.json)"
+        if (folder / "config.json").is_file():
+            rule += "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
+    raise unusable(name, rule, "name an iter_ folder, a checkpoints folder or a run folder")
 
 
 class NewerFormatError(ValueError):
@@ -155,9 +153,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of `folder`, or None as in checkpoints of Megatron-LM. Raises a NewerFormatError if a
-        newer version wrote it, a ValueError if it cannot be read.
-        """
+        """The manifest of `folder`; None: of Megatron-LM. NewerFormatError, or ValueError if unreadable."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -191,13 +187,11 @@ class Manifest:
         return float(loss) if isinstance(loss, int | float) else None
 
     def write(self, folder: Path) -> None:
-        """Writes it into `folder`, atomically."""
         content = {"format_version": FORMAT_VERSION, "iteration": self.iteration}
         write_json(folder / MANIFEST, content | {"facts": dict(self.facts), "files": dict(self.files)})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
 
@@ -217,9 +211,7 @@ def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
-    """A line for each of some files of a manifest that is missing, or not what it was when it was written.
-    `names` are entries of the manifest; without `checksums` their sizes alone are compared.
-    """
+    """A line for each file of the entries `names` that is missing or changed; without `checksums` by size."""
     for name, entry in names.items():
         path = folder / name
         try:
@@ -235,7 +227,6 @@ def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: 
 
 
 def set_latest(checkpoints: Path, iteration: int) -> None:
-    """Makes `iteration` the one that `latest` names."""
     write_atomically(checkpoints / LATEST, str(iteration))
     sync_folder(checkpoints)
 
@@ -296,14 +287,13 @@ def which_to_remove(
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:
             raise unusable(f"{name}={value}", "must be 0 or more", "give 0 to leave this rule out")
-    ordered = sorted(set(iterations))
     if not last:
         return []
-    known = [iteration for iteration in ordered if math.isfinite(losses.get(iteration, math.nan))]
-    kept = set(ordered[-last:])
-    kept |= {iteration for iteration in ordered if every and iteration % every == 0}
-    kept |= set(sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:best])
-    return [iteration for iteration in ordered if iteration not in kept]
+    ordered = sorted(set(iterations))
+    known = [one for one in ordered if math.isfinite(losses.get(one, math.nan))]
+    kept = {*ordered[-last:], *(one for one in ordered if every and one % every == 0)}
+    kept |= set(sorted(known, key=lambda one: (losses[one], -one))[:best])
+    return [one for one in ordered if one not in kept]
 
 
 @contextlib.contextmanager
@@ -326,14 +316,13 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         raise unusable(f"DST={target}", rule, "give a folder where you can write") from None
     try:
         free = shutil.disk_usage(partial).free
-        if free < num_bytes * _MARGIN:
+        if free < num_bytes * 1.01:  # headers, index, tokenizer
             rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
             raise unusable(f"DST={target}", rule, "free some, or give a folder on another disk")
         yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for path in filter(Path.is_file, partial.rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         partial.rename(target)
         sync_folder(target.parent)
     except BaseException:
@@ -350,7 +339,51 @@ def _remove_empty(folders: list[Path]) -> None:
 
 def check_target(target: Path) -> None:
     """Raises ValueError if `target` exists and is not an empty folder."""
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if not is_empty and (target.exists() or target.is_symlink()):
         raise unusable(f"DST={target}", "exists already", "give a new folder, or remove it")
+
+
+def checkpoints_folder(path: Path) -> Path | None:
+    """`path` if it is a checkpoints folder, or that of the run folder `path`; None if it is neither."""
+    both = (path, path / "checkpoints")
+    return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
+
+
+def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
+    """Checkpoints of a checkpoints or run folder that no rule of `which_to_remove` keeps, with their bytes.
+    Never `latest`; `last` counts from it, too. ValueError if there are none, `last` < 1 or `best` without
+    validation losses.
+    """
+    checkpoints = checkpoints_folder(path)
+    if checkpoints is None:
+        raise unusable(f"PATH={path}", "has no checkpoints", "name a checkpoints folder or a run folder")
+    if last < 1:
+        raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest")
+    found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
+    if best and not losses:
+        rule = f"no checkpoint in {checkpoints} says what its validation loss was"
+        raise unusable(f"keep-best={best}", rule, "omit --keep-best")
+    # Checkpoints newer than `latest` are damaged or abandoned, so they must not displace older ones.
+    sound = [iteration for iteration in found if latest is None or iteration <= latest]
+    gone, of_all = (which_to_remove(of, losses, last=last, every=every, best=best) for of in (sound, found))
+    gone += [iteration for iteration in of_all if iteration not in sound]
+    folders = [iteration_folder(checkpoints, iteration) for iteration in gone]
+    return {one: sum(path.stat().st_size for path in one.rglob("*") if path.is_file()) for one in folders}
+
+
+def remove(found: Collection[Path]) -> Iterator[Path]:
+    """Removes checkpoints, and yields each once it is gone; ValueError, and no change, while a run writes."""
+    if not found:
+        return
+    checkpoints = next(iter(found)).parent
+    lock = RunFolder(checkpoints.parent).lock
+    was_used = lock.exists() and os.access(lock, os.W_OK)  # else no run ever wrote here
+    try:
+        with FileLock(lock, timeout=0) if was_used else contextlib.nullcontext():
+            for one in found:
+                shutil.rmtree(take_name(one))
+                yield one
+    except Timeout:
+        fix = "wait for its end; KEEP_LAST has it prune by itself"
+        raise unusable(f"PATH={checkpoints}", "a run is writing there", fix) from None

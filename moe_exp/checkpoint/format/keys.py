@@ -56,12 +56,10 @@ class CheckpointKeys:
 
     @property
     def layers_are_stacked(self) -> bool:
-        """One key for a tensor of all layers."""
         return not single_styles(self.tensors)[0]
 
     @property
     def has_router_biases(self) -> bool:
-        """Whether a version with biases of routers wrote it, for a model that has them."""
         return any(key.endswith(ROUTER_BIAS) for key in self.tensors)
 
 
@@ -75,9 +73,16 @@ def model_state(
         return model.sharded_state_dict(metadata=dict(metadata))
     single_layers, single_experts = single_styles(keys.tensors)
     metadata = {**metadata, "singleton_local_shards": single_experts}
-    state = model.sharded_state_dict(metadata=dict(metadata))
-    state = {name: value for name, value in state.items() if not name.startswith("decoder.layers.")}
-    state |= _layer_state(model, metadata, stacked=not single_layers)
+    whole = model.sharded_state_dict(metadata=dict(metadata))
+    state = {name: value for name, value in whole.items() if not name.startswith("decoder.layers.")}
+    # Layer by layer: of a whole block Megatron decides by moe_layer_freq which of the two ways it is.
+    for index, layer in enumerate(model.decoder.layers):
+        in_model, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
+        offsets = () if single_layers else ((0, in_model, model.config.num_layers),)
+        layer_state = layer.sharded_state_dict(prefix, offsets, dict(metadata))
+        new_prefix = f"decoder.layers.{in_model}." if single_layers else "decoder.layers."
+        replace_prefix_for_sharding(layer_state, prefix, new_prefix)
+        state |= layer_state
     for value in state.values():
         of_local_spec = value.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         if value.key not in keys.tensors and of_local_spec in keys.tensors:
@@ -105,19 +110,6 @@ def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
         logger.warning("the checkpoint has no biases of routers: they are zero, which is the same model")
 
 
-def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool) -> dict[str, Any]:
-    # Layer by layer: of a whole block Megatron decides by moe_layer_freq which of the two ways it is.
-    state: dict[str, Any] = {}
-    for index, layer in enumerate(model.decoder.layers):
-        in_model, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
-        offsets = ((0, in_model, model.config.num_layers),) if stacked else ()
-        layer_state = layer.sharded_state_dict(prefix, offsets, dict(metadata))
-        new_prefix = "decoder.layers." if stacked else f"decoder.layers.{in_model}."
-        replace_prefix_for_sharding(layer_state, prefix, new_prefix)
-        state |= layer_state
-    return state
-
-
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
     """Compares the tensors of all ranks' states with a checkpoint's: none is missing, of another shape, or
     without a use. Called by every rank; raises a ValueError on each, with the first keys that differ.
@@ -127,7 +119,7 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
         (shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)
     }
     torch.distributed.all_gather_object(gathered, mine)
-    needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
+    needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
     unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(LOSS_STATE)}
     rules = [
@@ -135,15 +127,19 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
         for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused))
         if names
     ]
-    rules += [
-        f"has {key} of shape {list(found[key])}, the model of shape {list(shape)}"
-        for key, (shape, is_padded) in sorted(needed.items())
-        if key in found and found[key] != shape
-        if not (is_padded and _differ_by_padding(found[key], shape))
-    ]
+    for key, (shape, may_be_padded) in sorted(needed.items()):
+        other = found.get(key, shape)
+        if other != shape and not (may_be_padded and _differ_by_padding(other, shape)):
+            rules.append(f"has {key} of shape {list(other)}, the model of shape {list(shape)}")
     if rules:
         fix = "give the model the settings of the one in the checkpoint"
         raise unusable(f"checkpoint={folder}", rules[0], fix)
+
+
+def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
+    # embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, of at most 64, we to one of 128
+    more = shape[0] - in_model[0]
+    return shape[1:] == in_model[1:] and -128 < more < 128 * 64
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
@@ -153,12 +149,3 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
             yield from sharded_tensors([value.build()])
         elif isinstance(value, ShardedTensor):
             yield value
-
-
-_MOST_TP = 64  # of a Megatron-LM run whose vocabulary was padded
-
-
-def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    # embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128
-    more = shape[0] - in_model[0]
-    return shape[1:] == in_model[1:] and -128 < more < 128 * _MOST_TP

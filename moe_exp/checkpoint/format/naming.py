@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,6 @@ KEEP_BYTES = 256 << 20
 
 _STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_MAIN = {"fp32_param": "param"}  # two names of Megatron's optimizers for the fp32 main weights
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
@@ -40,7 +39,6 @@ _NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
 )
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_SINGLE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
@@ -77,7 +75,6 @@ class LogicalTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
@@ -100,24 +97,20 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """(Megatron's prefix, state, key of the parameter) of a stored optimizer tensor, or None. The fp32 main
-    weights are always the state `param`.
-    """
-    match = _STATE.fullmatch(key)
-    return (match[1] + match[2] + ".", _MAIN.get(match[2], match[2]), match[3]) if match else None
+    """Megatron's prefix, state (`param`: either name of the main weights) and key of an optimizer tensor."""
+    if (match := _STATE.fullmatch(key)) is None:
+        return None
+    return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
 
 
 def is_optimizer(key: str) -> bool:
-    """Whether a stored tensor is the optimizer's, in whatever form."""
     return _OPTIMIZER.match(key) is not None
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer, and each expert and half of a gated projection, has a key of its own among those of
-    the weights.
-    """
+    """Whether each layer, and each expert and half of a gated projection, has its own key of the weights."""
     keys = list(weights)
-    return any(map(_SINGLE_LAYER.match, keys)), any(map(_SINGLE.search, keys))
+    return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
 
 def states(reader: CheckpointReader) -> list[str]:
@@ -127,9 +120,7 @@ def states(reader: CheckpointReader) -> list[str]:
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
     """The logical tensors of the weights, or of a state of the optimizer, by name, in an order that reads few
-    chunks twice.
-
-    A reader with `keep_bytes=KEEP_BYTES` makes reading one after the other fast.
+    chunks twice if the reader has `keep_bytes=KEEP_BYTES`.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -137,8 +128,16 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
         is_unknown = of_optimizer is None and is_optimizer(key)
         if is_unknown or (of_optimizer[1] if of_optimizer else None) != state:
             continue
-        for name, half, box in _boxes(of_optimizer[2] if of_optimizer else key, stored):
-            parts.setdefault(name, {})[half] = box
+        if of_optimizer:
+            key = of_optimizer[2]
+        if len(stored.shape) < (n := num_leading(key)):
+            reason = f"has {len(stored.shape)} axes, and no room for layers and experts"
+            raise unusable(stored.key, reason)
+        sizes = (1,) * n + stored.shape[n:]
+        for place in itertools.product(*map(range, stored.shape[:n])):
+            name, half = logical_name(key, place)
+            offsets = place + (0,) * (len(sizes) - n)
+            parts.setdefault(name, {})[half] = StoredBox(stored, offsets, sizes, n)
     # `_w`, the gate, before `_v`.
     return {
         name: LogicalTensor(name, tuple(box for _, box in sorted(halves.items(), reverse=True)), reader)
@@ -192,16 +191,6 @@ _GROUPS = (
     ("shared experts", {"shared_experts"}), ("experts", {"experts"}), ("attention", {"self_attention"}),
     ("latent projections", {"fc1_latent_proj", "fc2_latent_proj"}), ("mlp", {"mlp"}),
 )  # fmt: skip
-
-
-def _boxes(key: str, stored: StoredTensor) -> Iterator[tuple[str, str, StoredBox]]:
-    n = num_leading(key)
-    if len(stored.shape) < n:
-        raise unusable(stored.key, f"has {len(stored.shape)} axes, and no room for layers and experts")
-    for place in itertools.product(*map(range, stored.shape[:n])):
-        name, half = logical_name(key, place)
-        sizes = (1,) * n + stored.shape[n:]
-        yield name, half, StoredBox(stored, place + (0,) * (len(sizes) - n), sizes, n)
 
 
 def _order(name: str) -> tuple[object, ...]:

@@ -42,9 +42,7 @@ def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:
-    """Raises a ConfigError if a checkpoint is of another model or optimizer than `config`, or if the learning
-    rate would jump. `common`: as of `read_common`.
-    """
+    """ConfigError if a checkpoint is of another model or optimizer, or if the learning rate would jump."""
     has_optimizer = "progress" in common  # else the checkpoint has weights alone
     name = f"the checkpoint {folder}"
     if has_optimizer:
@@ -65,9 +63,7 @@ def saved_start(common: Mapping[str, Any]) -> Start:
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """The settings in an iteration's folder, for one rank; `changes` replace fields of Config. Raises a
-    ValueError if it is damaged or not of this package, or `changes` cannot be.
-    """
+    """Settings in an iteration's folder, for one rank, with `changes`; ValueError if damaged or not ours."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

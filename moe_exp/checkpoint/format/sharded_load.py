@@ -3,11 +3,9 @@
 files of one are damaged, the others would continue without it.
 """
 
-import contextlib
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +46,11 @@ def load_sharded(
 
 
 def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
+    # Every `torch.load` of this process is `weights_only` until the end, whatever its caller says.
+    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    os.environ[_FORCE] = "1"
     try:
-        with _tensors_and_plain_values(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", LOAD_WARNINGS, UserWarning)
             return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
     except (CheckpointException, pickle.UnpicklingError) as error:
@@ -59,15 +60,6 @@ def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(cause, pickle.UnpicklingError):
             reason = "an object in it is no plain value, loading it would run code"
         raise unusable(f"checkpoint={folder}", f"cannot be used ({reason})") from None
-
-
-@contextlib.contextmanager
-def _tensors_and_plain_values() -> Iterator[None]:
-    """Inside, every `torch.load` of this process is `weights_only`, whatever its caller says."""
-    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    os.environ[_FORCE] = "1"
-    try:
-        yield
     finally:
         del os.environ[_FORCE]
         os.environ.update({name: value for name, value in before.items() if value is not None})

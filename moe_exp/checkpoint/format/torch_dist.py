@@ -39,7 +39,6 @@ from moe_exp.host.megatron_versions import COMMON_OBJECT
 
 COMMON = "common.pt"
 METADATA = ".metadata"
-_MOST_EMPTY_ROWS = 2**20
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _CLASSES = {
@@ -102,7 +101,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Inert copy of an object: its attributes, or the arguments that it was made from."""
+    """Copy of an object without its code: its attributes, or the arguments that it was made from."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -201,18 +200,14 @@ class CheckpointReader:
                     self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks
                 )
                 stored = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
-                self._refuse_impossible(stored)
+                # a damaged shape, of 2**40 rows say, would take all memory where its rows are listed
+                held, rows = sum(chunk.num_bytes for chunk in chunks), max(stored.shape, default=0)
+                if stored.num_bytes > held or (stored.num_bytes <= 0 and rows > 2**20):
+                    shape = "x".join(map(str, stored.shape))
+                    raise unusable(folder, f"says that {key} is {shape}, and holds {held} bytes of it")
                 self.tensors[key] = stored
             else:
                 self.objects[key] = self._chunk(metadata, key, None, ())
-
-    def _refuse_impossible(self, stored: StoredTensor) -> None:
-        """A damaged shape, of 2**40 rows say, would take all memory where its rows are listed."""
-        held = sum(chunk.num_bytes for chunk in stored.chunks)
-        rows = max(stored.shape, default=0)
-        if stored.num_bytes > held or (stored.num_bytes <= 0 and rows > _MOST_EMPTY_ROWS):
-            shape = "x".join(map(str, stored.shape))
-            raise unusable(self.folder, f"says that {stored.key} is {shape}, and holds {held} bytes of it")
 
     def _chunk(
         self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]
@@ -225,9 +220,7 @@ class CheckpointReader:
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside it.
-        Raises a KeyError for an unknown tensor, a ValueError if a file is damaged.
-        """
+        """A tensor, or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         near = self._near(stored, offsets, sizes)
@@ -238,8 +231,7 @@ class CheckpointReader:
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
         for chunk in near:
-            common = intersection(Box(offsets, sizes), Box(chunk.offsets, chunk.sizes))
-            if common is not None:
+            if common := intersection(Box(offsets, sizes), Box(chunk.offsets, chunk.sizes)):
                 source = self.read_chunk(stored, chunk)[slices(common, chunk.offsets)]
                 result[slices(common, offsets)] = source
                 filled += source.numel()
@@ -266,7 +258,6 @@ class CheckpointReader:
         return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
 
     def common(self) -> dict[str, Any]:
-        """See `read_common`."""
         return read_common(self.folder)
 
     def read_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
@@ -274,8 +265,8 @@ class CheckpointReader:
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
-        if self.keep_bytes:  # before it is read: the room is needed for it
-            self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
+        # before it is read: the room is needed for it
+        self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
         value = self._read(stored, chunk)
         if self.keep_bytes:
             self._kept[chunk] = value

@@ -42,10 +42,8 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 
 
 class TorchDistWriter:
-    """Writes a checkpoint into a folder chunk by chunk; nothing but the chunk at hand is in memory.
-
-    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`, without which the folder is no
-    checkpoint. After `file_bytes` a new file begins. As a context it closes its file after an error.
+    """Writes a checkpoint by chunks: `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`.
+    After `file_bytes` a new file begins. As a context it closes its file after an error.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
@@ -65,7 +63,6 @@ class TorchDistWriter:
             self._file.close()
 
     def next_file(self) -> None:
-        """Closes the file; what comes later goes to a new one."""
         if self._file is not None:
             _sync(self._file)
             self._file.close()

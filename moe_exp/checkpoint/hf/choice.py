@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +33,6 @@ def _attention(c: Config) -> str:
     return "grouped"
 
 
-def _qk_norm(c: Config) -> str:
-    return (c.qk_norm_scope if c.qk_norm else "none") if not c.multi_latent_attention else "none"
-
-
-def _head_dim(c: Config) -> str:
-    by_width = c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size
-    return "hidden / heads" if by_width else "free"
-
-
 def _moe_layers(c: Config) -> str:
     layers = c.moe_layers
     if not any(layers):
@@ -50,17 +42,13 @@ def _moe_layers(c: Config) -> str:
     return "after the first" if all(layers[layers.index(True) :]) else "mixed"
 
 
-def _drops(c: Config) -> bool:
-    """Whether a token may be dropped; an expert never gets more than all tokens of a micro-batch."""
-    factor = c.expert_capacity_factor if c.use_moe else None
-    return factor is not None and factor * c.topk < c.num_experts
-
-
 def _routing(c: Config) -> str:
     if not c.use_moe:
         return "none"
-    if c.aux_loss_type == "sinkhorn" or c.force_routing != "none":
-        return "sinkhorn" if c.aux_loss_type == "sinkhorn" else c.force_routing
+    if c.aux_loss_type == "sinkhorn":
+        return "sinkhorn"
+    if c.force_routing != "none":
+        return c.force_routing
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 
@@ -76,40 +64,44 @@ TRAITS: Mapping[str, Trait] = {
     "normalization": Trait(lambda c: c.normalization, "RMSNorm", ("normalization",)),
     "activation": Trait(lambda c: c.activation, "swiglu", ("activation",)),
     "biases": Trait(lambda c: c.add_bias_linear, False, ("add_bias_linear",)),
-    "drops": Trait(_drops, False, ("moe_type", "capacity_factor"), ", which may drop tokens,"),
+    "drops": Trait(  # an expert never gets more than all tokens of a micro-batch
+        lambda c: c.use_moe and (c.expert_capacity_factor or math.inf) * c.topk < c.num_experts, False,
+        ("moe_type", "capacity_factor"), ", which may drop tokens,",
+    ),
     "groups_differ": Trait(
         lambda c: c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk),
-        False,
-        ("topk", "num_router_groups", "router_group_topk"),
+        False, ("topk", "num_router_groups", "router_group_topk"),
     ),
     "attention": Trait(_attention, "grouped", ("multi_latent_attention", "qk_norm")),
-    "qk_norm": Trait(_qk_norm, "none", ("qk_norm", "qk_norm_scope")),
-    "qkv_bias": Trait(lambda c: c.qkv_bias, False, ("qkv_bias",)),
-    "head_dim": Trait(_head_dim, "hidden / heads", ("head_dim", "hidden_size", "num_heads")),
-    "rotary": Trait(
-        lambda c: "whole heads" if c.rotary_fraction == 1 else "a part", "whole heads", ("rotary_fraction",)
+    "qk_norm": Trait(
+        lambda c: c.qk_norm_scope if c.qk_norm and not c.multi_latent_attention else "none", "none",
+        ("qk_norm", "qk_norm_scope"),
     ),
+    "qkv_bias": Trait(lambda c: c.qkv_bias, False, ("qkv_bias",)),
+    "heads_fill_width": Trait(
+        lambda c: c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size, True,
+        ("head_dim", "hidden_size", "num_heads"),
+    ),
+    "rotates_whole_heads": Trait(lambda c: c.rotary_fraction == 1, True, ("rotary_fraction",)),
     "rope": Trait(yarn_is_expressible, True, ("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
     "epsilon": Trait(
         lambda c: c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON, False, ("norm_epsilon",)
     ),
     "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
     "routing": Trait(
-        _routing,
-        "softmax",
+        _routing, "softmax",
         ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
     ),
     "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, ("router_bias_update_rate",)),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, ("num_router_groups",)),
     "number": Trait(
-        lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0),
-        False,
+        lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0), False,
         ("router_top_p", "null_experts"),
     ),
     "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, ("moe_latent_size",)),
     "shared": Trait(_shared, "none", ("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, ("tie_embeddings",)),
-}
+}  # fmt: skip
 
 
 def reasons_against(architecture: Architecture, config: Config) -> list[str]:

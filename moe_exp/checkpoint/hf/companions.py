@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.hf.model_folder import read_json
-from moe_exp.data.tokens.document_ends import DocumentTokens
+from moe_exp.data.tokens.manifests import DocumentTokens
 from moe_exp.data.tokens.tokenizer import (
     USUAL_EOD_TOKENS,
     ids_before_text,
@@ -85,9 +85,7 @@ def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | N
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """The added tokens of a folder's tokenizer.json with ids from `vocab_size`, in their order. ValueError if
-    its own vocabulary has such ids, or ids are missing.
-    """
+    """Added tokens with ids from `vocab_size`, in order; ValueError if not all are added ones."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizer_vocab_size(path)) <= vocab_size:
         return []
@@ -144,9 +142,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like`, but for the ids that the training decided, or writes greedy
-    decoding with the token ids.
-    """
+    """Copies generation_config.json from `like` with the trained ids, or writes one with the token ids."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))
@@ -156,6 +152,8 @@ def write_generation_config(
 
 def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iteration: int) -> None:
     """Writes README.md with what is known: the model and its origin."""
+    parent = source.resolve().parent  # of the iteration's folder
+    run = parent.parent.name if parent.name == "checkpoints" else parent.name
     write_atomically(
         folder / "README.md",
         f"""---
@@ -167,13 +165,7 @@ pipeline_tag: text-generation
 
 A causal language model, {facts}.
 
-Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{_name(source)}`.
+Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{run}`.
 License, training data and evaluation are for its authors to add.
 """,
     )
-
-
-def _name(checkpoint: Path) -> str:
-    """Name of the run or folder that contains an iteration's folder."""
-    parent = checkpoint.resolve().parent
-    return parent.parent.name if parent.name == "checkpoints" else parent.name

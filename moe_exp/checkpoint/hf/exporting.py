@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,29 +30,20 @@ from moe_exp.checkpoint.hf.companions import (
     write_generation_config,
     write_model_card,
 )
-from moe_exp.checkpoint.hf.config_json import fields_of
+from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES, Entry, ShardWriter
-from moe_exp.checkpoint.hf.tensor_rules import (
-    Piece,
-    Theirs,
-    layers_are_stacked,
-    misfits,
-    pieces,
-    taken_apart,
-)
+from moe_exp.checkpoint.hf.tensor_rules import Piece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import trained_documents
+from moe_exp.data.tokens.manifests import trained_documents
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
 
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
-# Rounding it would change the choice of experts; transformers always keeps it in fp32.
-_NEVER_ROUNDED = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -101,13 +93,8 @@ def to_hf(
     config = saved_config(folder)
     architecture = choose_architecture(config)
     planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
-    weights = _Weights(
-        CheckpointReader(folder),
-        planned,
-        main=main_weights,
-        dtype=TORCH_DTYPES[dtype] if dtype else None,
-        are_stacked=layers_are_stacked(config),
-    )
+    of_file = TORCH_DTYPES[dtype] if dtype else None
+    weights = _Weights(CheckpointReader(folder), planned, main=main_weights, dtype=of_file)
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with (
             progress("converting", weights.num_bytes) as advance,
@@ -142,17 +129,19 @@ def to_hf(
     return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
+def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """The config.json of a model, without dtype and token ids."""
+    fields: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    for rule in architecture.fields:
+        fields |= rule.write(config)
+    return fields | {"use_cache": True}
+
+
 class _Weights:
     """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
     def __init__(
-        self,
-        reader: CheckpointReader,
-        planned: list[Piece],
-        *,
-        main: bool,
-        dtype: torch.dtype | None,
-        are_stacked: bool,
+        self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None
     ):
         self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
         name = f"checkpoint={reader.folder}"
@@ -166,44 +155,36 @@ class _Weights:
         if lists := misfits(needed, found, unused):
             fix = "use another checkpoint of the run"
             single_layers, single_experts = single_styles(unused)
-            if single_experts or (are_stacked and single_layers):
-                layers = "stacked" if are_stacked else "single"  # dense and MoE layers cannot be stacked
+            are_single, _ = single_styles(needed)  # dense and MoE layers cannot be stacked
+            if single_experts or (single_layers and not are_single):
+                layers = "single" if are_single else "stacked"
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
                 fix = f"stack them first, {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
-    def _stored(self, key: str) -> StoredTensor | None:
-        copies = [self.reader.tensors.get(prefix + key) for prefix in _MAIN] if self.main else []
-        return next((copy for copy in copies if copy), self.reader.tensors.get(key))
-
-    @property
-    def usual_dtype(self) -> torch.dtype:
-        """Type of most written weights."""
-        stored = self._stored(self.planned[0].key)
+        stored = self._stored(planned[0].key)
         assert stored is not None
-        return self.dtype or stored.dtype
+        self.usual_dtype = dtype or stored.dtype  # of most written weights
+        self.entries = [  # all tensors to write, in order
+            Entry(part.name, part.shape, self.dtype_of(piece, part))
+            for piece in planned
+            for part in piece.theirs
+        ]
+        self.num_bytes = sum(entry.num_bytes for entry in self.entries)
+
+    def _stored(self, key: str) -> StoredTensor | None:
+        names = [prefix + key for prefix in (*_MAIN, "")] if self.main else [key]
+        return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
 
     def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
         """Type in which a tensor is written."""
         stored = self._stored(piece.key) if piece.key else None
-        if part.name.endswith(_NEVER_ROUNDED):
+        # rounding it would change the choice of experts; transformers always keeps it in fp32
+        if part.name.endswith("e_score_correction_bias"):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
-
-    @property
-    def entries(self) -> list[Entry]:
-        """All tensors to write, in order."""
-        return [
-            Entry(part.name, part.shape, self.dtype_of(piece, part))
-            for piece in self.planned
-            for part in piece.theirs
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
 
     def values(self, piece: Piece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
@@ -223,8 +204,8 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
     shapes, num_bytes = [part.shape for part in piece.theirs], 0
     parts: Iterable[Tensor] = map(torch.zeros, shapes)
     if piece.key:  # it has an effect
-        values = weights.values(piece)
-        ours = values if piece.factor == 1 else values.float() * piece.factor
+        ours = weights.values(piece)
+        ours = ours if piece.factor == 1 else ours.float() * piece.factor
         parts = taken_apart(piece.join, ours, shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
         dtype = weights.dtype_of(piece, part)
@@ -247,8 +228,8 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
-        there = f"TOKENIZER={config.tokenizer} is not there"
-        why = there if config.tokenizer else "the checkpoint names none"
+        named = config.tokenizer
+        why = f"TOKENIZER={named} is not there" if named else "the checkpoint names none"
         fix = "give --tokenizer, or copy its files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:

@@ -36,17 +36,13 @@ class Architecture:
         return any("routed_scaling_factor" in rule.names for rule in self.fields)
 
 
-_BIAS = "biases in the attention projections are not supported"
-_ACTIVATION = "other activations than SwiGLU are not supported"
-
-
 _LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
     FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: longest_sample(c)}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
-    must_be("hidden_act", "silu", because=_ACTIVATION),
+    must_be("hidden_act", "silu", because="other activations than SwiGLU are not supported"),
 )  # fmt: skip
 
 
@@ -55,10 +51,10 @@ def _common(*, theta: float = 10000.0, fraction: float | None = None) -> tuple[F
     return (*_SIZES, rope(theta, fraction=fraction), epsilon, tied)
 
 
-_HEADS = (rules.key_value_heads(), rules.head_dim())
+_HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always divides, regardless of config.json
-_HEADS_BY_WIDTH = (rules.key_value_heads(), FieldRule(("head_dim",), rules.head_dim().read, lambda c: {}))
-_NO_BIAS = must_be("attention_bias", False, because=_BIAS)
+_HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
+_NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
 _TOPK = same("num_experts_per_tok", "topk")
 _DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 _EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
@@ -134,10 +130,8 @@ _EXPERT_BIAS = (
 
 
 def _shared_names(name: str) -> dict[str, str]:
-    return {f"mlp.{name}.{part}.weight": "D S" if part == "down_proj" else "S D" for part in _PROJECTIONS}
-
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+    sizes = {"gate_proj": "S D", "up_proj": "S D", "down_proj": "D S"}
+    return {f"mlp.{name}.{part}.weight": size for part, size in sizes.items()}
 
 
 def _shared(name: str) -> tuple[TensorRule, ...]:
@@ -172,7 +166,6 @@ _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 _SOFTMAX = {"router_score": "softmax"}
 _DENSE_MODEL = {"use_moe": False}
 _EITHER = (False, True)
-_HEAD_DIMS = ("hidden / heads", "free")
 _NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": _EITHER}
 _QWEN_TRAITS = {
@@ -189,7 +182,7 @@ MIXTRAL = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": ("softmax, normalized",), "head_dim": _HEAD_DIMS, "tied": _EITHER},
+    traits={"routing": ("softmax, normalized",), "heads_fill_width": _EITHER, "tied": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
         "sliding_window": None, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
@@ -202,7 +195,7 @@ OLMOE = Architecture(
         *_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH,
         same("num_experts|num_local_experts", "num_experts"), _TOPK,
         must_be("clip_qkv", None, because="queries, keys and values are not clipped here"),
-        rules.normalized_weights(), rules.balancing(),
+        rules.NORMALIZED_WEIGHTS, rules.balancing(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
@@ -217,12 +210,12 @@ QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM", "qwen3_moe",
     fields=(
         *_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, _EXPERT_WIDTH,
-        same("num_experts|num_local_experts", "num_experts"), _TOPK, rules.normalized_weights(),
-        rules.dense_layers_by_list(), rules.no_sliding_window(), rules.balancing(),
+        same("num_experts|num_local_experts", "num_experts"), _TOPK, rules.NORMALIZED_WEIGHTS,
+        rules.DENSE_LAYERS_BY_LIST, rules.no_sliding_window(), rules.balancing(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True},
-    traits=_QWEN_TRAITS | {"qk_norm": ("head",), "head_dim": _HEAD_DIMS},
+    traits=_QWEN_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
     defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
     null=_QWEN_MOE_NULL,
 )  # fmt: skip
@@ -230,8 +223,7 @@ QWEN3_MOE = Architecture(
 
 def _read_shared_expert(fields: rules.Fields) -> rules.Settings:
     size = rules.given(fields, "shared_expert_intermediate_size")
-    if rules.given(fields, "shared_expert_is_zero", False):
-        size = 0
+    size = 0 if rules.given(fields, "shared_expert_is_zero", False) else size
     return {"shared_expert_size": size, "shared_expert_gate": size > 0}
 
 
@@ -254,8 +246,8 @@ QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM", "qwen2_moe",
     fields=(
         *_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, _EXPERT_WIDTH,
-        _SHARED_EXPERT, same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.normalized_weights(),
-        rules.dense_layers_by_list(), rules.no_sliding_window(), rules.balancing(),
+        _SHARED_EXPERT, same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.NORMALIZED_WEIGHTS,
+        rules.DENSE_LAYERS_BY_LIST, rules.no_sliding_window(), rules.balancing(),
     ),
     tensors=(
         *_MODEL, *_ATTENTION, *_QKV_BIAS, *_DENSE, *_EXPERTS, *_shared("shared_expert"), *_SHARED_GATE
@@ -270,8 +262,8 @@ QWEN2_MOE = Architecture(
 )  # fmt: skip
 _DEEPSEEK_FIELDS = (
     _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_local_experts", "num_experts"), _TOPK,
-    rules.shared_experts_by_number(), rules.first_dense_layers(), rules.sigmoid_routing(),
-    rules.limited_groups(), rules.balancing("aux_loss_alpha"),
+    rules.SHARED_EXPERTS_BY_NUMBER, rules.FIRST_DENSE_LAYERS, rules.SIGMOID_ROUTING,
+    rules.LIMITED_GROUPS, rules.balancing("aux_loss_alpha"),
 )  # fmt: skip
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
@@ -281,7 +273,7 @@ _DEEPSEEK_TRAITS = {
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
     fields=(
-        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.latent_attention(),
+        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION,
         # in the original config.json; vLLM reads topk_method, too
         must_be("scoring_func", "sigmoid", because="DeepSeek-V3 scores by sigmoid"),
         must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
@@ -315,8 +307,8 @@ GLM4_MOE = Architecture(
     ),
     settings={},
     traits=_DEEPSEEK_TRAITS | {
-        "qk_norm": ("none", "head"), "qkv_bias": _EITHER, "rotary": ("whole heads", "a part"),
-        "head_dim": _HEAD_DIMS,
+        "qk_norm": ("none", "head"), "qkv_bias": _EITHER, "rotates_whole_heads": _EITHER,
+        "heads_fill_width": _EITHER,
     },
     predicts_more=True,
     defaults=_DEFAULTS | {
@@ -334,7 +326,7 @@ LLAMA = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_DENSE),
     settings=_DENSE_MODEL,
-    traits=_DENSE_TRAITS | {"head_dim": _HEAD_DIMS},
+    traits=_DENSE_TRAITS | {"heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
         "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
         "attention_bias": False, "mlp_bias": False,
@@ -346,7 +338,7 @@ QWEN3 = Architecture(
     fields=(*_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, rules.no_sliding_window()),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
-    traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": _HEAD_DIMS},
+    traits=_DENSE_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
         "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False,
         "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,

@@ -69,31 +69,24 @@ def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
     return FieldRule((name,), read, lambda c: {name: allowed[0]})
 
 
-def key_value_heads() -> FieldRule:
-    """`num_key_value_heads`, by default the number of heads."""
-    name = "num_key_value_heads"
-    return FieldRule(
-        (name,),
-        lambda f: {"num_query_groups": given(f, name, given(f, "num_attention_heads"))},
-        lambda c: {name: c.num_query_groups},
-    )
+KEY_VALUE_HEADS = FieldRule(
+    ("num_key_value_heads",),
+    lambda f: {"num_query_groups": given(f, "num_key_value_heads", given(f, "num_attention_heads"))},
+    lambda c: {"num_key_value_heads": c.num_query_groups},
+)
 
 
-def head_dim() -> FieldRule:
-    """`head_dim`, read as 0 if it is HIDDEN_SIZE / NUM_HEADS, but always written."""
+def _read_head_dim(fields: Fields) -> Settings:
+    by_width = given(fields, "hidden_size") // given(fields, "num_attention_heads")
+    size = given(fields, "head_dim", by_width)
+    return {"head_dim": 0 if size == by_width else size}
 
-    def read(fields: Fields) -> Settings:
-        by_width = given(fields, "hidden_size") // given(fields, "num_attention_heads")
-        size = given(fields, "head_dim", by_width)
-        return {"head_dim": 0 if size == by_width else size}
 
-    return FieldRule(("head_dim",), read, lambda c: {"head_dim": c.kv_channels})
+HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels})
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Refuses sliding window attention, which Megatron's local attention lacks, unless it is switched off by
-    `use_sliding_window`. Mixtral has no such switch (`switched` False) and uses its window.
-    """
+    """Refuses sliding windows unless `use_sliding_window`, which Mixtral lacks (`switched`), is false."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
@@ -108,35 +101,35 @@ def no_sliding_window(*, switched: bool = True) -> FieldRule:
     return FieldRule(names, read, lambda c: {})
 
 
-def normalized_weights() -> FieldRule:
-    """`norm_topk_prob`: softmax weights divided by their sum equal a softmax over the top-k."""
-    name = "norm_topk_prob"
-    return FieldRule(
-        (name,),
-        lambda f: {"router_pre_softmax": not given(f, name)},
-        lambda c: {name: not c.router_pre_softmax or c.router_normalize == "true"},
-    )
+# softmax weights divided by their sum equal a softmax over the top-k
+NORMALIZED_WEIGHTS = FieldRule(
+    ("norm_topk_prob",),
+    lambda f: {"router_pre_softmax": not given(f, "norm_topk_prob")},
+    lambda c: {"norm_topk_prob": not c.router_pre_softmax or c.router_normalize == "true"},
+)
 
 
-def dense_layers_by_list() -> FieldRule:
-    """`mlp_only_layers` and `decoder_sparse_step` of the Qwen family."""
-
-    def read(fields: Fields) -> Settings:
-        step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
-        num_layers = given(fields, "num_hidden_layers")
-        if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
-            rule = f"must name layers of {num_layers}"
-            raise refuse("mlp_only_layers", sorted(dense), rule, "correct the config.json")
-        return layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
-
-    def write(config: Config) -> dict[str, Any]:
-        dense = [layer for layer, is_moe in enumerate(config.moe_layers) if not is_moe]
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-    return FieldRule(("mlp_only_layers", "decoder_sparse_step"), read, write)
+def _read_dense_layers(fields: Fields) -> Settings:
+    step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
+    num_layers = given(fields, "num_hidden_layers")
+    if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
+        rule = f"must name layers of {num_layers}"
+        raise refuse("mlp_only_layers", sorted(dense), rule, "correct the config.json")
+    return _layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
 
-def layer_settings(is_moe: list[bool]) -> Settings:
+# of the Qwen family
+DENSE_LAYERS_BY_LIST = FieldRule(
+    ("mlp_only_layers", "decoder_sparse_step"),
+    _read_dense_layers,
+    lambda c: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, moe in enumerate(c.moe_layers) if not moe],
+    },
+)
+
+
+def _layer_settings(is_moe: list[bool]) -> Settings:
     """The shortest settings for which layers are MoE."""
     if not any(is_moe):
         fix = "convert it as a dense architecture"
@@ -147,43 +140,39 @@ def layer_settings(is_moe: list[bool]) -> Settings:
     return {"moe_layer_freq": ",".join(str(int(bit)) for bit in is_moe), "first_k_dense": 0}
 
 
-def first_dense_layers() -> FieldRule:
-    """`first_k_dense_replace` of the DeepSeek family."""
-    name = "first_k_dense_replace"
-    return FieldRule(
-        (name,),
-        lambda f: layer_settings([layer >= given(f, name) for layer in range(given(f, "num_hidden_layers"))]),
-        lambda c: {name: c.moe_layers.index(True)},
-    )
+# of the DeepSeek family, as the next four
+FIRST_DENSE_LAYERS = FieldRule(
+    ("first_k_dense_replace",),
+    lambda f: _layer_settings(
+        [i >= given(f, "first_k_dense_replace") for i in range(given(f, "num_hidden_layers"))]
+    ),
+    lambda c: {"first_k_dense_replace": c.moe_layers.index(True)},
+)
+# each as wide as a routed one: here one shared expert of their total width
+SHARED_EXPERTS_BY_NUMBER = FieldRule(
+    ("n_shared_experts",),
+    lambda f: {"shared_expert_size": given(f, "n_shared_experts") * given(f, "moe_intermediate_size")},
+    lambda c: {"n_shared_experts": c.shared_expert_size // c.expert_ffn_size},
+)
 
 
-def shared_experts_by_number() -> FieldRule:
-    """`n_shared_experts`, each as wide as a routed one, as one shared expert of their total width."""
-    name = "n_shared_experts"
-    return FieldRule(
-        (name,),
-        lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
-        lambda c: {name: c.shared_expert_size // c.expert_ffn_size},
-    )
+def _read_groups(fields: Fields) -> Settings:
+    groups, used = given(fields, "n_group"), given(fields, "topk_group")
+    if groups <= 1:
+        return {"num_router_groups": 0, "router_group_topk": 0}
+    if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
+        rule = "groups of experts are compared by num_experts_per_tok / topk_group of their experts"
+        fix = "convert a model where num_experts_per_tok is twice topk_group"
+        raise refuse("topk_group", used, f"{rule}, which is not the 2 of transformers", fix)
+    return {"num_router_groups": groups, "router_group_topk": used}
 
 
-def limited_groups() -> FieldRule:
-    """`n_group`, `topk_group`. transformers ranks a group by its 2 best, we by TOPK / ROUTER_GROUP_TOPK."""
-
-    def read(fields: Fields) -> Settings:
-        groups, used = given(fields, "n_group"), given(fields, "topk_group")
-        if groups <= 1:
-            return {"num_router_groups": 0, "router_group_topk": 0}
-        if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-            rule = "groups of experts are compared by num_experts_per_tok / topk_group of their experts"
-            fix = "convert a model where num_experts_per_tok is twice topk_group"
-            raise refuse("topk_group", used, f"{rule}, which is not the 2 of transformers", fix)
-        return {"num_router_groups": groups, "router_group_topk": used}
-
-    def write(config: Config) -> dict[str, Any]:
-        return {"n_group": config.num_router_groups or 1, "topk_group": config.router_group_topk or 1}
-
-    return FieldRule(("n_group", "topk_group"), read, write)
+# transformers ranks a group by its 2 best, we by TOPK / ROUTER_GROUP_TOPK
+LIMITED_GROUPS = FieldRule(
+    ("n_group", "topk_group"),
+    _read_groups,
+    lambda c: {"n_group": c.num_router_groups or 1, "topk_group": c.router_group_topk or 1},
+)
 
 
 def groups_score_alike(topk: int, groups: int, used: int) -> bool:
@@ -191,28 +180,17 @@ def groups_score_alike(topk: int, groups: int, used: int) -> bool:
     return groups <= 1 or groups == used or topk // used == 2
 
 
-def sigmoid_routing() -> FieldRule:
-    """DeepSeek-V3's sigmoid scores with a selection bias, updated with its paper's step."""
-
-    def read(fields: Fields) -> Settings:
-        return {
-            "router_score": "sigmoid",
-            "router_normalize": "true" if given(fields, "norm_topk_prob") else "false",
-            "router_scaling_factor": given(fields, "routed_scaling_factor"),
-            "router_bias_update_rate": 1e-3,
-        }
-
-    def write(config: Config) -> dict[str, Any]:
-        return {
-            "norm_topk_prob": config.router_weights_sum is not None,
-            "routed_scaling_factor": config.router_scaling_factor,
-        }
-
-    return FieldRule(("norm_topk_prob", "routed_scaling_factor"), read, write)
-
-
-# The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e. They differ in what T counts.
-_BALANCING = ("aux_loss", "global_aux_loss", "seq_aux_loss")
+# DeepSeek-V3's sigmoid scores with a selection bias, updated with its paper's step
+SIGMOID_ROUTING = FieldRule(
+    ("norm_topk_prob", "routed_scaling_factor"),
+    lambda f: {
+        "router_score": "sigmoid", "router_normalize": "true" if given(f, "norm_topk_prob") else "false",
+        "router_scaling_factor": given(f, "routed_scaling_factor"), "router_bias_update_rate": 1e-3,
+    },
+    lambda c: {
+        "norm_topk_prob": c.router_weights_sum is not None, "routed_scaling_factor": c.router_scaling_factor,
+    },
+)  # fmt: skip
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
@@ -233,7 +211,8 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
 
     def write(config: Config) -> dict[str, Any]:
         losses = config.balancing_losses
-        coefficient = sum(losses.get(kind, 0.0) for kind in _BALANCING)
+        # The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e, for other T.
+        coefficient = sum(losses.get(kind, 0.0) for kind in ("aux_loss", "global_aux_loss", "seq_aux_loss"))
         fields = {} if is_optional and not coefficient else {weight: coefficient}
         fields |= {"seq_aux": "seq_aux_loss" in losses} if is_optional and fields else {}
         return fields | ({"router_z_loss_coef": config.z_loss_coeff} if config.z_loss_coeff else {})
@@ -245,40 +224,41 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
 LATENT_EPSILON = 1e-6
 
 
-def latent_attention() -> FieldRule:
-    """Sizes of multi-head latent attention; `head_dim` and `qk_head_dim` follow from the others."""
-    own = {
-        "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim",
-        "qk_rope_head_dim": "qk_pos_emb_head_dim", "v_head_dim": "v_head_dim",
-    }  # fmt: skip
+_LATENT_SIZES = {
+    "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim", "v_head_dim": "v_head_dim",
+}  # fmt: skip
 
-    def read(fields: Fields) -> Settings:
-        heads = given(fields, "num_attention_heads")
-        if (found := given(fields, "num_key_value_heads", heads)) != heads:
-            rule = "latent attention has as many as heads"
-            raise refuse("num_key_value_heads", found, rule, "correct the config.json")
-        if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
-            rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
-            raise refuse("rms_norm_eps", found, rule)
-        settings = {setting: given(fields, name) for name, setting in own.items()}
-        return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
 
-    def write(config: Config) -> dict[str, Any]:
-        sizes = {name: getattr(config, setting) for name, setting in own.items()}
-        return sizes | {"q_lora_rank": config.q_lora_rank or None, "num_key_value_heads": config.num_heads}
+def _read_latent_attention(fields: Fields) -> Settings:
+    heads = given(fields, "num_attention_heads")
+    if (found := given(fields, "num_key_value_heads", heads)) != heads:
+        rule = "latent attention has as many as heads"
+        raise refuse("num_key_value_heads", found, rule, "correct the config.json")
+    if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
+        rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
+        raise refuse("rms_norm_eps", found, rule)
+    settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
+    return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
 
-    return FieldRule((*own, "q_lora_rank", "num_key_value_heads", "head_dim", "qk_head_dim"), read, write)
+
+LATENT_ATTENTION = FieldRule(  # `head_dim` and `qk_head_dim` follow from the others
+    (*_LATENT_SIZES, "q_lora_rank", "num_key_value_heads", "head_dim", "qk_head_dim"),
+    _read_latent_attention,
+    lambda c: (
+        {name: getattr(c, setting) for name, setting in _LATENT_SIZES.items()}
+        | {"q_lora_rank": c.q_lora_rank or None, "num_key_value_heads": c.num_heads}
+    ),
+)
 
 
 # The rotary embedding: transformers 4 has `rope_theta` and the dictionary `rope_scaling`, transformers 5
 # `rope_parameters`, one dictionary with both. Both are read and written, as serving software reads one or the
 # other.
-_LLAMA3_SEQ_LEN = 8192
-_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # built into Megatron
+_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # built into Megatron, as the length 8192
 _SCALED = {"factor", "original_max_position_embeddings"}
 _YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn": _SCALED | _YARN}
-_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
 def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
@@ -305,7 +285,8 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
             **turned,
         }
 
-    return FieldRule(_NAMES, read, write)
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    return FieldRule(names, read, write)
 
 
 def _merged(fields: Fields) -> dict[str, Any]:
@@ -328,13 +309,12 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
     if kind not in _KNOWN:
         raise refuse("rope_type", kind, f"Megatron has {', '.join(_KNOWN)}")
     if unknown := sorted(set(merged) - _KNOWN[kind] - {"original_max_position_embeddings"}):
-        rule = f"is unknown for the rotary embedding {kind}"
-        raise refuse(unknown[0], merged[unknown[0]], rule)
+        raise refuse(unknown[0], merged[unknown[0]], f"is unknown for the rotary embedding {kind}")
     if kind == "default":
         return {"rope_scaling": "none"}
     original = merged.get("original_max_position_embeddings", given(fields, "max_position_embeddings"))
     if kind == "llama3":
-        for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", _LLAMA3_SEQ_LEN)):
+        for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", 8192)):
             if (found := merged.get(name, original)) != value:
                 raise refuse(name, found, f"Megatron's Llama 3 scaling has {value}")
         return {"rope_scaling": "llama3", "rope_scaling_factor": given(merged, "factor")}

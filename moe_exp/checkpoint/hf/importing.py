@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -18,9 +20,8 @@ from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer, tokens_beyond
-from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
-from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.fields import Settings
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, Piece, joined, joined_shape, misfits, pieces
 from moe_exp.checkpoint.state import CONTENT
@@ -39,11 +40,34 @@ SETTINGS = "settings.env"
 _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
-_USUAL_SEQ_LEN = 8192
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Fields of config.json without effect on what the model computes in evaluation.
+_WITHOUT_EFFECT = {
+    "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
+    "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
+    "transformers_version", "transformers_weights",
+    "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
+    "num_mtp_layers", "resid_pdrop", "embd_pdrop", "initializer_cutoff_factor", "sep_token_id",
+    "tokenizer_class", "finetuning_task", "task_specific_params", "tie_encoder_decoder", "torchscript",
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "prefix", "_commit_hash",
+    "_attn_implementation_autoset", "attn_implementation", "_from_model_config", "moe_router_activation_func",
+}  # fmt: skip
+
+# Plainest value of every setting that affects the computation, before the rules; presets are not used.
+_PLAIN: Settings = {
+    "use_moe": True, "moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0, "moe_layer_freq": "1",
+    "first_k_dense": 0, "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False,
+    "moe_latent_size": 0, "router_score": "softmax", "router_pre_softmax": True, "router_normalize": "auto",
+    "router_scaling_factor": 1.0, "router_bias_update_rate": 0.0, "num_router_groups": 0,
+    "router_group_topk": 0, "force_routing": "none", "aux_loss_type": "aux_loss", "activation": "swiglu",
+    "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False, "qk_norm_scope": "head",
+    "qkv_bias": False, "multi_latent_attention": False, "head_dim": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,12 +80,8 @@ class Imported:
     notes: tuple[str, ...]  # lines for the user
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Pieces, each with the tensors to read: name, and index if all experts are in one tensor."""
-
-    pieces: list[tuple[Piece, list[tuple[str, int | None]]]]
-    num_bytes: int
+# Pieces, each with the tensors to read: name, and index if all experts are in one tensor.
+_Sources = list[tuple[Piece, list[tuple[str, int | None]]]]
 
 
 def from_hf(
@@ -90,22 +110,22 @@ def from_hf(
     settings = settings_of(folder.config, architecture, ignore=ignore_fields)
     config = _config(settings)
     _check_trainable(folder, config)
-    sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
+    sources, source_bytes = _match(folder, architecture, config, drop_mtp=drop_mtp)
     added = tokens_beyond(folder.path, config.vocab_size)
     settings |= {"vocab_size": config.vocab_size + len(added)}
     config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
-    for number, (piece, reads) in enumerate(sources.pieces):
+    for number, (piece, reads) in enumerate(sources):
         if piece.join == "padded":  # a table of the vocabulary, which may have grown
             shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
-            sources.pieces[number] = replace(piece, shape=shape, box=shape), reads
+            sources[number] = replace(piece, shape=shape, box=shape), reads
     stored = _dtype(folder, sources, dtype)
     config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
-    num_bytes = sources.num_bytes
+    num_bytes = source_bytes
     if dtype is not None:
-        num_bytes = sum(math.prod(piece.box) for piece, _ in sources.pieces) * stored.itemsize
+        num_bytes = sum(math.prod(piece.box) for piece, _ in sources) * stored.itemsize
     with (
         folders.new_folder(target, num_bytes=num_bytes) as partial,
-        progress("converting", sources.num_bytes) as advance,
+        progress("converting", source_bytes) as advance,
     ):
         config = _write_companions(folder.path, partial, target, config)
         written = folders.iteration_folder(partial, 0)
@@ -117,6 +137,58 @@ def from_hf(
         _write_settings(partial / SETTINGS, settings, config, target)
     command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
     return Imported(config, architecture.name, command, tuple(_notes(config, added)))
+
+
+def architecture_of(fields: Mapping[str, Any]) -> Architecture:
+    """The architecture that a config.json names; UnsupportedModel if it is not one of ours."""
+    names = fields.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
+    if not names and fields.get("model_type") in by_type:
+        return by_type[fields["model_type"]]
+    fix = f"convert one of {', '.join(ARCHITECTURES)}"
+    raise refuse("architectures", ",".join(names) or "(missing)", "is not supported", fix)
+
+
+def settings_of(
+    fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()
+) -> Settings:
+    """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
+    if fields.get("quantization_config") and "quantization_config" not in ignore:
+        method = fields["quantization_config"].get("quant_method", "some method")
+        fix = "convert weights in bf16, fp16 or fp32"
+        raise refuse("quantization_config", method, "quantized weights are not supported", fix)
+    if fields.get("auto_map") and "auto_map" not in ignore:
+        does = f"what {architecture.name} of transformers does"
+        fix = f"give --ignore-field auto_map where that code computes {does}"
+        raise refuse("auto_map", "{...}", "the model comes with code of its own, which is never run", fix)
+    known = {name for rule in architecture.fields for name in rule.names} | _WITHOUT_EFFECT
+    known |= {"quantization_config", "auto_map"}
+    for name, value in sorted(fields.items()):
+        if name not in known and name not in ignore and value not in (None, False, 0, "", [], {}):
+            fix = f"give --ignore-field {name} where it does not change what the model computes"
+            raise refuse(name, value, f"is unknown for {architecture.name}", fix)
+    # The fields with the defaults of the configuration class, and null replaced by its meaning.
+    completed = dict(architecture.defaults)
+    for name, value in fields.items():
+        if name in ignore:
+            continue
+        if value is None and name in architecture.defaults and name not in architecture.null:
+            rule = f"{architecture.name} of transformers takes no null there"
+            raise refuse(name, "null", rule, f"leave it out for {json.dumps(architecture.defaults[name])}")
+        completed[name] = architecture.null.get(name) if value is None else value
+    settings = _PLAIN | dict(architecture.settings)
+    for of_fields in architecture.fields:
+        try:
+            settings |= of_fields.read(completed)
+        except UnsupportedModel:
+            raise
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            reason = f"{', '.join(of_fields.names)}: cannot be read ({error})"
+            raise UnsupportedModel(f"config.json: {reason}. Fix: correct the config.json.") from None
+    return settings if settings["use_moe"] else settings | {"moe_layer_freq": "1"}
 
 
 def _check_counts(folder: ModelFolder) -> None:
@@ -146,14 +218,15 @@ def _check_trainable(folder: ModelFolder, config: Config) -> None:
     if problems := check_config(named):
         # without the fixes: they change settings, which config.json determines here
         rules = [line.partition(" Fix: ")[0] for line in problems]
-        raise ValueError(
-            "\n".join(f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules)
-        )
+        says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]
+        raise ValueError("\n".join(says))
 
 
-def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool) -> _Sources:
-    """Finds the tensors of every piece; checks that every tensor is used and has its shape."""
-    planned: list[tuple[Piece, list[tuple[str, int | None]]]] = []
+def _match(
+    folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
+) -> tuple[_Sources, int]:
+    """The tensors of every piece, and their bytes; checks that every tensor is used and has its shape."""
+    planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
     for piece in pieces(architecture.tensors, config, scales=architecture.scales):
         if piece.key and piece.alias in folder.weights:
@@ -170,8 +243,7 @@ def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, d
     if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
         fix = "take the config.json that belongs to the weights, or fetch them again"
         raise unusable(folder.path, f"tensors {wrong}", fix)
-    num_bytes = sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
-    return _Sources(planned, num_bytes)
+    return planned, sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
 
 
 def _unused(
@@ -202,13 +274,12 @@ def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.d
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
-    for piece, reads in sources.pieces:
+    for piece, reads in sources:
         by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in reads)
-    if mixed := sorted(key for key, types in by_key.items() if len(types) > 1):
-        types_text = ", ".join(sorted(by_key[mixed[0]]))
-        rule = f"{mixed[0]} would be made of tensors of several types ({types_text})"
+    if mixed := min((key for key, types in by_key.items() if len(types) > 1), default=""):
+        rule = f"{mixed} would be made of tensors of several types ({', '.join(sorted(by_key[mixed]))})"
         raise unusable(folder.path, rule, "give --dtype bf16, fp16 or fp32")
-    (found,) = by_key[sources.pieces[0][0].key]
+    (found,) = by_key[sources[0][0].key]
     return DTYPES[found]
 
 
@@ -221,11 +292,10 @@ def _write_weights(
     advance: Callable[[int], None],
 ) -> None:
     writer = TorchDistWriter(written)
-    for piece, reads in sources.pieces:
+    for piece, reads in sources:
         parts = [folder.read(name, index) for name, index in reads]
         advance(sum(part.numel() * part.element_size() for part in parts))
-        is_joined = len(parts) < len(piece.theirs)
-        values = parts[0] if is_joined else joined(piece.join, parts, config)
+        values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
         # rounding expert_bias would change the choice of experts
         if dtype is not None and not piece.key.endswith("router.expert_bias"):
             values = values.to(TORCH_DTYPES[dtype])
@@ -257,7 +327,7 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
 
 def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
-    if config.seq_len > _USUAL_SEQ_LEN:
+    if config.seq_len > 8192:  # longer than usual
         published = f"SEQ_LEN={config.seq_len} is the length that the model is published for"
         notes.append(f"{published}; give --seq-len to train at another")
     if added:

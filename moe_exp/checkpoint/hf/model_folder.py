@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -70,8 +70,12 @@ class ModelFolder:
         index = self._index()
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._read_header(file)
-        if index is not None:
-            self._compare(index)
+        there = {name: weight.file for name, weight in self.weights.items()}
+        index = there if index is None else index
+        if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
+            said, is_in = (where.get(differing[0], "no file") for where in (index, there))
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise _damaged(path / INDEX, f"says {differing[0]} is in {said}, it is in {is_in}{more}")
 
     def _index(self) -> dict[str, str] | None:
         """File by tensor; None if all tensors are in SINGLE."""
@@ -86,21 +90,18 @@ class ModelFolder:
                 logger.warning("%s: reading %s, as transformers does, and not %s", self.path, SINGLE, INDEX)
             return None
         if not has_index:
-            raise self._no_weights()
+            rule, fix = f"has neither {SINGLE} nor {INDEX}", "fetch the folder again"
+            if others := sorted(path.name for path in self.path.glob("*.safetensors")):
+                rule += f", but {first_few(others, 3)}"
+                fix = f"save the model with save_pretrained of transformers, or {fix}"
+            elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
+                rule = "has pickled weights alone, which can run code when they are read"
+                fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
+            raise unusable(f"SRC={self.path}", rule, fix)
         index = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise _damaged(self.path / INDEX, "has no weight_map")
         return index
-
-    def _no_weights(self) -> ValueError:
-        rule, fix = f"has neither {SINGLE} nor {INDEX}", "fetch the folder again"
-        if others := sorted(path.name for path in self.path.glob("*.safetensors")):
-            rule += f", but {first_few(others, 3)}"
-            fix = f"save the model with save_pretrained of transformers, or {fix}"
-        elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
-            rule = "has pickled weights alone, which can run code when they are read"
-            fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
-        return unusable(f"SRC={self.path}", rule, fix)
 
     def _read_header(self, file: str) -> None:
         if Path(file).name != file:
@@ -112,13 +113,6 @@ class ModelFolder:
                     raise _damaged(self.path, f"{name} is in {self.weights[name].file} and in {file}")
                 entry = opened.get_slice(name)
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
-
-    def _compare(self, index: Mapping[str, str]) -> None:
-        there = {name: weight.file for name, weight in self.weights.items()}
-        if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
-            said, is_in = (where.get(differing[0], "no file") for where in (index, there))
-            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise _damaged(self.path / INDEX, f"says {differing[0]} is in {said}, it is in {is_in}{more}")
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """The values of a tensor, or of one index of its first axis; ValueError if damaged."""
@@ -168,18 +162,6 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _in_files(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    num_bytes = 0
-    for entry in entries:
-        if shards[-1] and num_bytes + entry.num_bytes > max_bytes:
-            shards.append([])
-            num_bytes = 0
-        shards[-1].append(entry)
-        num_bytes += entry.num_bytes
-    return shards
-
-
 class ShardWriter:
     """Writes tensors in the order of `entries` into an existing folder, at most `max_bytes` of them per file;
     a larger tensor gets its own file. `finish` writes the index if there is more than one file.
@@ -187,7 +169,14 @@ class ShardWriter:
 
     def __init__(self, folder: Path, entries: Sequence[Entry], *, max_bytes: int):
         self.folder = folder
-        self._shards = _in_files(entries, max_bytes)
+        self._shards: list[list[Entry]] = [[]]
+        num_bytes = 0  # of the last shard
+        for entry in entries:
+            if self._shards[-1] and num_bytes + entry.num_bytes > max_bytes:
+                self._shards.append([])
+                num_bytes = 0
+            self._shards[-1].append(entry)
+            num_bytes += entry.num_bytes
         self._expected = [(index, entry) for index, shard in enumerate(self._shards) for entry in shard]
         self._next = 0
         self._file: IO[bytes] | None = None
@@ -229,8 +218,7 @@ class ShardWriter:
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file = (self.folder / self._name(index)).open("wb")
-        self._open_index = index
+        self._file, self._open_index = (self.folder / self._name(index)).open("wb"), index
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def _name(self, index: int) -> str:

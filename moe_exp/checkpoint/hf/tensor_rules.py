@@ -18,7 +18,7 @@ Ways to join, all reversible:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +40,6 @@ class TensorRule:
     # tensor with all experts along its first axis
     alias: str = ""
     weighted: bool = False  # the router weights multiply what it computes
-    per_expert: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_expert", any("{expert}" in name for name in self.theirs))
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
@@ -141,15 +137,8 @@ class Piece:
     factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
 
 
-def layers_are_stacked(config: Config) -> bool:
-    """Whether a checkpoint stores all layers as one tensor; Megatron's condition."""
-    return len(set(config.moe_layers)) == 1
-
-
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[Piece]:
-    """All tensors of the model: the embedding, layer by layer, then the rest. `scales`: config.json has a
-    field for ROUTER_SCALING_FACTOR.
-    """
+    """All tensors, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
     yield from _pieces_of(embedding, config, sizes)
@@ -169,12 +158,13 @@ def _pieces_of(
     of_layer: list[tuple[int, int]] = []  # index and size of the axis that counts layers
     if layer is not None:
         before, in_model = f"model.layers.{layer}.", "decoder.layers."
-        if layers_are_stacked(config):
+        if len(set(config.moe_layers)) == 1:  # Megatron's condition for one tensor with all layers
             of_layer = [(layer, config.num_layers)]
         else:
             in_model += f"{layer}."
         key = in_model + key if key else ""
-    for expert in range(config.num_experts) if rule.per_expert else (None,):
+    is_per_expert = any("{expert}" in name for name in rule.theirs)
+    for expert in range(config.num_experts) if is_per_expert else (None,):
         theirs = tuple(
             Theirs(before + name.format(expert=expert), tuple(sizes[letter] for letter in letters.split()))
             for name, letters in rule.theirs.items()

@@ -68,9 +68,7 @@ def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """The folders of the checkpoints that paths mean, in order: of a run or checkpoints folder all, or its
-    `last`. ValueError if there is none, or one is there twice.
-    """
+    """Folders of the checkpoints that paths mean, of a run all or its `last`; ValueError if one is twice."""
     if last < 0:
         raise setting_error("last", last, "must not be negative", "give the number of checkpoints")
     found: list[Path] = []
@@ -86,19 +84,13 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
 def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
-    """Writes the average of the weights as a checkpoint without optimizer, of the last one's iteration.
+    """Writes the average of the weights of `sources`, iterations' folders of any layout, the oldest first, as
+    a checkpoint without optimizer, of the last one's iteration. `of_ema`: of the averages that the run kept
+    (EMA_DECAY), and the expert bias, which has none. ValueError if they are not of one model, or have no such
+    average, or as of `reshape`.
 
     Values are added in fp64 and rounded once; where all checkpoints have fp32 main weights, those are added.
     What is no floating-point number is the last one's. In memory is one box of each checkpoint.
-
-    Args:
-        sources: folders of iterations, the oldest first, in any layout and style.
-        target: checkpoints folder to make.
-        weights: one for each.
-        of_ema: average the averages that the run kept (EMA_DECAY), and the expert bias, which has none.
-
-    Raises:
-        ValueError: the checkpoints are not of one model, or have no such average, or as of `reshape`.
     """
     keep_bytes = KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]

@@ -17,7 +17,6 @@ from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
-_LONGEST_VALUE = 80  # characters
 _PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # do not affect numbers
 _MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything does
 
@@ -188,4 +187,4 @@ def print_comparison(found: Comparison, *, top: int) -> None:
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -25,26 +25,17 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
-from moe_exp.runs.run_folder import LATEST
 
 # Router buffers, which no optimizer trains and Megatron keeps in fp32.
 BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", *LOSS_STATE)
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
-def checkpoints_folder(path: Path) -> Path | None:
-    """`path` if it is a checkpoints folder, or that of the run folder `path`; None if it is neither."""
-    for folder in (path, path / "checkpoints"):
-        if (folder / LATEST).exists() or folders.iterations(folder):
-            return folder
-    return None
-
-
 def chosen(path: Path, iteration: int | None = None) -> Path:
     """Checkpoint folder that a path, and an iteration if given, select; ValueError if there is none."""
     if iteration is None:
         return folders.one_checkpoint(path)
-    name, folder = f"iteration={iteration}", checkpoints_folder(path)
+    name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
     if folder is None:
         fix = "omit --iteration, or name the folder of a run"
         raise folders.unusable(name, f"{path} is no checkpoints folder", fix)
@@ -74,6 +65,11 @@ def describe(folder: Path) -> dict[str, Any]:
     if tokens is None and samples is not None and "seq_len" in config:
         tokens = samples * config["seq_len"]
     kept = states(reader) or ["in a form of its layout"] * any(map(is_optimizer, reader.tensors))
+    schedule = common.get("scheduler") or common.get("opt_param_scheduler")
+    if isinstance(schedule, Mapping):
+        schedule = {name: value for name, value in schedule.items() if isinstance(value, int | float | str)}
+    else:
+        schedule = None
     return {
         "path": str(folder),
         "iteration": iteration_of(folder, common),
@@ -94,7 +90,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "checksums": manifest is not None,
         "valid_loss": facts.get("valid_loss"),
         "versions": common.get("versions") or facts.get("versions"),
-        "schedule": _schedule(common),
+        "schedule": schedule,
         "data": progress.get("sample_order"),
     }
 
@@ -168,13 +164,6 @@ def _state(folder: Path) -> str:
         return "without checksums" if (folder / "metadata.json").is_file() else "damaged: no metadata.json"
     first = next(folders.damages(folder, manifest.files, checksums=False), None)
     return f"damaged: {first}" if first else "whole"
-
-
-def _schedule(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    scheduler = common.get("scheduler") or common.get("opt_param_scheduler")
-    if not isinstance(scheduler, Mapping):
-        return None
-    return {name: value for name, value in scheduler.items() if isinstance(value, int | float | str)}
 
 
 def print_info(report: Mapping[str, Any]) -> None:

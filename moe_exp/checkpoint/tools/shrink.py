@@ -69,7 +69,11 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
         loaded = _load(path)
         tensors = _tensors_of(loaded)
     except Exception as error:  # a damaged or foreign file can raise anything in the unpickler
-        return ShrunkFile(path, before, before, _reason(error))
+        text = " ".join(str(error).split())
+        reason = text if isinstance(error, _Unsupported) else "is no file of torch.save, or damaged"
+        if named := text.partition("Unsupported global: GLOBAL ")[2].split():
+            reason = f"holds more than tensors and plain containers ({named[0]}), and is not read"
+        return ShrunkFile(path, before, before, reason)
     compact = _Compact(tensors)
     if compact.gain_bytes <= 0:
         return ShrunkFile(path, before, before)
@@ -111,16 +115,6 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files from before torch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "Unsupported global: GLOBAL " in text:
-        name = text.partition("Unsupported global: GLOBAL ")[2].split()[0]
-        return f"holds more than tensors and plain containers ({name}), and is not read"
-    if isinstance(error, _Unsupported):
-        return text
-    return "is no file of torch.save, or damaged"
 
 
 class _Unsupported(ValueError):

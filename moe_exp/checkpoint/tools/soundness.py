@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.fingerprints import Fingerprints, fingerprints_of, shown
@@ -17,12 +16,8 @@ from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor
 from moe_exp.host.progress import progress
 
-
-class Finding(NamedTuple):
-    """One problem. Those of one `cause`, a damaged file or a kind of damage, follow from each other."""
-
-    cause: str
-    text: str
+# Cause and text of a problem. Those of one cause, a damaged file or a kind of damage, follow from each other.
+Finding = tuple[str, str]
 
 
 @dataclass
@@ -51,20 +46,20 @@ class Verification:
             # a run treats ours as damaged without it; Megatron-LM's have neither
             if "versions" in reader.common() and manifest is None:
                 missing = str(self.folder / folders.MANIFEST)
-                yield Finding(missing, f"{missing}: is missing")
+                yield missing, f"{missing}: is missing"
             for stored in reader.tensors.values():
                 if problem := layout_problem(stored):
-                    yield Finding("places of chunks", f"{self.folder}: {stored.key} {problem}")
+                    yield "places of chunks", f"{self.folder}: {stored.key} {problem}"
             yield from self._unreadable(reader)
             yield from self._disagreements(reader)
         except ValueError as error:
-            yield Finding(str(error).partition(": ")[0], str(error))  # which begins with a path
+            yield str(error).partition(": ")[0], str(error)  # which begins with a path
 
     def _damages(self, manifest: Manifest) -> Iterator[Finding]:
         with progress("checksums", manifest.num_bytes) as advance:
             for name, entry in manifest.files.items():
                 for text in folders.damages(self.folder, {name: entry}):
-                    yield Finding(str(self.folder / name), text)
+                    yield str(self.folder / name), text
                 advance(int(entry["bytes"]))
                 self.num_files += 1
 
@@ -73,12 +68,18 @@ class Verification:
             for stored in reader.tensors.values():
                 yield from self._bad_chunks(reader, stored, advance)
                 self.num_tensors += 1
-        yield from self._other_values()
+        # without tensors that are not stored under their fingerprint's key: `reshape` may rename experts'
+        shares = fingerprints.added(self._shares)
+        for name, saved in (fingerprints.read(self.folder) or {}).items():
+            found = shares.get(name, saved)
+            if found.num_values == saved.num_values and found != saved:
+                rule = "is not what was in memory when it was saved, by its fingerprint"
+                yield "fingerprints", f"{self.folder}: {shown(name)} {rule}"
         for key in reader.objects:
             try:
                 reader.read_object(key)
             except ValueError as error:
-                yield Finding(str(self.folder / reader.objects[key].file), f"{key}: {error}")
+                yield str(self.folder / reader.objects[key].file), f"{key}: {error}"
 
     def _bad_chunks(
         self, reader: CheckpointReader, stored: StoredTensor, advance: Callable[[int], None]
@@ -90,20 +91,11 @@ class Verification:
                 self._shares.append(fingerprints_of([(stored.key, values, chunk.offsets)]))
                 if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
                     cause = "values that are not finite"
-                    yield Finding(cause, f"{file}: {place} has {cause}")
+                    yield cause, f"{file}: {place} has {cause}"
             except ValueError as error:
-                yield Finding(file, f"{place}: {error}")
+                yield file, f"{place}: {error}"
             advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
             self.num_chunks += 1
-
-    def _other_values(self) -> Iterator[Finding]:
-        """Skips tensors not stored under their fingerprint's key: `reshape` may rename those of experts."""
-        shares = fingerprints.added(self._shares)
-        for name, saved in (fingerprints.read(self.folder) or {}).items():
-            found = shares.get(name)
-            if found is not None and found.num_values == saved.num_values and found != saved:
-                rule = "is not what was in memory when it was saved, by its fingerprint"
-                yield Finding("fingerprints", f"{self.folder}: {shown(name)} {rule}")
 
     def _disagreements(self, reader: CheckpointReader) -> Iterator[Finding]:
         weights = logical_tensors(reader)
@@ -111,13 +103,13 @@ class Verification:
             of_state = logical_tensors(reader, state)
             for name in of_state.keys() - weights.keys():
                 text = f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
-                yield Finding(f"{state} without weights", text)
-            for name, tensor in of_state.items():
-                weight = weights.get(name)
-                if weight is not None and tensor.shape != weight.shape:
+                yield f"{state} without weights", text
+            for name in filter(weights.__contains__, of_state):
+                weight, tensor = weights[name], of_state[name]
+                if tensor.shape != weight.shape:
                     shapes = f"{list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
-                    yield Finding(f"shapes of {state}", f"{self.folder}: {name} has the shape {shapes}")
-                elif weight is not None and state == "param":
+                    yield f"shapes of {state}", f"{self.folder}: {name} has the shape {shapes}"
+                elif state == "param":
                     yield from self._unequal_main_weights(weight, tensor)
 
     def _unequal_main_weights(self, weight: LogicalTensor, main: LogicalTensor) -> Iterator[Finding]:
@@ -128,8 +120,7 @@ class Verification:
         differing = int((ours != theirs).logical_and_(ours.eq(ours)).sum())
         if differing:
             values = f"{differing} of {ours.numel()} values of {weight.name}"
-            text = f"{self.folder}: {values} are not the optimizer's main weights, rounded"
-            yield Finding("main weights", text)
+            yield "main weights", f"{self.folder}: {values} are not the optimizer's main weights, rounded"
 
 
 def layout_problem(stored: StoredTensor) -> str:

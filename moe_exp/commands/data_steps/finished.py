@@ -1,7 +1,4 @@
-"""`moe-exp data push`, `pull`, `inspect` and `verify`: what is done with finished outputs.
-
-The library is imported by the commands that use it: `moe-exp --help` answers at once.
-"""
+"""`moe-exp data push`, `pull`, `inspect` and `verify`, of finished outputs."""
 
 from __future__ import annotations
 
@@ -81,12 +78,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from moe_exp.data.inspect.verification import compare, verify
 
-    if arguments.against:
-        findings = iter([compare(arguments.path, arguments.against, text_field=arguments.text_field)])
-    else:
-        findings = iter(verify(arguments.path))
     code = 0
-    for finding in findings:  # each is printed as soon as it is known
+    other, field = arguments.against, arguments.text_field
+    # each is printed as soon as it is known
+    for finding in [compare(arguments.path, other, text_field=field)] if other else verify(arguments.path):
         print(f"{finding.name}: {finding.problem or 'ok, ' + finding.facts}", flush=True)
         code |= bool(finding.problem)
     return code

@@ -12,7 +12,6 @@ from moe_exp.commands.guard import UNDER_WAY
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_MOST_DIGITS = 20
 
 
 def add(parser: Any, flag: str, **options: Any) -> None:
@@ -29,27 +28,25 @@ def add_text_documents(parser: Any) -> None:
 def memory_bytes(text: str) -> int:
     """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in _UNITS or len(match[1]) > _MOST_DIGITS:
-        rule = "must be a number with KB, MB, GB, MiB or GiB"
-        raise argparse.ArgumentTypeError(f"memory={text}: {rule}. Fix: give 256MB.")
+    if not match or match[2] not in _UNITS or len(match[1]) > 20:
+        rule = "must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB"
+        raise argparse.ArgumentTypeError(f"memory={text}: {rule}.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def add_execution(group: Any, what_tasks: str) -> None:
     """Adds the arguments of `execution_of`, and --tasks."""
     add(group, "--executor", default="local", metavar="NAME", help="local, slurm or ray (default: local)")
-    add(group, "--tasks", type=int, metavar="N", help=what_tasks)
-    about = "tasks at a time (default: the cores here; no limit elsewhere)"
-    add(group, "--workers", type=int, metavar="N", help=about)
+    number: Any = {"type": int, "metavar": "N"}
+    add(group, "--tasks", **number, help=what_tasks)
+    add(group, "--workers", **number, help="tasks at a time (default: the cores here; no limit elsewhere)")
     add(group, "--partition", help="of the SLURM jobs")
     add(group, "--time", default="24:00:00", help="limit of a SLURM job (default: 24:00:00)")
     add(group, "--qos", help="of the SLURM jobs")
-    about = "of a SLURM job or Ray task (default: 1)"
-    add(group, "--cpus-per-task", type=int, default=1, metavar="N", help=about)
+    add(group, "--cpus-per-task", default=1, **number, help="of a SLURM job or Ray task (default: 1)")
     about = "of a SLURM job or Ray task (default: 4)"
     add(group, "--mem-per-cpu", type=int, default=4, metavar="GB", help=about)
-    about = "the cluster's MaxArraySize (default: 1001)"
-    add(group, "--max-array-size", type=int, default=1001, metavar="N", help=about)
+    add(group, "--max-array-size", default=1001, **number, help="the cluster's MaxArraySize (default: 1001)")
     about = "another option of sbatch; may be repeated"
     add(group, "--sbatch", action="append", default=[], metavar="NAME=VALUE", help=about)
 

@@ -1,14 +1,21 @@
-"""`moe-exp data tokenize` (also moe_exp/scripts/preprocess_data.py) and `moe-exp data train-tokenizer`."""
+"""`moe-exp data tokenize` (also moe_exp/scripts/preprocess_data.py), `train-tokenizer` and `mix`."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import time
 from pathlib import Path
 
-from moe_exp.commands.data_steps.shared import add_execution, add_text_documents, execution_of, under_way
+from moe_exp.commands.data_steps.shared import (
+    add_execution,
+    add_text_documents,
+    execution_of,
+    memory_bytes,
+    under_way,
+)
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
@@ -38,6 +45,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_tokenize(subparsers.add_parser("tokenize", help=about))
     about = "a byte-level BPE from files of documents, as a folder for AutoTokenizer"
     _add_train(subparsers.add_parser("train-tokenizer", help=about))
+    about = "prepare and tokenize the sources of a mixture, with weights and a datasheet"
+    _add_mix(subparsers.add_parser("mix", help=about))
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +112,30 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_train)
 
 
+def _add_mix(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Downloads, filters, shuffles and tokenizes every source of a mixture.yaml (docs/corpus.md),"
+        " computes their weights, and writes DATA_DIR/NAME with token files and datasheet.md. Called"
+        f" again, it resumes where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way."
+    )
+    add = parser.add_argument
+    add("mixture", type=Path, help="mixture.yaml")
+    add("--name", help="of the mixture (default: the file's name)")
+    add("--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
+    add("--start-over", action="store_true", help="make everything again but the downloads")
+    about = "make this source again; may be repeated"
+    add("--start-over-source", action="append", default=[], metavar="NAME", help=about)
+    add("--download-again", action="store_true", help="fetch the files again too")
+    add("--dry-run", action="store_true", help="print files, disk and time of each source, and write nothing")
+    about = "of a task of the shuffle, as in 8GB (default: a quarter of what is left for all of them)"
+    add("--memory", type=memory_bytes, metavar="SIZE", help=about)
+    group = parser.add_argument_group("where the tasks run")
+    add_execution(group, "number of chunks of a source (default: one per input file, at most 64)")
+    about = "tasks of a shuffle (default: 1; on SLURM and Ray as many as chunks if over 50 GB)"
+    group.add_argument("--shuffle-tasks", type=int, metavar="N", help=about)
+    parser.set_defaults(run=_mix)
+
+
 def _tokenize(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     if arguments.split_sentences:
@@ -161,4 +194,33 @@ def _train(arguments: argparse.Namespace) -> int:
     rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}
     print_summary(f"train-tokenizer: {arguments.out}", rows | {"tokens": manifest["vocab_size"]})
     print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(str(arguments.out))}")
+    return 0
+
+
+def _mix(arguments: argparse.Namespace) -> int:
+    from moe_exp.data.mixture.mix import Mixing, mix, read_mixture
+    from moe_exp.data.prepare import plan
+
+    names = ("data_dir", "tasks", "shuffle_tasks", "start_over", "download_again")
+    mixing = Mixing(
+        arguments.name or arguments.mixture.stem,
+        read_mixture(arguments.mixture),
+        execution=execution_of(arguments),
+        shuffle={"memory_bytes": arguments.memory},
+        start_over_sources=tuple(arguments.start_over_source),
+        workers=arguments.workers or os.cpu_count() or 1,
+        **{name: getattr(arguments, name) for name in names},
+    )
+    if arguments.dry_run:
+        preparations = mixing.preparations()
+        mixing.tokenizer()  # for what may be wrong with it
+        for wanted in preparations.values():
+            plan(wanted)
+        return 0
+    facts = mix(mixing)
+    if facts is None:
+        return under_way()
+    print(f"datasheet: {mixing.folder / 'datasheet.md'}")
+    for_training = ("train_data", "valid_data", "vocab_size", "tokenizer")
+    print(*(f"{name.upper()}={shlex.quote(str(facts[name]))}" for name in for_training))
     return 0

@@ -9,25 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import ExactParser, positive_options, print_json
+from moe_exp.commands.guard import add_command, positive_options, print_json
+from moe_exp.commands.plan import settings
 from moe_exp.commands.plan.settings import (
     FAILURE_FLAGS,
     add_settings,
     budget,
     check_new_file,
-    hardware_and_constants,
-    loaded,
-    refuse,
     refuse_settings,
-    searched,
 )
 from moe_exp.commands.plan.views import add_views
 from moe_exp.config import setting_error
 from moe_exp.planner.hardware import Hardware
 
 if TYPE_CHECKING:
-    from moe_exp.planner.search.explanation import Explanation
-    from moe_exp.planner.search.topology import Candidate, Search
+    from moe_exp.planner.search.topology import Candidate, Explanation, Search
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -41,27 +37,19 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
             " flags."
         ),
         usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    commands = parser.add_subparsers(
-        dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan"
-    )
+    commands = parser.add_subparsers(dest="plan_command", metavar="command", prog="moe-exp plan")
     _add_goodput(parser)
     add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
-    run = commands.add_parser(
-        "run",
-        help="estimate memory, time and cost of a run (the default command)",
-        argument_default=argparse.SUPPRESS,
-    )
+    about = "estimate memory, time and cost of a run (the default command)"
+    run = add_command(commands, "run", _run, about, argument_default=argparse.SUPPRESS)
     _add_goodput(run)
     add_settings(run)
-    run.set_defaults(run=_run)
-    _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
-    _add_calibrate(commands)  # type: ignore[arg-type]
-    _add_predict(commands)  # type: ignore[arg-type]
-    add_views(commands)  # type: ignore[arg-type]
+    _add_search(commands)
+    _add_of_files(commands)
+    add_views(commands)
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -96,43 +84,33 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.set_defaults(run=_search)
 
 
-def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_of_files(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    own: dict[str, Any] = {"argument_default": argparse.SUPPRESS}
     about = "fit the constants of predictions to measured runs"
-    parser = subparsers.add_parser("calibrate", help=about, argument_default=argparse.SUPPRESS)
-    add = parser.add_argument
+    add = add_command(subparsers, "calibrate", _calibrate, about, **own).add_argument
     add("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
     add("--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile")
     about = "profile that the fit starts from: with a few runs of a new device"
     add("--prior", type=Path, metavar="FILE", default=None, help=about)
-    parser.set_defaults(run=_calibrate)
-
-
-def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "predict", help="predict memory and time of the runs in a CSV", argument_default=argparse.SUPPRESS
-    )
-    add = parser.add_argument
+    about = "predict memory and time of the runs in a CSV"
+    add = add_command(subparsers, "predict", _predict, about, **own).add_argument
     about = "runs; columns of results may be absent or empty"
     add("--runs", type=Path, required=True, metavar="CSV", help=about)
     about = "predictions to write: row_id,mem_gb,sec_per_it,oom"
     add("--out", type=Path, required=True, metavar="CSV", help=about)
     add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
-    parser.set_defaults(run=_predict)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
 
     failures = _failures(arguments)
-    config, hardware, constants = loaded(arguments)
+    config, hardware, constants = settings.loaded(arguments)
     plan = plan_run(config, hardware, constants, **budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:
         plan.print(sys.stdout)
-
-
-_RESTART_MINUTES = 15.0
 
 
 def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -143,17 +121,15 @@ def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
     if "mtbf_hours" not in given:
         name, value = next(iter(given.items()))
         raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
-    failures = {"node_mtbf_hours": given.pop("mtbf_hours"), "restart_minutes": _RESTART_MINUTES}
+    failures = {"node_mtbf_hours": given.pop("mtbf_hours"), "restart_minutes": 15.0}
     return failures | given
 
 
 def _search(arguments: argparse.Namespace) -> int:
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.reports import describe_explanation, describe_search
-    from moe_exp.planner.search.explanation import explain
     from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
-    from moe_exp.planner.search.topology import search
-    from moe_exp.planner.tables import PlanPrinter
+    from moe_exp.planner.search.topology import explain, search
+    from moe_exp.planner.tables import PlanPrinter, describe_explanation, describe_search
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
@@ -164,10 +140,10 @@ def _search(arguments: argparse.Namespace) -> int:
         raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
-    refuse(arguments, *FAILURE_FLAGS)
-    hardware, constants = hardware_and_constants(arguments)
+    settings.refuse(arguments, *FAILURE_FLAGS)
+    hardware, constants = settings.hardware_and_constants(arguments)
     cost_flags = budget(arguments)
-    config, fixed = searched(arguments, hardware)
+    config, fixed = settings.searched(arguments, hardware)
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
     found = search(config, hardware, fixed=fixed_values, constants=constants)
@@ -191,14 +167,7 @@ def _search(arguments: argparse.Namespace) -> int:
             printer.best(best, cost)
     if arguments.export:
         chosen = _chosen(found, explained, arguments.rank)
-        lines = _exported_lines(chosen, hardware, cost_flags["num_tokens"], overrides=to_stdout)
-        if doubt := _doubt(chosen, found):
-            print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
-            lines = f"# {doubt}\n{lines}"
-        if to_stdout:
-            print(lines, end="")
-        else:
-            _write_export(Path(arguments.export), lines, quiet=arguments.json)
+        _export(arguments, chosen, _doubt(chosen, found), hardware, cost_flags["num_tokens"])
     return int(best is None)
 
 
@@ -225,24 +194,29 @@ def _doubt(chosen: Candidate, found: Search) -> str:
     return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
 
 
-def _exported_lines(
-    candidate: Candidate, hardware: Hardware, num_tokens: int | None, *, overrides: bool
-) -> str:
+def _export(
+    arguments: argparse.Namespace, chosen: Candidate, doubt: str, hardware: Hardware, num_tokens: int | None
+) -> None:
+    """Writes a layout as a settings file, or to standard output."""
     from moe_exp.config import load_config
+    from moe_exp.host.files import write_atomically
+    from moe_exp.host.processes import own_command
     from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.search.layout_text import exported_settings
 
-    defaults = load_config({"preset": candidate.config.preset}, {}, nodes=hardware.nodes)
-    settings = exported_settings(with_budget(candidate.config, num_tokens), defaults, overrides=overrides)
-    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings)
-
-
-def _write_export(path: Path, lines: str, *, quiet: bool) -> None:
-    from moe_exp.host.files import write_atomically
-    from moe_exp.host.processes import own_command
-
+    to_stdout = arguments.export == "env"
+    defaults = load_config({"preset": chosen.config.preset}, {}, nodes=hardware.nodes)
+    pairs = exported_settings(with_budget(chosen.config, num_tokens), defaults, overrides=to_stdout)
+    lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in pairs)
+    if doubt:
+        print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
+        lines = f"# {doubt}\n{lines}"
+    if to_stdout:
+        print(lines, end="")
+        return
+    path = Path(arguments.export)
     write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
-    if not quiet:
+    if not arguments.json:
         command = shlex.join([*own_command(), "train", "--config", str(path)])
         print(f"{path}: written, for\n  {command}")
 

@@ -83,7 +83,7 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
         return config  # without loading numpy
     from moe_exp.config.loading import given_values
     from moe_exp.config.setting_types import blend_members
-    from moe_exp.data.tokens.vocabulary import with_vocab_size
+    from moe_exp.data.tokens.manifests import with_vocab_size
 
     config, reason = with_vocab_size(config, given_values(flags, os.environ))
     if reason:
@@ -91,7 +91,7 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
     members = [prefix for _, prefix in blend_members(config.train_data)]
     if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
         return config  # text that is not prepared, or data of another machine
-    from moe_exp.data.tokens.document_ends import with_document_tokens
+    from moe_exp.data.tokens.manifests import with_document_tokens
 
     return with_document_tokens(config, config.train_data)
 

@@ -9,16 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import add_json, print_json
-from moe_exp.commands.plan.settings import (
-    FAILURE_FLAGS,
-    add_settings,
-    check_new_file,
-    loaded,
-    refuse,
-    refuse_settings,
-    searched,
-)
+from moe_exp.commands.guard import add_command, add_json, print_json
+from moe_exp.commands.plan import settings
+from moe_exp.commands.plan.settings import FAILURE_FLAGS, refuse
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
@@ -34,9 +27,8 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 
 def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
-        parser = subparsers.add_parser(name, help=about, argument_default=argparse.SUPPRESS)
-        add_settings(parser)
-        parser.set_defaults(run=run)
+        parser = add_command(subparsers, name, run, about, argument_default=argparse.SUPPRESS)
+        settings.add_settings(parser)
         return parser
 
     def add_of_layout(
@@ -44,7 +36,7 @@ def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     ) -> argparse.ArgumentParser:
         def run(arguments: argparse.Namespace) -> None:
             refuse(arguments, *_OF_COST)
-            planned = loaded(arguments)
+            planned = settings.loaded(arguments)
             if problems := check_config(planned[0]):
                 raise ConfigError(problems)
             show(arguments, planned)
@@ -64,20 +56,16 @@ def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
     nearest = add_of_layout("nearest", "list the published runs that are most like these settings", _nearest)
     nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
-    hardware = subparsers.add_parser(
-        "hardware",
-        help="list known devices, their figures and the sources of these",
-        argument_default=argparse.SUPPRESS,
-    )
+    about = "list known devices, their figures and the sources of these"
+    hardware = add_command(subparsers, "hardware", _hardware, about, argument_default=argparse.SUPPRESS)
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     add_json(hardware)
-    hardware.set_defaults(run=_hardware)
 
 
 def _hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
-    refuse_settings(arguments)
+    settings.refuse_settings(arguments)
     profiles = hardware_profiles()
     if arguments.name:
         name = load_hardware(arguments.name).name
@@ -95,7 +83,7 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.views.timeline import as_svg, as_text, timeline
 
     if arguments.svg:
-        check_new_file("svg", arguments.svg)
+        settings.check_new_file("svg", arguments.svg)
     config, hardware, constants = planned
     job = Job.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
@@ -114,7 +102,7 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
 
 def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.costs.job import Job
-    from moe_exp.planner.views.roofline import roofline
+    from moe_exp.planner.costs.layer_time import roofline
 
     config, hardware, constants = planned
     parts = roofline(Job.of(config), hardware, constants.time)
@@ -141,9 +129,8 @@ def _devices(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
     from moe_exp.planner.estimate import speed_of
     from moe_exp.planner.prediction import CONSTANTS, load_constants
-    from moe_exp.planner.search.explanation import layout_words
     from moe_exp.planner.search.layout_text import parse_fixed, world_of
-    from moe_exp.planner.search.topology import search
+    from moe_exp.planner.search.topology import layout_words, search
     from moe_exp.planner.tables import error_words
 
     refuse(arguments, "gpu", *_OF_COST)
@@ -153,7 +140,7 @@ def _devices(arguments: argparse.Namespace) -> None:
     if others := set(prices) - set(devices):
         rule = f"{sorted(others)[0]} is not compared"
         raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
-    config, fixed = searched(arguments, named[0])
+    config, fixed = settings.searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
     with progress("devices", len(devices), unit="devices") as advance:
@@ -205,7 +192,7 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
 
 
 def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
-    from moe_exp.planner.search.explanation import layout_words
+    from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views.nearest import nearest_runs
 
     if arguments.top < 1:

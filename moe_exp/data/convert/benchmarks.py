@@ -11,37 +11,30 @@ from typing import Any
 
 from moe_exp.data.convert.filters import Filter, word_tokenizer
 from moe_exp.data.documents import Tally, read_documents
+from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import MAKE_AGAIN, fingerprint
 from moe_exp.host.files import expanded, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)
-_LM_EVAL = "lm-eval:"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of that package.
-
-    Args:
-        given: as the user wrote it.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of that package."""
 
     given: str
 
     def __post_init__(self) -> None:
         if not all(path.is_file() for path in self.files):
             fix = "give a JSONL file of benchmark texts, or lm-eval:TASK"
-            raise ValueError(f"decontaminate={self.given}: there is no such file. Fix: {fix}.")
+            raise input_error(f"decontaminate={self.given}", "there is no such file", fix)
 
     @property
     def task(self) -> str:
         """Task of lm-evaluation-harness; empty for a file."""
-        return self.given.removeprefix(_LM_EVAL) if self.given.startswith(_LM_EVAL) else ""
+        return self.given.removeprefix("lm-eval:") if self.given.startswith("lm-eval:") else ""
 
     @property
     def files(self) -> list[Path]:
@@ -72,47 +65,41 @@ class Benchmark:
 
 
 def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
-    try:
-        from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError as error:
-        rule, fix = f"needs the package {error.name}", "pip install lm-eval"
-        raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.") from None
     name = str(expanded(benchmark.task)) if benchmark.files else benchmark.task
     try:
+        from lm_eval.tasks import TaskManager
+
         tasks = TaskManager().load([name])["tasks"]
         for task_name, task in tasks.items():
             for document in task.eval_docs:
-                for answer in _answers(task, document):
-                    yield task_name, f"{_question(task, document)} {answer}"
+                for text in _questions_with_answers(task, document):
+                    yield task_name, text
     # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
-        rule = f"cannot be read ({reason})"
-        raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.") from error
+        if isinstance(error, ModuleNotFoundError):
+            rule, fix = f"needs the package {error.name}", "pip install lm-eval"
+        else:
+            rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
+            fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
+        raise input_error(f"decontaminate={benchmark.given}", rule, fix) from error
 
 
-def _question(task: Any, document: Any) -> str:
-    """The text before the answer; where the choices are texts (winogrande), `doc_to_text` is their number."""
-    text = task.doc_to_text(document)
-    return str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
-
-
-def _answers(task: Any, document: Any) -> list[str]:
-    """The right answers of a task's document as text."""
-    target = task.doc_to_target(document)
+def _questions_with_answers(task: Any, document: Any) -> list[str]:
+    """The question with each right answer."""
+    text, target = task.doc_to_text(document), task.doc_to_target(document)
+    chooses_question = isinstance(text, int)  # as in winogrande, whose choices come before the answer
+    question = task.doc_to_choice(document)[text] if chooses_question else text
+    has_choices = task.OUTPUT_TYPE == "multiple_choice" and not chooses_question
+    choices = task.doc_to_choice(document) if has_choices else []
     targets = target if isinstance(target, list) else [target]
-    is_number = isinstance(task.doc_to_text(document), int)  # then the choices are what comes before
-    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" and not is_number else []
-    return [str(choices[one]) if isinstance(one, int) and choices else str(one) for one in targets]
+    return [f"{question} {choices[one] if isinstance(one, int) and choices else one}" for one in targets]
 
 
 @dataclass
 class ContaminationFilter(Filter):
-    """A filter by `contamination_block` whose samples show the words."""
+    """A filter by `contamination_block` whose samples show the words that a document shares."""
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
-        """The words that it shares."""
         return {"words": document.metadata["contaminated_ngram"]}
 
 
@@ -169,7 +156,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
             num_texts = sum(counts["num_texts"] for counts in read.values())
             rule = f"of its {num_texts} texts none has {NGRAM_WORDS} words or more"
             fix = "write question and answer into one text"
-            raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.")
+            raise input_error(f"decontaminate={benchmark.given}", rule, fix)
     folder.mkdir(parents=True, exist_ok=True)
     for number, (task, found) in enumerate(hashes.items()):
         tasks[task]["num_ngrams"] = len(found)
@@ -183,12 +170,8 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
 
 
 def benchmarks_of(given: str | Path | Sequence[str | Path]) -> tuple[Benchmark, ...]:
-    """The benchmarks that a setting names.
-
-    Raises:
-        ValueError: there is no such file, or one is given twice.
-    """
+    """The benchmarks that a setting names; ValueError if a file does not exist, or is given twice."""
     names = [str(one) for one in ([given] if isinstance(given, str | Path) else given)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"decontaminate={twice[0]}: is given twice. Fix: give it once.")
+        raise input_error(f"decontaminate={twice[0]}", "is given twice", "give it once")
     return tuple(map(Benchmark, names))

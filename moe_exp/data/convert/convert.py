@@ -2,7 +2,7 @@
 
 `OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
 `OUTPUT/datatrove/` has what datatrove reports: completions, logs, stats, executor.json, and counts/ of each
-task. Number of tasks and list of files belong to the output: it cannot be gone on with under others.
+task. An output can only be resumed with the same number of tasks and list of files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from moe_exp.data.convert.benchmarks import (
     Benchmark,
     ContaminationFilter,
+    benchmarks_of,
     contamination_block,
     write_contamination_index,
 )
@@ -30,21 +31,26 @@ from moe_exp.data.convert.duplicates import (
     NearDuplicateFilter,
     NearDuplicates,
     SignNearDuplicates,
-    exact_filter,
-    find_duplicates,
+    exact_block,
+    near_duplicates,
     near_filter,
     pair_near_duplicates,
-    sign_documents,
 )
-from moe_exp.data.convert.filters import Counts, Filter, filter_by, has_field, has_length
-from moe_exp.data.convert.named_filters import NamedFilter, filter_of
+from moe_exp.data.convert.filters import (
+    LANGUAGE,
+    Counts,
+    Filter,
+    NamedFilter,
+    filter_by,
+    has_field,
+    has_length,
+)
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
-from moe_exp.data.kinds import FILES, KINDS, TextRule
+from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
 from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
-from moe_exp.data.tasks.jobs import merge_stats, run_passes
-from moe_exp.data.tasks.slurm_jobs import check_no_jobs
+from moe_exp.data.tasks.jobs import check_no_jobs, merge_stats, run_passes
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of
@@ -52,10 +58,8 @@ from moe_exp.host.progress import progress_of
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = "temporary"
-_OF_TASKS = ("read", "filtered", "written")
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 _MOST_FINDERS = 64  # each has a file of every task
-_FILES_OF_A_TASK, _OTHER_FILES = 3, 64  # open in a finder: a signature file, two of duplicates
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,6 @@ class ConvertSettings:
 
     Args:
         tasks: number of chunks, at most that of input files; default: one per file, at most 64.
-        text_field: column or field with the text.
         languages: kept values of the field `language`; empty for all.
         min_language_score: of the field `language_score`, 0 to 1.
         min_score: of the field `score`.
@@ -75,7 +78,6 @@ class ConvertSettings:
         dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
         near_dedup: keep one of texts that are alike; None for all.
         decontaminate: benchmarks: documents that share 12 words in a row with a text of one are dropped.
-        rule: what a document of a text file is.
     """
 
     tasks: int | None = None
@@ -97,17 +99,32 @@ class ConvertSettings:
         for name in ("tasks", "limit", "max_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                fix = "omit it, or give a larger one"
-                raise ValueError(f"{name}={value}: must be at least 1. Fix: {fix}.")
+                raise input_error(f"{name}={value}", "must be at least 1", "omit it, or give a larger one")
         if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
             rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
-            raise ValueError(f"max_chars={self.max_chars}: {rule}. Fix: swap them.")
-        if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
-            rule = "must be from 0 to 1. Fix: 0.65 is what FineWeb used"
-            raise ValueError(f"min_language_score={self.min_language_score}: {rule}.")
+            raise input_error(f"max_chars={self.max_chars}", rule, "swap them")
+        if (score := self.min_language_score) is not None and not 0 <= score <= 1:
+            fix = "0.65 is what FineWeb used"
+            raise input_error(f"min_language_score={score}", "must be from 0 to 1", fix)
         names = [one.name for one in self.filters]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"filter={twice[0]}: is given twice. Fix: give it once.")
+            raise input_error(f"filter={twice[0]}", "is given twice", "give it once")
+
+    @classmethod
+    def of(
+        cls, given: Any, languages: Sequence[str], filters: Sequence[Any], tasks: int | None
+    ) -> ConvertSettings:
+        """From options of a command line or a mixture.yaml; ValueError if one is wrong."""
+        same = ("min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup")
+        return cls(
+            tasks,
+            languages=tuple(languages),
+            filters=tuple(map(NamedFilter.parse, filters)),
+            near_dedup=near_duplicates(given.near_dedup),
+            decontaminate=benchmarks_of(given.decontaminate),
+            rule=TextRule(given.text_documents),
+            **{name: getattr(given, name) for name in same},
+        )
 
     def benchmark_files(self) -> list[Path]:
         """Files of the benchmarks."""
@@ -127,7 +144,6 @@ def convert(
     Args:
         inputs: files of the kinds of `moe_exp.data.kinds`; their order does not matter.
         output: folder to make; its name is that of the chunks.
-        settings: what is kept.
         execution: where it runs; default: this machine.
         start_over: throw away what another call has made or begun.
 
@@ -146,7 +162,7 @@ def convert(
     check_apart([*inputs, *settings.benchmark_files()], output)
     if settings.tasks is not None and settings.tasks > len(inputs):
         rule = f"there are {len(inputs)} input files, and a task reads whole files"
-        raise ValueError(f"tasks={settings.tasks}: {rule}. Fix: give at most {len(inputs)}.")
+        raise input_error(f"tasks={settings.tasks}", rule, f"give at most {len(inputs)}")
     num_tasks = settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
     _check_limits(output, settings, num_tasks)
     if start_over or execution.executor != "slurm":
@@ -161,27 +177,30 @@ def convert(
         if stage.manifest is not None:
             return stage.manifest
         passes, counted = _passes(stage, inputs, settings, num_tasks)
-        facts = _index_benchmarks(stage, settings)
+        facts = dict[str, Any]()
+        if settings.decontaminate:
+            index = stage.folder / _TEMPORARY / "benchmarks"
+            facts["benchmarks"] = write_contamination_index(settings.decontaminate, index)
+            for task, counts in facts["benchmarks"]["tasks"].items():
+                if counts["num_short"]:
+                    what = "%s: %d of %d texts are too short to be found"
+                    logger.warning(what, task, counts["num_short"], counts["num_texts"])
         with _progress(stage, passes, inputs, execution):
             done = run_passes(passes, execution, name=stage.output.name)
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
 
 def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """In the order in which they are dealt to tasks.
-
-    Raises:
-        ValueError: there is none, one is there twice, or one is of another kind.
-    """
+    """In the order in which they are dealt to tasks; ValueError if one is there twice or of another kind."""
     if not inputs:
-        raise ValueError("inputs=: there is no file to convert. Fix: give at least one.")
+        raise input_error("inputs=", "there is no file to convert", "give at least one")
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
         if not ending(path):
-            raise ValueError(f"{path}: does not end with {KINDS}. Fix: omit it, or rename it.")
+            raise input_error(path, f"does not end with {KINDS}", "omit it, or rename it")
         if path == following:
-            raise ValueError(f"{path}: is there twice. Fix: give it once.")
+            raise input_error(path, "is there twice", "give it once")
     return ordered
 
 
@@ -189,12 +208,12 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
     """Limits of steps that read what all tasks have written."""
     if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
         rule = "datatrove takes *, ? and [ for a pattern, and would find none of its own files"
-        raise ValueError(f"output={output}: {rule}. Fix: give another folder.")
-    needed = _FILES_OF_A_TASK * num_tasks + _OTHER_FILES
+        raise input_error(f"output={output}", rule, "give another folder")
+    needed = 3 * num_tasks + 64  # open in a finder: of each task a signature file, two of duplicates
     if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
         rule = f"a task that compares their signatures has {needed} files open, and may have {most} here"
         fix = "give fewer, or raise the hard limit of open files (ulimit -Hn)"
-        raise ValueError(f"tasks={num_tasks}: {rule}. Fix: {fix}.")
+        raise input_error(f"tasks={num_tasks}", rule, fix)
 
 
 def _passes(
@@ -211,14 +230,13 @@ def _passes(
     def reader(name: str) -> ReadFiles:
         options = {one: getattr(settings, one) for one in ("text_field", "skip_bad", "limit", "rule")}
         through = str(temporary / f"through_{name}")
-        root, names = _names_below(files)
-        return ReadFiles(root, names, num_tasks, **options, progress_folder=through)
+        return ReadFiles(*_names_below(files), num_tasks, **options, progress_folder=through)
 
     def write(folder: Path, stem: str, logs: Path, steps: list[Filter]) -> None:
-        first, counts = reader(logs.name), logs / "counts"
-        pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counts)]
+        first = reader(logs.name)
+        counted.append(logs / "counts")
+        pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
         passes.append(Pass(pipeline, num_tasks, logs))
-        counted.append(counts)
 
     if settings.filters and (settings.dedup or settings.near_dedup):
         write(temporary / "filtered", "filtered", logs / "filter", filters)
@@ -227,11 +245,12 @@ def _passes(
     if settings.dedup:
         signatures, duplicates = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
-        sign = [reader("sign"), *filters, BlockStep(partial(sign_documents, signatures, finders))]
+        write_signatures = partial(exact_block, "ExactDedupSignature", signatures, finder_workers=finders)
+        sign = [reader("sign"), *filters, BlockStep(write_signatures)]
         passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
-        find = [BlockStep(partial(find_duplicates, signatures, duplicates))]
+        find = [BlockStep(partial(exact_block, "ExactFindDedups", signatures, duplicates))]
         passes.append(Pass(find, finders, logs / "exact_find"))
-        filters = [*filters, Filter("duplicate", partial(exact_filter, duplicates))]
+        filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", duplicates))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
         sign = [reader("near"), *filters, SignNearDuplicates(how, folder)]
@@ -257,53 +276,37 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
     rules: dict[str, Callable[[Any], Any]] = {}
     if settings.languages:
         rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
-    if settings.min_language_score is not None:
-        minimum = settings.min_language_score
-        rules["language_score"] = partial(has_field, field="language_score", minimum=minimum)
-    if settings.min_score is not None:
-        rules["score"] = partial(has_field, field="score", minimum=settings.min_score)
-    if settings.min_chars is not None or settings.max_chars is not None:
-        limits: dict[str, Any] = {"min_chars": settings.min_chars or 0, "max_chars": settings.max_chars}
-        rules["length"] = partial(has_length, **limits)
+    for name in ("language_score", "score"):
+        if (minimum := getattr(settings, f"min_{name}")) is not None:
+            rules[name] = partial(has_field, field=name, minimum=minimum)
+    shortest, longest = settings.min_chars, settings.max_chars
+    if shortest is not None or longest is not None:
+        rules["length"] = partial(has_length, min_chars=shortest or 0, max_chars=longest)
     by_rule = [Filter(name, partial(filter_by, keeps)) for name, keeps in rules.items()]
-    return [*by_rule, *map(filter_of, settings.filters)]
+    # a name in the manifest that no filter by a field of the documents has
+    names = {LANGUAGE: "identified language"}
+    return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
 
-def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:
-    if not settings.decontaminate:
-        return {}
-    found = write_contamination_index(settings.decontaminate, stage.folder / _TEMPORARY / "benchmarks")
-    for task, counts in found["tasks"].items():
-        if counts["num_short"]:
-            what = "%s: %d of %d texts are too short to be found"
-            logger.warning(what, task, counts["num_short"], counts["num_texts"])
-    return {"benchmarks": found}
-
-
-@contextmanager
 def _progress(
     stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """A bar over the input bytes of all passes that read, from the files that the tasks write them into."""
     if execution.executor == "slurm":
-        yield
-        return
+        return nullcontext()
     firsts = [one.pipeline[0] for one in passes]
     reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
     total = len(reading) * sum(path.stat().st_size for path in inputs)  # about: what is filtered is smaller
-    with progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total):
-        yield
+    return progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
 
 
 def _publish(
     stage: Stage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
-    of_tasks = [
-        [read_json(folder / f"{task:05d}.json", fix=MAKE_AGAIN) for folder in counted]
-        for task in range(main.num_tasks)
-    ]
-    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in range(main.num_tasks)]
+    names = [f"{task:05d}.json" for task in range(main.num_tasks)]
+    of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]
+    outputs = [stage.folder / f"{stage.output.name}.chunk.{name}l" for name in names]
     _check_files(stage, inputs, of_tasks, outputs)
     total, tasks = Counts(), list[dict[str, Any]]()
     for task, passes in enumerate(of_tasks):
@@ -311,15 +314,14 @@ def _publish(
         for following in passes[1:]:
             counts = counts.then(Counts.from_json(following))
         total += counts
-        shown = counts.to_json()
-        tasks.append({"task": task, "files": passes[0]["files"]} | {name: shown[name] for name in _OF_TASKS})
+        shown = {"task": task, "files": passes[0]["files"]}
+        tasks.append(shown | {name: counts.to_json()[name] for name in ("read", "filtered", "written")})
     merge_stats(main)
     shutil.rmtree(stage.folder / _TEMPORARY, ignore_errors=True)
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
     totals = total.to_json()
-    samples = totals.pop("samples")
-    if samples:
+    if samples := totals.pop("samples"):
         write_json(main.folder / "samples.json", samples)
     hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
     return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)

@@ -22,6 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_exp.data.convert.filters import Filter, word_tokenizer
+from moe_exp.data.kinds import input_error
 from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import allow_open_files
@@ -56,40 +57,19 @@ class BlockStep:
 # Exact duplicates
 
 
-def _text(document: Any) -> bytes:
-    return document.text.encode()  # newer xxhash takes no str
+def exact_block(name: str, *folders: str, **options: Any) -> Any:
+    """datatrove's ExactDedupSignature, ExactFindDedups, or ExactDedupFilter: keeps one of each text.
 
-
-def _exact_config() -> Any:
-    from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
-
-    return ExactDedupConfig(content_getter=_text)
-
-
-def sign_documents(folder: str, num_finders: int) -> Any:
-    """Hashes every text, at the end of the first pass, for `num_finders` tasks: ExactDedupSignature."""
-    from datatrove.pipeline.dedup.exact_dedup import ExactDedupSignature
-
-    return ExactDedupSignature(folder, _exact_config(), finder_workers=num_finders)
-
-
-def find_duplicates(signatures_folder: str, duplicates_folder: str) -> Any:
-    """The second pass: which documents have a text that stands before them, by ExactFindDedups."""
-    from datatrove.pipeline.dedup.exact_dedup import ExactFindDedups
-
-    Path(duplicates_folder).mkdir(parents=True, exist_ok=True)  # there may be no duplicate
-    return ExactFindDedups(signatures_folder, duplicates_folder, _exact_config())
-
-
-def exact_filter(duplicates_folder: str) -> Any:
-    """ExactDedupFilter: keeps one of each text, with `duplicate_count` in its metadata.
-
-    Its 64-bit hashes take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million
+    The 64-bit hashes take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million
     documents, 0.03 for a billion.
     """
-    from datatrove.pipeline.dedup.exact_dedup import ExactDedupFilter
+    from datatrove.pipeline.dedup import exact_dedup
 
-    return ExactDedupFilter(duplicates_folder, _exact_config())
+    for folder in folders:
+        Path(folder).mkdir(parents=True, exist_ok=True)  # also if there is no duplicate
+    # newer xxhash takes no str
+    config = exact_dedup.ExactDedupConfig(content_getter=lambda document: document.text.encode())
+    return getattr(exact_dedup, name)(*folders, config=config, **options)
 
 
 # Near-duplicates
@@ -115,7 +95,7 @@ class NearDuplicates:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < (name != "seed"):
                 rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
-                raise ValueError(f"near_dedup: {rule}. Fix: the default is {getattr(type(self), name)}.")
+                raise input_error("near_dedup", rule, f"the default is {getattr(type(self), name)}")
 
     def config(self) -> Any:
         """datatrove's settings."""
@@ -125,11 +105,7 @@ class NearDuplicates:
 
 
 def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | None:
-    """`NearDuplicates` of a command line or a YAML file.
-
-    Raises:
-        ValueError: there is no such option, or a value is wrong.
-    """
+    """`NearDuplicates` of a command line or a YAML file; ValueError for a wrong option or value."""
     if given is None:
         return None
     options: Any = given
@@ -141,7 +117,7 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
     known = list(NearDuplicates.__dataclass_fields__)
     if not isinstance(options, Mapping) or set(options) - set(known):
         rule = f"must be options of {', '.join(known)}"
-        raise ValueError(f"near_dedup={given}: {rule}. Fix: write '{{hashes_per_bucket: 8}}'.")
+        raise input_error(f"near_dedup={given}", rule, "write '{hashes_per_bucket: 8}'")
     return NearDuplicates(**options)
 
 
@@ -253,12 +229,7 @@ class ClusterNearDuplicates:
 def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The smallest node that each node is connected with.
-
-    Args:
-        num_nodes: number of nodes.
-        firsts, seconds: ends of the edges.
-    """
+    """The smallest node that each node is connected with; `firsts`, `seconds`: ends of the edges."""
     labels = np.arange(num_nodes)
     while True:
         smallest = np.minimum(labels[firsts], labels[seconds])

@@ -1,16 +1,28 @@
 """Filters that count and hash what they drop and what they change, with reasons and samples.
 
 Each runs a block of datatrove's. The sums of all must agree with what was read and written (`Counts.check`).
+A user names a block with its own arguments, or a function of a file:
+
+gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from moe_exp.data.documents import Tally
+from moe_exp.data.kinds import input_error
+from moe_exp.data.stage import fingerprint
 
 NOTHING_LEFT, OTHER = "nothing is left of the text", "other"
 _SAMPLES, _SAMPLE_CHARS = 3, 1000  # of each reason, in each task
@@ -88,8 +100,7 @@ class Counts:
     """Documents that a task, or all tasks, read, dropped, changed and wrote.
 
     Args:
-        read: documents that were read.
-        written: documents that were written, read back from the file.
+        written: read back from the file.
         filtered: name of a filter to what it dropped.
         reasons: name of a filter to its reasons and how many it dropped for each.
         edited: name of a filter to what it changed, before and after.
@@ -104,11 +115,7 @@ class Counts:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, who: str) -> None:
-        """Checks that what was read is what was filtered and written, as a multiset of texts.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Raises ValueError unless what was read is what was filtered and written, as a multiset of texts."""
         before, after = Tally(), Tally()
         for tally in (self.read, *(new for _, new in self.edited.values())):
             before += tally
@@ -118,8 +125,7 @@ class Counts:
             had, has = getattr(before, what), getattr(after, what)
             if had != has:
                 rule = f"{what} is {had} of what was read, {has} of what was filtered and written"
-                fix = "call it again with --start-over, and check disk and memory"
-                raise ValueError(f"{who}: {rule}. Fix: {fix}.")
+                raise input_error(who, rule, "call it again with --start-over, and check disk and memory")
 
     def __iadd__(self, other: Counts) -> Counts:
         self.read += other.read
@@ -140,15 +146,11 @@ class Counts:
         return self
 
     def then(self, following: Counts) -> Counts:
-        """Counts of two pipelines, of which the second read what the first wrote.
-
-        Raises:
-            ValueError: it did not.
-        """
+        """Counts of two pipelines, of which the second read what the first wrote (else ValueError)."""
         for what in _KEPT:
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between what one pass wrote and the next one read"
-                raise ValueError(f"{what}: {rule}. Fix: call it again with --start-over, and check the disk.")
+                raise input_error(what, rule, "call it again with --start-over, and check the disk")
         return Counts(
             self.read,
             following.written,
@@ -171,10 +173,8 @@ class Counts:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Counts:
         filtered = {name: Tally.from_json(one) for name, one in content["filtered"].items()}
-        edited = {
-            name: (Tally.from_json(before), Tally.from_json(after))
-            for name, (before, after) in content.get("edited", {}).items()
-        }
+        pairs = content.get("edited", {}).items()
+        edited = {name: (Tally.from_json(old), Tally.from_json(new)) for name, (old, new) in pairs}
         reasons = {name: Counter(one) for name, one in content.get("reasons", {}).items()}
         read, written = Tally.from_json(content["read"]), Tally.from_json(content["written"])
         return cls(read, written, filtered, reasons, edited, content.get("samples", []))
@@ -190,35 +190,27 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field is one of `allowed`, or at least `minimum`.
-
-    Raises:
-        ValueError: the document has no such field, or it is no number.
-    """
+    """Whether a metadata field is one of `allowed`, or a number of at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
-        raise ValueError(f"{field}: document {document.id} has no field {field!r}. Fix: {fix}.")
+        raise input_error(field, f"document {document.id} has no field {field!r}", fix)
     if allowed is not None:
         return value in allowed
     if not isinstance(value, int | float):
-        rule = f"field {field!r} of document {document.id} is {value!r}, no number"
-        raise ValueError(f"{field}: {rule}. Fix: {fix}.")
+        raise input_error(field, f"field {field!r} of document {document.id} is {value!r}, no number", fix)
     return value >= (minimum or 0)
 
 
 def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
     """Whether the number of characters is in a range."""
-    num_chars = len(document.text)
-    return min_chars <= num_chars and (max_chars is None or num_chars <= max_chars)
+    return min_chars <= len(document.text) <= (max_chars or len(document.text))
 
 
 def word_tokenizer(
     words: Callable[[str], list[str]] = str.split,
     sentences: Callable[[str], list[str]] = lambda text: [text],
 ) -> Any:
-    """datatrove's WordTokenizer with these functions, as its own for English need spaCy; by default words are
-    what stands between spaces.
-    """
+    """datatrove's WordTokenizer with these functions, as its own for English need spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -227,3 +219,166 @@ def word_tokenizer(
         "span_tokenize": lambda _, text: [(0, len(text))],
     }
     return type("Words", (WordTokenizer,), methods)()
+
+
+# Filters by name
+
+# Name to module and class of datatrove's filters and formatters, and the packages that they need.
+BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "c4-paragraphs": ("pipeline.filters.c4_filters", "C4ParagraphFilter", ()),
+    "c4-quality": ("pipeline.filters.c4_filters", "C4QualityFilter", ()),
+    "fineweb-quality": ("pipeline.filters.fineweb_quality_filter", "FineWebQualityFilter", ()),
+    "gopher-quality": ("pipeline.filters.gopher_quality_filter", "GopherQualityFilter", ()),
+    "gopher-repetition": ("pipeline.filters.gopher_repetition_filter", "GopherRepetitionFilter", ()),
+    "pii": ("pipeline.formatters.pii", "PIIFormatter", ()),
+    "url": ("pipeline.filters.url_filter", "URLFilter", ("tldextract", "ahocorasick", "fasteners")),
+}
+LANGUAGE = "language"
+NAMES = (*sorted((*BLOCKS, LANGUAGE)), "FILE.py:FUNCTION")
+
+_WHEELS = {"ahocorasick": "pyahocorasick", "fasttext": "fasttext-numpy2-wheel"}
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
+
+
+@dataclass(frozen=True)
+class NamedFilter:
+    """A filter by its name.
+
+    Args:
+        name: one of `NAMES`.
+        options: arguments of datatrove's block; of `language`: languages, threshold (0.65) and model, a
+            fastText model's file. Without a model py3langid decides.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, given: str | Mapping[str, Any]) -> NamedFilter:
+        """A filter of a command line or of a YAML file: its name, or name and options.
+
+        Raises:
+            ValueError: there is no such filter, option, file, function or package.
+        """
+        import yaml
+
+        value: Any = given
+        if isinstance(given, str) and not re.fullmatch(r"[^:{]+\.py:\w+", given):
+            try:
+                value = yaml.safe_load(given)
+            except yaml.YAMLError:
+                value = None
+        name, options = value, {}
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((name, options),) = value.items()
+        if not isinstance(name, str) or not isinstance(options or {}, dict):
+            raise input_error(f"filter={given}", "must be NAME or 'NAME: {option: value}'", "write it so")
+        chosen = cls(name, options or {})
+        chosen.build()
+        return chosen
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that its decisions depend on, for a manifest."""
+        facts = {"name": self.name, "options": self.options}
+        files = [self.name.rpartition(":")[0]] if ".py:" in self.name else []
+        files += [str(self.options["model"])] if "model" in self.options else []
+        return facts | {"files": [fingerprint(Path(path)) for path in files]}
+
+    def _error(self, rule: str, fix: str) -> ValueError:
+        return input_error(f"filter={self.name}", rule, fix)
+
+    def build(self) -> Any:
+        """The block; raises as `parse`."""
+        if ".py:" in self.name:
+            self._check_options(())
+            return filter_by(self._function())
+        if self.name == LANGUAGE:
+            return self._language_block()
+        if self.name not in BLOCKS:
+            raise self._error(f"must be one of {', '.join(NAMES)}", "choose one")
+        module, class_name, packages = BLOCKS[self.name]
+        self._check_packages(packages)
+        block = getattr(importlib.import_module(f"datatrove.{module}"), class_name)
+        parameters = inspect.signature(block.__init__).parameters
+        known = [one for one in parameters if one not in ("self", "exclusion_writer", "batch_size")]
+        self._check_options(known)
+        more = {"language": word_tokenizer(sentences=sentences_of)} if "language" in known else {}
+        built = block(**more | self.options)
+        if self.name == "url":
+            from tldextract import TLDExtract
+
+            built.tldextractor = TLDExtract(suffix_list_urls=())  # its own list: the newest is on the network
+        return built
+
+    def _check_options(self, known: Sequence[str]) -> None:
+        if unknown := [one for one in self.options if one not in known]:
+            fix = f"its options are {', '.join(known) or 'none'}"
+            raise self._error(f"has no option {unknown[0]}", fix)
+
+    def _check_packages(self, names: Sequence[str]) -> None:
+        missing = [_WHEELS.get(one, one) for one in names if importlib.util.find_spec(one) is None]
+        if missing:
+            fix = f"pip install {' '.join(missing)}"
+            raise self._error(f"the package {missing[0]} is not installed", fix)
+
+    def _function(self) -> Any:
+        path, _, name = self.name.rpartition(":")
+        if not Path(path).is_file():
+            raise self._error(f"there is no file {path}", "check the path")
+        spec = importlib.util.spec_from_file_location(f"moe_exp_filter_{Path(path).stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where a dataclass in it looks for its types
+        try:
+            spec.loader.exec_module(module)
+            return getattr(module, name)
+        except Exception as error:
+            rule = f"{type(error).__name__} while it is loaded: {error}"
+            raise self._error(rule, "correct the file") from error
+
+    def _language_block(self) -> Any:
+        self._check_options(("languages", "threshold", "model"))
+        languages, threshold = self.options.get("languages"), self.options.get("threshold", 0.65)
+        if not languages or not isinstance(languages, list) or {str} != set(map(type, languages)):
+            raise self._error(f"languages={languages}: must be a list", "give [en, de]")
+        if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+            raise self._error(f"threshold={threshold}: must be from 0 to 1", "0.65 is what FineWeb used")
+        if "model" not in self.options:
+            self._check_packages(("py3langid",))
+            return _langid_block(languages, threshold)
+        self._check_packages(("fasttext", "fasteners"))
+        model = Path(str(self.options["model"]))
+        if not model.is_file():
+            raise self._error(f"model={model}: there is no such file", "give lid.176.ftz")
+        from datatrove.pipeline.filters import LanguageFilter
+        from fasttext.FastText import _FastText
+
+        block = LanguageFilter(languages, threshold)
+        block.model._model = _FastText(str(model))  # of a file, which datatrove would fetch
+        return block
+
+
+@cache
+def language_identifier() -> Any:
+    """py3langid's, with scores from 0 to 1. Its model takes 0.6 seconds to load."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def _langid_block(languages: list[str], threshold: float) -> Any:
+    """A filter by py3langid, whose model is part of the package; writes language and language_score."""
+    identifier = language_identifier()
+
+    def keeps(document: Any) -> bool | tuple[bool, str]:
+        language, score = identifier.classify(document.text)
+        document.metadata |= {"language": language, "language_score": round(float(score), 4)}
+        if language not in languages:
+            return False, language
+        return (True, "") if score > threshold else (False, f"{language}, unsure")
+
+    return filter_by(keeps)
+
+
+def sentences_of(text: str) -> list[str]:
+    return [one for one in _SENTENCE_END.split(text) if one.strip()]

@@ -31,15 +31,11 @@ class ReadFiles:
     id gets `FILE/NUMBER`.
 
     Args:
-        root: folder of the files.
-        files: their paths in it.
+        files: their paths in the folder `root`.
         num_tasks: the world size that the files were dealt to.
-        text_field: column or field with the text.
-        skip_bad: skip and count what is no document instead of raising.
         limit: documents of all tasks together, dealt evenly; None for all.
         progress_folder: where each task keeps the number of input bytes that it is through with; "" for
             nowhere.
-        rule: what a document of a text file is.
     """
 
     root: str
@@ -116,15 +112,10 @@ def read_rows(
     skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a Parquet or Arrow file that are documents, and counts into `tally`, as of JSONL.
+    """`read_objects` for the rows of a Parquet or Arrow file; raises as `read_table`, too.
 
     Args:
-        path, tally, text_field, skip_bad: as for `read_objects`.
         advance: called with about the share of the file's bytes after every batch.
-
-    Raises:
-        BadDocument: at the first row that is no document, or if the file is damaged.
-        ValueError: there is no such column.
     """
     odd: list[str] | None = None
     for before, batch in read_table(path, text_field=text_field):
@@ -184,10 +175,8 @@ class WriteChunk:
     """Last step: JsonlWriter into a temporary file, published when it is read back and every count agrees.
 
     Args:
-        folder: of the chunks.
         stem: `STEM.00003.jsonl` is what task 3 makes.
-        reader: first step of the same pipeline.
-        filters: those between.
+        reader, filters: the steps before it.
         counts_folder: gets `00003.json`.
     """
 
@@ -202,10 +191,15 @@ class WriteChunk:
         return f"💽 - WRITER: {self.folder}/{self.stem}.*.jsonl"
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        from datatrove.pipeline.writers import JsonlWriter
+
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
         with complete_files([path]) as (temporary,):
             temporary.touch()  # a task with no document has an empty chunk
-            writer = _chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
+            writer = JsonlWriter(str(temporary.parent), "${rank}.jsonl", compression=None, adapter=_line)
+            # its own template takes metadata before the rank: a field `rank` would scatter over files
+            label = f"{self.stem}.XXXXX.jsonl"  # in its stats
+            writer._get_output_filename = lambda _, rank=0: label if rank == "XXXXX" else temporary.name
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
@@ -229,17 +223,6 @@ class WriteChunk:
         files = {"task": rank, "files": self.reader.task_files(rank)}
         files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
         return files | counts.to_json()
-
-
-def _chunk_writer(path: Path, label: str) -> Any:
-    """datatrove's JsonlWriter for one file, called `label` in its stats: its own template takes metadata
-    before the rank, so that a dataset with a field `rank` would scatter over files.
-    """
-    from datatrove.pipeline.writers import JsonlWriter
-
-    writer = JsonlWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
-    writer._get_output_filename = lambda _document, rank=0: label if rank == "XXXXX" else path.name
-    return writer
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import xxhash
 
 from moe_exp.data.download.from_store import LISTING, download_from_store, has_size
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
+from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.object_store import first_line, patiently
@@ -35,9 +36,6 @@ T = TypeVar("T")
 _CHUNK_BYTES = 2**22
 # what the library and this keep beside the files of the hub
 RESERVED = frozenset({"manifest.json", RUNNING, LISTING, ".cache", ".huggingface"})
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_UNREACHABLE_FAILURES = 2  # the library has tried for half a minute each time
-_LONGEST_RETRY_AFTER_SECONDS = 900.0
 # The library's HTTP package differs from version to version, and so do the types of its errors.
 _HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
 _UNREACHABLE = frozenset({"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"})
@@ -95,7 +93,6 @@ def download(
     Args:
         source: what; for the standard library, which needs no files, the result is empty.
         folder: gets the files under their names in the repository, and manifest.json.
-        max_workers: files at the same time.
         dry_run: print how much there is to do, write nothing, and return the paths that there would be.
         start_over: fetch everything again, at the commit that the revision stands for now.
         max_failures: failures in a row, without one more complete file, before it gives up.
@@ -130,41 +127,33 @@ def download(
         elif listed := read_json(stage.folder / LISTING):
             listing = Listing.from_json(listed)
         else:
-            listing = _first_listing(stage, source, max_failures)
+            try:
+                listing = _list_files(source, max_failures)
+                check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
+                write_json(stage.folder / LISTING, asdict(listing))
+            except Exception:
+                shutil.rmtree(stage.folder)  # which refuses calls with other patterns
+                raise
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
             _finish(stage, source, listing, hub.fetch(listing.files))
         elif missing := hub.missing(listing.files):
-            logger.warning(
-                "%s: %d files are missing or have another size: fetching them", folder, len(missing)
-            )
+            what = "%s: %d files are missing or have another size: fetching them"
+            logger.warning(what, folder, len(missing))
             hub.fetch(missing)
         shutil.rmtree(stage.output / ".cache", ignore_errors=True)  # the library keeps a file for each in it
         (stage.output / LISTING).unlink(missing_ok=True)
     return [folder / file.name for file in listing.files]
 
 
-def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
-    """Writes it into the folder; after an error, removes that, as it refuses calls with other patterns."""
-    try:
-        listing = _list_files(source, max_failures)
-        check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
-        write_json(stage.folder / LISTING, asdict(listing))
-    except Exception:
-        shutil.rmtree(stage.folder)
-        raise
-    return listing
-
-
 def _finish(stage: Stage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
-    num_bytes = _size(listing.files)
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
-    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": num_bytes}
+    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": _size(listing.files)}
     facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
     places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
     manifest = stage.finish_folder(list(places), hashes=places, **facts)
     rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(hashes)}
-    rows |= {"bytes": num_bytes, "licence": source.licence, "folder": stage.output}
+    rows |= {"bytes": facts["num_bytes"], "licence": source.licence, "folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
 
 
@@ -185,7 +174,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
 
     def list_once() -> Listing:
         commit: str | None = source.revision
-        if not _COMMIT.fullmatch(source.revision):
+        if not re.fullmatch(r"[0-9a-f]{40}", source.revision):
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
         found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
@@ -193,14 +182,11 @@ def _list_files(source: Source, max_failures: int) -> Listing:
             check_inside(name, endpoint())
         sizes = {name: file.size for name, file in files.items()}
         names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
-        chosen = [files[name] for name in names]
-        return Listing(
-            commit or "",
-            tuple(
-                HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
-                for one in chosen
-            ),
-        )
+        chosen = [
+            HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
+            for one in map(files.__getitem__, names)
+        ]
+        return Listing(commit or "", tuple(chosen))
 
     return _asked(list_once, source, max_failures)
 
@@ -208,10 +194,10 @@ def _list_files(source: Source, max_failures: int) -> Listing:
 def _known_listing(folder: Path, settings: dict[str, Any]) -> tuple[Listing, Path] | None:
     """Listing of a finished or interrupted download, and the folder of its files."""
     manifest = read_json(folder / "manifest.json")
-    partial = folder.with_name(folder.name + ".partial")
-    begun, listed = read_json(partial / RUNNING), read_json(partial / LISTING)
     if manifest and manifest["settings"] == settings:
         return Listing.of_manifest(manifest), folder
+    partial = folder.with_name(folder.name + ".partial")
+    begun, listed = read_json(partial / RUNNING), read_json(partial / LISTING)
     if begun and listed and begun["settings"] == settings:
         return Listing.from_json(listed), partial
     return None
@@ -265,7 +251,7 @@ class _Fetcher:
                 logger.warning(what, wrong[0], len(wrong))
         listed = f"{endpoint()} lists for {self.source.repository} at {self.listing.commit}"
         rule = f"its hash is not what {listed}, fetched twice"
-        raise ValueError(f"{wrong[0]}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+        raise input_error(wrong[0], rule, "try again later, or another HF_ENDPOINT")
 
     def _get(self, missing: list[HubFile]) -> None:
         num_files = f"{len(missing)} of {len(self.listing.files)} files"
@@ -291,16 +277,13 @@ class _Fetcher:
     def _get_file(self, file: HubFile) -> None:
         from huggingface_hub import hf_hub_download
 
-        place: dict[str, Any] = {
-            "repo_type": "dataset",
-            "revision": self.listing.commit,
-            "endpoint": endpoint(),
-        }
-        path = Path(hf_hub_download(self.source.repository or "", file.name, **place, local_dir=self.folder))
+        place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
+        place |= {"repo_type": "dataset", "local_dir": self.folder}
+        path = Path(hf_hub_download(self.source.repository or "", file.name, **place))
         if (size := path.stat().st_size) != file.bytes:
             path.unlink()
             rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
-            raise ValueError(f"{file.name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
+            raise input_error(file.name, rule, "try again later, or another HF_ENDPOINT")
 
     def _bytes_so_far(self, files: Sequence[HubFile]) -> int:
         """Bytes of complete files, and of those that still grow in the library's folder."""
@@ -348,7 +331,7 @@ def _check_online(why: str) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             fix = "unset it, or bring the whole folder with its manifest.json"
-            raise ValueError(f"{name}={os.environ[name]}: {why}. Fix: {fix}.")
+            raise input_error(f"{name}={os.environ[name]}", why, fix)
 
 
 def _asked(
@@ -358,16 +341,15 @@ def _asked(
 
     def limit_of(error: Exception) -> int | None:
         is_unreachable = _response(error) is None and _kinds(error) & _UNREACHABLE
-        return _UNREACHABLE_FAILURES if is_unreachable else None
+        return 2 if is_unreachable else None  # the library has tried for half a minute each time
 
     def wait_of(error: Exception) -> float:
         seconds = getattr(_response(error), "headers", {}).get("Retry-After", "")
-        return min(float(seconds), _LONGEST_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
+        return min(float(seconds), 900.0) if seconds.isdigit() else 0.0
 
     try:
-        return patiently(
-            action, max_failures, passes=passes, num_left=num_left, limit_of=limit_of, wait_of=wait_of
-        )
+        waits: dict[str, Any] = {"limit_of": limit_of, "wait_of": wait_of}
+        return patiently(action, max_failures, passes=passes, num_left=num_left, **waits)
     except Exception as error:
         if (explained := _explained(error, source)) is None:
             raise
@@ -392,20 +374,20 @@ def _explained(error: Exception, source: Source) -> Exception | None:
     status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
     if "RevisionNotFoundError" in kinds:
         fix = f"--revision main, or one of {page}"
-        return ValueError(f"revision={source.revision}: {name} has none of that name. Fix: {fix}.")
+        return input_error(f"revision={source.revision}", f"{name} has none of that name", fix)
     if "GatedRepoError" in kinds or status == 403:
         fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
-        return ValueError(f"source={name}: its owner gives access on request. Fix: {fix}.")
+        return input_error(f"source={name}", "its owner gives access on request", fix)
     if status in (401, 404):
         rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token"
-        return ValueError(f"source={name}: {rule}. Fix: {fix} that may read it.")
+        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
+        return input_error(f"source={name}", rule, f"{fix} may read it")
     if passes(error):
         fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
         return ConnectionError(f"{name}: {endpoint()} keeps failing ({first_line(error)}). Fix: {fix}.")
     if status is not None:
-        rule = f"answers {status} ({first_line(error)})"
-        return ValueError(f"source={name}: {endpoint()} {rule}. Fix: check HF_ENDPOINT.")
+        rule = f"{endpoint()} answers {status} ({first_line(error)})"
+        return input_error(f"source={name}", rule, "check HF_ENDPOINT")
     return None
 
 

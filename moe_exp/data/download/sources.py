@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from rich.table import Table
 
 from moe_exp.data.documents import data_among, files_below, files_in
-from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular
+from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error
 from moe_exp.host.exit_codes import printable
 from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url
 from moe_exp.host.progress import table_console
@@ -41,18 +41,13 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset on the hub (`repository`), files on this machine (`path`) or at an object store (`url`), or
-    the standard library (none of them).
+    """A dataset on the hub, files on this machine (`path`) or at a store (`url`), or the standard library.
 
     Args:
         name: what its folders and files are called.
-        description: one line.
         repository: owner/name of the dataset on the hub.
         revision: branch, tag or commit. What is downloaded is the commit it stands for at that time.
         patterns: which files; `*` matches slashes too. None at all: every file of a format in DATA_SUFFIXES.
-        path: file or folder.
-        url: file or folder at an object store.
-        text_field: column or key with the text.
         licence: SPDX name or a few words.
         num_bytes: of the files to download, compressed.
         num_tokens: about; the publisher's count.
@@ -131,13 +126,8 @@ _DCLM_10PRCT = replace(
     num_bytes=720 * 10**9, num_tokens=400 * 10**9, is_exact=False, note="",
 )  # fmt: skip
 
-SOURCES: dict[str, Source] = {
-    source.name: source
-    for source in (
-        _PYTHON_STDLIB, _FINEWEB_EDU_10BT, _FINEWEB_EDU, _FINEWEB_10BT, _FINEWEB, _DCLM_10PRCT, _DCLM,
-        _SLIMPAJAMA,
-    )
-}  # fmt: skip
+_WEB = _FINEWEB_EDU_10BT, _FINEWEB_EDU, _FINEWEB_10BT, _FINEWEB, _DCLM_10PRCT, _DCLM
+SOURCES: dict[str, Source] = {one.name: one for one in (_PYTHON_STDLIB, *_WEB, _SLIMPAJAMA)}
 
 
 def resolve_source(
@@ -152,44 +142,40 @@ def resolve_source(
 
     Args:
         name_or_path: what the user gave. A folder that is called like a registered name is `./name`.
-        patterns: in place of the source's own.
-        text_field: in place of the source's own, which is "text" if it is not registered.
-        revision: in place of the source's own, which is "main" if it is not registered.
+        patterns, text_field, revision: in place of the source's own.
 
     Raises:
         ValueError: nothing of that name; a revision for what is not on the hub.
     """
     if not name_or_path.strip():
         fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
-        raise ValueError(f"source=: is empty. Fix: {fix}.")
+        raise input_error("source=", "is empty", fix)
     source = SOURCES.get(name_or_path) or _source_of(name_or_path)
     if source is None:
         if "/" in name_or_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
-            raise ValueError(f"source={name_or_path}: {rule}. Fix: correct the path.")
+            raise input_error(f"source={name_or_path}", rule, "correct the path")
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
         fix = f"did you mean {nearest}? `moe-exp data list` shows all"
-        raise ValueError(f"source={name_or_path}: {rule}. Fix: {fix}.")
+        raise input_error(f"source={name_or_path}", rule, fix)
     if source.repository is None and revision is not None:
-        raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
+        raise input_error(f"revision={revision}", f"{source.name} is not on the hub", "leave it out")
     if patterns and source.is_embedded:
-        raise ValueError(f"pattern={patterns[0]}: {source.name} is no set of files. Fix: leave it out.")
-    changes: dict[str, object] = {"patterns": tuple(patterns)} if patterns else {}
-    changes |= {"text_field": text_field} if text_field else {}
-    changes |= {"revision": revision} if revision else {}
+        raise input_error(f"pattern={patterns[0]}", f"{source.name} is no set of files", "leave it out")
+    given = {"patterns": tuple(patterns), "text_field": text_field, "revision": revision}
+    changes: dict[str, object] = {name: value for name, value in given.items() if value}
     if patterns or (revision and revision != source.revision):
         changes |= {"num_bytes": None, "num_tokens": None, "is_exact": False, "note": ""}
     return replace(source, **changes)  # type: ignore[arg-type]
 
 
 def _source_of(name: str) -> Source | None:
-    """The source of a URL, of a file or folder, or of a dataset of the hub; None for another name."""
     if is_url(name):
         url = name.rstrip("/")
         if "*" in url:
             fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
-            raise ValueError(f"source={name}: has a pattern in the URL. Fix: {fix}.")
+            raise input_error(f"source={name}", "has a pattern in the URL", fix)
         return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
     if expanded(name).exists():
         path = Path(os.path.abspath(expanded(name)))  # noqa: PTH100  # resolve() would name a link's target
@@ -204,15 +190,11 @@ def _stem(name: str) -> str:
 
 
 def local_files(source: Source) -> list[Path]:
-    """The data files of a source with a path, sorted, without hidden ones; links to folders are followed.
-
-    Raises:
-        ValueError: there is none, or a pattern matches none.
-    """
+    """The data files of a source with a path, sorted; ValueError if there is none."""
     assert source.path is not None
     if source.path.is_file():
         if not ending(source.path):
-            raise ValueError(f"{source.path}: is none of {KINDS}. Fix: give a file that is.")
+            raise input_error(source.path, f"is none of {KINDS}", "give a file that is")
         return [source.path]
     if not source.patterns and (
         found := files_in(source.path, what="source", text_field=source.text_field, with_validation=True)
@@ -230,42 +212,33 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
     Args:
         sizes: name to bytes of each file.
         patterns: of names; in what they match, records have precedence over text.
-        where: folder or URL.
-
-    Raises:
-        ValueError: a pattern matches nothing, or a file of another format; or nothing is there.
+        where: folder or URL, for messages.
     """
     some = ", ".join(sorted(sizes)[:4]) or "nothing"
     chosen: set[str] = set()
     for pattern in patterns:
         matching = fnmatch.filter(sizes, pattern)
         if not matching:
-            fix = "choose a pattern that matches"
-            raise ValueError(f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: {fix}.")
-        other = [name for name in matching if not ending(name)]
-        if other:
+            rule = f"matches no file of {where}, which has {some}"
+            raise input_error(f"pattern={pattern}", rule, "choose a pattern that matches")
+        if other := [name for name in matching if not ending(name)]:
             rule = f"matches {other[0]}, which is none of {KINDS}"
             fix = f"end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}"
-            raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
+            raise input_error(f"pattern={pattern}", rule, fix)
         # without records text files, as a README.md beside records is no data
         chosen.update([name for name in matching if ending(name) in RECORD_SUFFIXES] or matching)
     if not patterns:
         chosen.update(data_among(sizes, where, "source"))
         if not chosen:
-            raise ValueError(f"{where}: has no file of {KINDS}, only {some}. Fix: choose another.")
+            raise input_error(where, f"has no file of {KINDS}, only {some}", "choose another")
     return sorted(chosen)
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Checks that every file that a server lists has a place of its own in the folder of a download.
+    """Raises ValueError unless every file that a server lists has its own place in the folder of a download.
 
     Args:
-        names: of the files.
-        server: that lists them.
         reserved: names of what the download itself keeps in the folder.
-
-    Raises:
-        ValueError: one has none.
     """
     known, fix = set(names), "leave it out by --pattern, or choose another dataset"
     for name in names:
@@ -277,11 +250,7 @@ def check_names(names: Collection[str], server: str, reserved: Collection[str]) 
 
 
 def check_inside(name: str, server: str) -> None:
-    """Checks that a name that a server lists stays in the folder of the download, and can be printed.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raises ValueError unless a name that a server lists is printable and inside the download's folder."""
     parts = name.split("/")
     if printable(name) != name or "\n" in name or "\t" in name:
         raise _refused(name, "it has control characters", server)
@@ -294,7 +263,7 @@ def check_inside(name: str, server: str) -> None:
 def _refused(name: str, rule: str, server: str, fix: str = "choose another dataset") -> ValueError:
     shown = ascii(name)[1:-1]
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return ValueError(f"{shown}: {server} lists a file of this name, and {rule}. Fix: {fix}.")
+    return input_error(shown, f"{server} lists a file of this name, and {rule}", fix)
 
 
 def print_sources() -> None:
@@ -320,18 +289,13 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
     Folders of tests and of installed packages are left out. The text is licensed under PSF-2.0, the Python
     Software Foundation licence (https://docs.python.org/3/license.html). Files that cannot be decoded with
     the encoding that they declare (UTF-8 if they declare none) are skipped, and a warning names them.
-
-    Args:
-        root: folder to read; the standard library by default.
-
-    Raises:
-        ValueError: no .py file under `root`, as in an interpreter whose standard library is a zip file.
+    ValueError: no .py file under `root`, as in an interpreter whose standard library is a zip file.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     paths = _python_files(root)
     if not paths:
         rule = f"the embedded corpus needs the .py files of {root}, which has none"
-        raise ValueError(f"TRAIN_DATA=: {rule}. Fix: set TRAIN_DATA.")
+        raise input_error("TRAIN_DATA=", rule, "set TRAIN_DATA")
     yield from _read_files(root, paths)
 
 
@@ -342,7 +306,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
     Args:
         max_bytes: largest total size; stops before the first file that would exceed it.
-        root: folder to read; that of torch, which is not imported, by default.
+        root: that of torch, which is not imported, by default.
     """
     if root is None:
         found = importlib.util.find_spec("torch")

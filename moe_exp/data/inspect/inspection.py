@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import xxhash
 from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
-from moe_exp.data.inspect.hashes import Hashes
 from moe_exp.data.kinds import is_stream
-from moe_exp.data.samples.packing import cut_documents
+from moe_exp.data.samples.corpus import cut_documents
 from moe_exp.data.stage import read_json
-from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, progress, table_console
 
@@ -34,6 +34,7 @@ _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
 _ADVANCE_BYTES = 2**20
+_Words = npt.NDArray[np.uint64]
 
 
 def inspect_path(
@@ -44,26 +45,17 @@ def inspect_path(
     text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:
-    """Reads all of `path` and says what is in it.
+    """Reads all of `path` and returns plain values as --json prints them; `kind` is `tokens` or `documents`.
 
     Args:
         path: a prefix of .bin/.idx (with suffix or without), a file of documents or a folder of such.
-        tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not
-            have.
+        tokenizer: tokenizer.json or its folder, to decode samples and count ids that it does not have.
         num_samples: documents to show.
-        text_field: of JSONL.
         seq_len: tokens of a training sample, for the share of documents that it cuts.
-
-    Returns:
-        Plain values as --json prints them; `kind` is `tokens` or `documents`.
-
-    Raises:
-        ValueError: there is no such file, or it is damaged.
     """
     if path.is_dir() or ending(path):
-        report = inspect_documents(
-            data_files(path, text_field), num_samples=num_samples, text_field=text_field
-        )
+        files = data_files(path, text_field)
+        report = inspect_documents(files, num_samples=num_samples, text_field=text_field)
         return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
@@ -72,13 +64,70 @@ def inspect_path(
 
 
 def data_files(path: Path, text_field: str) -> list[Path]:
-    """The files of documents that `path` names: itself, or those of the folder, for validation too.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The files of documents that `path` names: itself, or those of the folder, for validation too."""
     found = files_in(path, text_field=text_field, with_validation=True) if path.is_dir() else []
     return found or find_inputs([path], text_field=text_field)
+
+
+class Hashes:
+    """XXH3-128 of documents, 16 bytes each, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._bytes) // 16
+
+    def add(self, document: bytes | memoryview) -> None:
+        self._bytes += xxhash.xxh3_128_digest(document)
+
+    def extend(self, other: Hashes) -> None:
+        self._bytes += other._bytes
+
+    @property
+    def _words(self) -> tuple[_Words, _Words]:
+        first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
+        return first, second
+
+    def sorted_words(self) -> tuple[_Words, _Words]:
+        """Both halves of every hash, sorted by the first half, then by the second."""
+        first, second = self._words
+        order = np.lexsort((second, first))
+        return first[order], second[order]
+
+    def num_duplicates(self) -> int:
+        """Documents that another one before them is equal to."""
+        first, second = self.sorted_words()
+        return int(((first[1:] == first[:-1]) & (second[1:] == second[:-1])).sum())
+
+    def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
+        """Whether each document is among `sorted_words` of another instance.
+
+        If two of those agree in the first 64 bits but not in the last, only one is compared; that takes
+        2**32 documents.
+        """
+        mine_first, mine_second = self._words
+        if not len(first):
+            return np.zeros(len(self), dtype=np.bool_)
+        place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
+        return (first[place] == mine_first) & (second[place] == mine_second)
+
+
+def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
+    """Documents of `one` that `other` lacks, and the reverse; two equal documents count as two."""
+    joined = Hashes()
+    joined.extend(one)
+    joined.extend(other)
+    first, second = joined._words
+    order = np.lexsort((second, first))
+    first, second = first[order], second[order]
+    is_start = np.ones(len(order), dtype=np.bool_)
+    is_start[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    if not len(order):
+        return 0, 0
+    # Of every run of equal hashes: how many more of them `one` has.
+    surplus = np.add.reduceat(np.where(order < len(one), 1, -1), np.flatnonzero(is_start))
+    return int(surplus[surplus > 0].sum()), int(-surplus[surplus < 0].sum())
 
 
 # Token files
@@ -195,8 +244,8 @@ def inspect_documents(
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
             before = tally.num_documents
-            how: dict[str, Any] = {"text_field": text_field, "skip_bad": True}
-            for line, text in documents_with_progress(path, tally, advance, **how):
+            documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
+            for line, text in documents:
                 data = text.encode()
                 hashes.add(data)
                 lengths.append(len(data))
@@ -291,11 +340,15 @@ def print_inspection(report: dict[str, Any]) -> None:
     console = table_console()
     console.print(table)
     for sample in report["samples"]:
-        console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
+        where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
+        if (text := sample.get("text")) is None:
+            text = " ".join(map(str, sample["first_ids"]))
+            text += " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
+        shown = f"[bold]{escape(where)}[/bold]\n{escape(text)}"
+        console.print(shown, highlight=False, emoji=False, soft_wrap=True)
     if "filters" in report:
-        table = Table(
-            "filter", "removed", "share", "edited", "reasons", title="Filters", title_justify="left"
-        )
+        columns = "filter", "removed", "share", "edited", "reasons"
+        table = Table(*columns, title="Filters", title_justify="left")
         for one in report["filters"]:
             counts = [f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items()]
             share, reasons = f"{one['removed'] / max(1, report['read']):.2%}", escape(", ".join(counts))
@@ -339,12 +392,3 @@ def _document_rows(report: dict[str, Any]) -> dict[str, object]:
     fields = (name if count == in_all else f"{name} ({count:,})" for name, count in report["fields"].items())
     rows[f"fields of the first {in_all:,}"] = ", ".join(fields)
     return rows | {"text hash": report["text_hash"]}
-
-
-def _sample_text(sample: dict[str, Any]) -> str:
-    where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
-    text = sample.get("text")
-    if text is None:
-        text = " ".join(map(str, sample["first_ids"]))
-        text += " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
-    return f"[bold]{escape(where)}[/bold]\n{escape(text)}"

@@ -1,8 +1,7 @@
 """Whether files are still what their manifest says, and whether two corpora hold the same documents.
 
-Everything is read again: sizes and hashes of the files, then the documents themselves, counted and hashed as
-when they were written (`documents.Tally`). Memory for that: 16 bytes a validation document; for a comparison
-about 50 a document of both sides.
+Everything is read again and hashed. Memory: 16 bytes a validation document; for a comparison about 50 a
+document of both sides.
 """
 
 from __future__ import annotations
@@ -16,12 +15,17 @@ from typing import Any
 import numpy as np
 
 from moe_exp.data.documents import Tally, is_validation_file
-from moe_exp.data.inspect.hashes import Hashes, difference
-from moe_exp.data.inspect.inspection import BLOCK_TOKENS, data_files, documents_with_progress, token_blocks
+from moe_exp.data.inspect.inspection import (
+    BLOCK_TOKENS,
+    Hashes,
+    data_files,
+    difference,
+    documents_with_progress,
+    token_blocks,
+)
 from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.ranged import prefix_of
-from moe_exp.data.tokens.tokens import bin_idx_problem
+from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
 from moe_exp.host.progress import progress
 
@@ -31,37 +35,20 @@ _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
+    """One thing that was checked."""
 
-    Args:
-        name: of a file, or what was compared.
-        problem: what is wrong, empty if nothing is.
-        facts: what was seen, for a reader.
-    """
-
-    name: str
+    name: str  # of a file, or what was compared
     problem: str = ""
-    facts: str = ""
+    facts: str = ""  # for a reader
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest and where its files are.
-
-    Args:
-        path: of the manifest; the names of the outputs are relative to its folder.
-        content: as it was read.
-        only: the output that is asked for; empty for all.
-    """
+    """A manifest; the names of its outputs are relative to its folder."""
 
     path: Path
     content: dict[str, Any]
-    only: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the outputs."""
-        return self.path.parent
+    only: str = ""  # the output that is asked for; empty for all
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
@@ -70,18 +57,13 @@ class Manifest:
 
     @property
     def text_field(self) -> str:
-        """Text field of JSONL outputs."""
         if self.content.get("stage") == "convert":  # whose setting is the field of its inputs
             return "text"
         return str(self.content.get("settings", {}).get("text_field") or "text")
 
 
 def find_manifest(path: Path) -> Manifest:
-    """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
+    """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists."""
     for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
         if candidate.name.endswith("manifest.json") and candidate.is_file():
             return _read_manifest(candidate)
@@ -112,15 +94,18 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
 
 def verify(path: Path) -> Iterator[Finding]:
     """Checks `path` against its manifest: sizes, hashes, token files, documents, validation against training.
-
-    Raises:
-        ValueError: there is no manifest, or it is damaged; or a line of JSONL is no document.
+    ValueError if there is no manifest, or it is damaged; or a line of JSONL is no document.
     """
     manifest = find_manifest(path)
     files = _file_findings(manifest)
     yield from files
-    if not manifest.only:
-        yield from _files_without_entry(manifest)
+    if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
+        # data that nobody accounts for, but that a training run or the next step would read
+        listed = {one["name"] for one in manifest.outputs}
+        suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
+        for file in sorted(manifest.path.parent.iterdir()):
+            if file.is_file() and file.name.endswith(suffixes) and file.name not in listed:
+                yield Finding(file.name, "is not in the manifest")
     if not any(finding.problem for finding in files):
         yield from _token_findings(manifest)
         yield from _document_findings(manifest)
@@ -131,7 +116,7 @@ def _file_findings(manifest: Manifest) -> list[Finding]:
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
     with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
         for one in manifest.outputs:
-            path, wrong = manifest.folder / one["name"], ""
+            path, wrong = manifest.path.parent / one["name"], ""
             if not path.is_file():
                 wrong = "is missing"
             elif (size := path.stat().st_size) != one["bytes"]:
@@ -143,20 +128,9 @@ def _file_findings(manifest: Manifest) -> list[Finding]:
     return found
 
 
-def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
-    """Data that nobody accounts for, but that a training run or the next step would read."""
-    if manifest.path.name != "manifest.json":
-        return  # beside files of others
-    listed = {one["name"] for one in manifest.outputs}
-    suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
-    for path in sorted(manifest.folder.iterdir()):
-        if path.is_file() and path.name.endswith(suffixes) and path.name not in listed:
-            yield Finding(path.name, "is not in the manifest")
-
-
 def _token_findings(manifest: Manifest) -> Iterator[Finding]:
     for name in (one["name"] for one in manifest.outputs if one["name"].endswith(".idx")):
-        prefix = manifest.folder / name.removesuffix(".idx")
+        prefix = manifest.path.parent / name.removesuffix(".idx")
         if wrong := bin_idx_problem(prefix):
             yield Finding(prefix.name, wrong)
             continue
@@ -178,14 +152,14 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
         return []
     expected = manifest.content.get("num_documents")
     found, total, valid, num_shared = list[Finding](), Tally(), Hashes(), 0
-    num_bytes = sum((manifest.folder / name).stat().st_size for name in names)
+    num_bytes = sum((manifest.path.parent / name).stat().st_size for name in names)
     with progress("reading the documents", num_bytes) as advance:
         # Those for validation first, as the others are compared with them.
         for is_validation in (True, False):
             valid_words = valid.sorted_words()
             for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
                 tally = Tally()
-                for hashes in hash_blocks(manifest.folder / name, tally, advance, manifest.text_field):
+                for hashes in hash_blocks(manifest.path.parent / name, tally, advance, manifest.text_field):
                     if is_validation:
                         valid.extend(hashes)
                     else:
@@ -219,9 +193,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def _written(content: dict[str, Any]) -> Tally | None:
-    """Counts of a step's output in its manifest: `train` and `valid`, `written`, the manifest itself, or
-    `read`.
-    """
+    """Counts of a step's output: `train` and `valid` of its manifest, `written`, the manifest, or `read`."""
     sides = [content.get("train"), content.get("valid")]
     for parts in (sides, [content.get("written")], [content], [content.get("read")]):
         counts = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
@@ -236,11 +208,7 @@ def _written(content: dict[str, Any]) -> Tally | None:
 def hash_blocks(
     path: Path, tally: Tally, advance: Callable[[int], None], text_field: str
 ) -> Iterator[Hashes]:
-    """Hashes of the documents of a JSONL file, a block at a time; blank lines are no documents.
-
-    Raises:
-        BadDocument: another line is no document.
-    """
+    """Hashes of the documents of a JSONL file, a block at a time; BadDocument at a line that is none."""
     hashes = Hashes()
     for _, text in documents_with_progress(path, tally, advance, text_field=text_field):
         hashes.add(text.encode())
@@ -254,15 +222,8 @@ def hash_blocks(
 
 
 def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
-    """Whether two corpora hold the same documents, each as often, in whatever files and order.
-
-    Args:
-        path: a JSONL file or a folder of such, or a prefix of .bin/.idx.
-        other: the same kind.
-        text_field: of JSONL.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the two are not of one kind.
+    """Whether two corpora (both JSONL files or folders, or both prefixes of .bin/.idx) hold the same
+    documents, each as often, in any files and order.
     """
     is_tokens = [_is_prefix(one) for one in (path, other)]
     if is_tokens[0] != is_tokens[1]:

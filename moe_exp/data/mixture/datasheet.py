@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from moe_exp.data.convert.named_filters import language_identifier
+from moe_exp.data.convert.filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
 
 _MOST_HASHES = 20_000_000  # of all sources: of more documents a share is compared
-_LANGUAGES_OF, _LANGUAGE_CHARS = 1000, 2000
+_LANGUAGES_OF = 1000
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Part:
     Args:
         name: of its files.
         source: what it is called, with its commit.
-        licence: of the documents.
         converted, shuffled, tokenized: manifests of its steps.
         shards: files of its training documents.
         prefix, valid_prefix: its token files.
@@ -54,18 +53,22 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for training."""
         return int(self.tokenized["num_tokens"])
 
 
 def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, tokenizer: str) -> str:
-    """Markdown."""
+    """Markdown text."""
     training = f"a training with {total_tokens:,.0f} tokens" if total_tokens else "a training"
     lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of {training}.", ""]
-    lines += _table(
-        ("source", "from", "licence", "documents", "text", "tokens", "share asked", "share", "epochs"),
-        [_source_row(part, total_tokens) for part in parts],
-    )
+    rows = list[tuple[str, ...]]()
+    for part in parts:
+        train, tokens = part.shuffled["train"], part.num_tokens
+        counts = f"{train['num_documents']:,}", bytes_text(train["num_text_bytes"]), f"{tokens:,}"
+        epochs = f"{part.weight * total_tokens / tokens:.2f}" if total_tokens else ""
+        shares = f"{part.asked:.2%}", f"{part.weight:.2%}", epochs
+        rows.append((part.name, part.source, part.licence, *counts, *shares))
+    head = "source", "from", "licence", "documents", "text", "tokens", "share asked", "share", "epochs"
+    lines += _table(head, rows)
     lines += ["## Documents removed", ""]
     for part in parts:
         lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
@@ -82,13 +85,6 @@ def _table(head: Sequence[str], rows: Any) -> list[str]:
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
     lines += [" | ".join(str(cell) for cell in row) for row in rows]
     return [*(f"| {line} |" for line in lines), ""]
-
-
-def _source_row(part: Part, total_tokens: float | None) -> tuple[str, ...]:
-    train, tokens = part.shuffled["train"], part.num_tokens
-    epochs = f"{part.weight * total_tokens / tokens:.2f}" if total_tokens else ""
-    counts = f"{train['num_documents']:,}", bytes_text(train["num_text_bytes"]), f"{tokens:,}"
-    return part.name, part.source, part.licence, *counts, f"{part.asked:.2%}", f"{part.weight:.2%}", epochs
 
 
 def _removed(part: Part) -> list[tuple[str, str, str]]:
@@ -112,20 +108,18 @@ def _removed(part: Part) -> list[tuple[str, str, str]]:
 
 def _lengths(parts: Sequence[Part]) -> list[str]:
     """Tokens per document, and how many documents there are of each length."""
-    bounds = [TokenFiles(part.prefix).document_bounds for part in parts]
-    names, found = [part.name for part in parts], [length_summary(np.diff(one)) for one in bounds]
-    rows = list[tuple[str, ...]]()
-    for name, one in zip(names, found, strict=True):
-        middle = f"{one['median']:,.0f}", f"{one['mean']:,.0f}"
-        rows.append((name, f"{one['min']:,}", *middle, f"{one['max']:,}"))
-    ends = {begin: end for one in found for begin, end, _ in one["histogram"]}
-    counts = [{begin: count for begin, _, count in one["histogram"]} for one in found]
-    lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
+    bounds = {part.name: TokenFiles(part.prefix).document_bounds for part in parts}
+    found = {name: length_summary(np.diff(one)) for name, one in bounds.items()}
     rows = [
-        (f"{begin:,} to {end:,}", *(f"{one.get(begin, 0):,}" for one in counts))
-        for begin, end in sorted(ends.items())
+        (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
+        for name, one in found.items()
     ]
-    return lines + _table(("tokens", *names), rows)
+    lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
+    ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
+    counts = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
+    spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
+    shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts)) for span, begin in spans.items()]
+    return lines + _table(("tokens", *found), shown)
 
 
 def _has_langid() -> bool:
@@ -140,7 +134,7 @@ def _languages(part: Part) -> str:
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None
         if not isinstance(language, str):
-            language = identify(one["text"][:_LANGUAGE_CHARS])[0] if identify else "unknown"
+            language = identify(one["text"][:2000])[0] if identify else "unknown"
         found[language] += 1
     total = max(1, sum(found.values()))
     return ", ".join(f"{language} {count / total:.1%}" for language, count in found.most_common(8))
@@ -148,8 +142,7 @@ def _languages(part: Part) -> str:
 
 def _overlaps(parts: Sequence[Part]) -> list[str]:
     """Texts that two sources share, compared by hash."""
-    num_documents = sum(part.shuffled["train"]["num_documents"] for part in parts)
-    every = 1 + num_documents // _MOST_HASHES
+    every = 1 + sum(part.shuffled["train"]["num_documents"] for part in parts) // _MOST_HASHES
     words = [_distinct(part, every) for part in parts]
     rows = []
     for index, part in enumerate(parts):

@@ -1,4 +1,15 @@
-"""From the settings of a mixture to token files of each source, their weights, and a datasheet.
+"""From mixture.yaml to token files of each source, their weights, and a datasheet.
+
+tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
+total_tokens: 20e9
+sources:
+  - source: fineweb_edu_10bt
+    weight: 0.7
+    filters: [gopher-quality]
+  - source: code/
+    name: code
+    weight: 0.3
+    max_epochs: 4
 
 DATA_DIR/NAME_<source>/            chunks    DATA_DIR/NAME_<source>_shuffled/    shards
 DATA_DIR/NAME/<source>_text_document.bin, .idx    <source>_valid_text_document.bin, .idx
@@ -8,25 +19,165 @@ DATA_DIR/NAME/datasheet.md    mixture.json    tokenizer/
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moe_exp.data.download.sources import Source, local_files
-from moe_exp.data.kinds import BadDocument
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from moe_exp.data.convert.convert import ConvertSettings
+from moe_exp.data.download.sources import local_files
+from moe_exp.data.kinds import BadDocument, input_error
 from moe_exp.data.mixture.datasheet import Part, datasheet
-from moe_exp.data.mixture.settings import Mixture, effective_weights
-from moe_exp.data.prepare import Preparation, plan, prepare, raw_folder
+from moe_exp.data.prepare import Preparation, prepare, raw_folder
 from moe_exp.data.stage import MAKE_AGAIN, is_stale
 from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens.parts import PartSettings, default_part_bytes
 from moe_exp.data.tokens.preprocess import stage_settings, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
-from moe_exp.host.files import read_json, write_atomically, write_json
+from moe_exp.host.files import read_json, read_yaml, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
+
+
+class MixedSource(BaseModel):
+    """One source.
+
+    Args:
+        source: as `moe-exp data prepare` takes it.
+        name: of its files; default: that of the source.
+        weight: share of the tokens of the training, relative to the other weights.
+        max_epochs: how often its tokens may be read, at most; needs `total_tokens`.
+        patterns, revision, text_field, text_documents: as of `prepare`.
+        languages, min_language_score, min_score, min_chars, max_chars, limit, skip_bad: as of `prepare`.
+        near_dedup: options of near-duplicate removal; {} for the defaults.
+        decontaminate: JSONL file of benchmark texts or lm-eval:TASK, or several.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    name: str = ""
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    max_epochs: float | None = Field(default=None, gt=0)
+    patterns: list[str] = []
+    revision: str | None = None
+    text_field: str | None = None
+    text_documents: Literal["file", "block"] = "file"
+    languages: list[str] = []
+    min_language_score: float | None = None
+    min_score: float | None = None
+    min_chars: int | None = None
+    max_chars: int | None = None
+    limit: int | None = None
+    skip_bad: bool = False
+    filters: list[str | dict[str, Any]] = []
+    dedup: bool = False
+    near_dedup: dict[str, int] | None = None
+    decontaminate: str | list[str] = []
+
+    @field_validator("name")
+    @classmethod
+    def _is_file_name(cls, name: str) -> str:
+        if name and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise ValueError("must be letters, digits, '.', '_' and '-'")
+        return name
+
+
+class Mixture(BaseModel):
+    """A mixture.
+
+    Args:
+        sources: at least one; their names differ.
+        tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the hub.
+        eod_token: the token that ends a document; by default what the tokenizer's files say.
+        prepend_bos: begin every document with the tokenizer's BOS.
+        vocab_size: tokens of a tokenizer that is trained on the sources, in place of `tokenizer`.
+        total_tokens: of the training, for `max_epochs` and the number of epochs in the datasheet.
+        seed: of the order and of the validation documents.
+        valid_fraction: of the distinct texts of each source, for validation.
+        num_shards: training files of each source.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sources: list[MixedSource] = Field(min_length=1)
+    tokenizer: str | None = None
+    eod_token: str | None = None
+    prepend_bos: bool = False
+    vocab_size: int | None = Field(default=None, ge=258)
+    total_tokens: float | None = Field(default=None, gt=0)
+    seed: int = 0
+    valid_fraction: float = Field(default=0.005, gt=0, lt=1)
+    num_shards: int = Field(default=32, ge=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Mixture:
+        if (self.tokenizer is None) == (self.vocab_size is None):
+            raise ValueError("either tokenizer or vocab_size must be given")
+        if self.prepend_bos and self.tokenizer is None:
+            raise ValueError("prepend_bos needs a tokenizer: one that is trained here has no BOS")
+        if self.total_tokens is None and any(one.max_epochs for one in self.sources):
+            raise ValueError("max_epochs needs total_tokens")
+        return self
+
+
+def read_mixture(path: Path) -> Mixture:
+    """Reads a mixture; ValueError names the first setting that is wrong."""
+    content = read_yaml(path, fix="correct the file")
+    if not isinstance(content, dict):
+        raise input_error(path, "must be settings with a list of sources", "see docs/corpus.md")
+    try:
+        return Mixture(**content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        rule = rule.replace("Extra inputs are not permitted", "is not a setting")
+        rule = rule.replace("Field required", "is missing")
+        place = ".".join(str(one) for one in first["loc"]) or "settings"
+        given = "" if isinstance(first["input"], dict) else f"={first['input']}"
+        raise input_error(path, f"{place}{given}: {rule}", "see docs/corpus.md") from None
+
+
+def effective_weights(
+    weights: Sequence[float],
+    tokens: Sequence[int],
+    max_epochs: Sequence[float | None],
+    total_tokens: float | None,
+) -> list[float]:
+    """Shares of the tokens of a training, none of which reads a source more often than it may.
+
+    What a source gives up goes to the others, in the ratio of their weights.
+
+    Args:
+        weights: asked for, relative.
+        tokens: of each source.
+        max_epochs: how often each may be read; None for any number.
+        total_tokens: of the training; None if no source has a limit.
+    """
+    limits = [float("inf")] * len(weights)
+    if total_tokens:
+        epochs = zip(max_epochs, tokens, strict=True)
+        limits = [limit * count / total_tokens if limit else float("inf") for limit, count in epochs]
+    if sum(limits) < 1:
+        most = sum(limits) * (total_tokens or 0)
+        rule, fix = f"the sources with their max_epochs give {most:.4g}", "give fewer tokens, more epochs, or"
+        raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix} another source")
+    shares, full = [0.0] * len(weights), set[int]()
+    while True:
+        left = 1 - sum(limits[index] for index in full)
+        rest = sum(weight for index, weight in enumerate(weights) if index not in full)
+        for index, weight in enumerate(weights):
+            shares[index] = limits[index] if index in full else left * weight / rest
+        over = {index for index, share in enumerate(shares) if index not in full and share > limits[index]}
+        if not over:
+            return shares
+        full |= over
+        if len(full) == len(weights):
+            return limits
 
 
 @dataclass(frozen=True)
@@ -35,8 +186,6 @@ class Mixing:
 
     Args:
         name: of the mixture and its folder.
-        mixture: its settings.
-        data_dir: gets the folders.
         execution: where conversions and shuffles run.
         shuffle: as of `Preparation`, besides seed, num_shards and valid_fraction.
         tasks: chunks of each source, see `ConvertSettings`.
@@ -63,29 +212,18 @@ class Mixing:
         return self.data_dir / self.name
 
     def preparations(self) -> dict[str, Preparation]:
-        """The preparation of each source, by the name of its files.
-
-        Raises:
-            ValueError: a source cannot be prepared so, or two have one name.
-        """
-        mixture = self.mixture
-        same = {
-            name: getattr(self, name) for name in ("data_dir", "execution", "shuffle_tasks", "download_again")
-        }
-        shuffle = {name: getattr(mixture, name) for name in ("seed", "num_shards", "valid_fraction")}
+        """The preparation of each source, by the name of its files; ValueError if two have one name."""
+        names = ("data_dir", "execution", "shuffle_tasks", "download_again")
+        same: dict[str, Any] = {name: getattr(self, name) for name in names} | {"clamp_tasks": True}
+        shuffle = {name: getattr(self.mixture, name) for name in ("seed", "num_shards", "valid_fraction")}
+        same["shuffle"] = {**self.shuffle, **shuffle}
         found: dict[str, Preparation] = {}
-        for number, one in enumerate(mixture.sources):
+        for number, one in enumerate(self.mixture.sources):
             try:
-                wanted = Preparation(
-                    one.source,
-                    patterns=tuple(one.patterns),
-                    revision=one.revision,
-                    text_field=one.text_field,
-                    settings=replace(one.conversion(), tasks=self.tasks),
-                    shuffle={**self.shuffle, **shuffle},
-                    clamp_tasks=True,
-                    **same,
-                )
+                settings = ConvertSettings.of(one, one.languages, one.filters, self.tasks)
+                own: dict[str, Any] = {"revision": one.revision, "text_field": one.text_field}
+                own |= {"patterns": tuple(one.patterns), "settings": settings}
+                wanted = Preparation(one.source, **own, **same)
                 source = wanted.source()
                 if source.path is not None:
                     local_files(source)
@@ -94,12 +232,12 @@ class Mixing:
             name = one.name or source.name
             if name in found:
                 rule = f"name={name}: is there twice"
-                raise ValueError(f"sources.{number}: {rule}. Fix: give it a name of its own.")
+                raise input_error(f"sources.{number}", rule, "give it a name of its own")
             start_over = self.start_over or name in self.start_over_sources
             found[name] = replace(wanted, output_name=f"{self.name}_{name}", start_over=start_over)
         if unknown := set(self.start_over_sources) - set(found):
-            rule = f"is not a source of {self.name}. Fix: give one of {', '.join(found)}"
-            raise ValueError(f"start_over_source={min(unknown)}: {rule}.")
+            fix = f"give one of {', '.join(found)}"
+            raise input_error(f"start_over_source={min(unknown)}", f"is not a source of {self.name}", fix)
         # a folder of its own for what is downloaded, where several sources of one name want other files
         files: dict[str, set[Any]] = {}
         for source in (wanted.source() for wanted in found.values()):
@@ -111,11 +249,7 @@ class Mixing:
         return found
 
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer that is given, or None if it is to be trained.
-
-        Raises:
-            ValueError: there is none of that name, or it has no end-of-document token.
-        """
+        """The tokenizer that is given, or None if it is to be trained."""
         if not self.mixture.tokenizer:
             return None
         options = {name: getattr(self.mixture, name) for name in ("eod_token", "prepend_bos")}
@@ -127,21 +261,8 @@ class Mixing:
         return tokenizer
 
 
-def plan_mixture(mixing: Mixing) -> None:
-    """Prints what each source needs, and writes nothing."""
-    preparations = mixing.preparations()
-    mixing.tokenizer()
-    for wanted in preparations.values():
-        plan(wanted)
-
-
-@dataclass(frozen=True)
-class _Shards:
-    """Shuffled documents of a source: the manifest, the training files and the validation file."""
-
-    manifest: Mapping[str, Any]
-    train: Sequence[Path]
-    valid: Path
+# Shuffled documents of a source: the manifest, the training files and the validation file.
+_Shards = tuple[Mapping[str, Any], list[Path], Path]
 
 
 def mix(mixing: Mixing) -> dict[str, Any] | None:
@@ -160,7 +281,9 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     shards = {name: one for name, one in found.items() if one is not None}
     if len(shards) < len(found):
         return None
-    tokenizer = tokenizer or _train_tokenizer(mixing, [path for one in shards.values() for path in one.train])
+    tokenizer = tokenizer or _train_tokenizer(
+        mixing, [path for _, train, _ in shards.values() for path in train]
+    )
     tokenizer.log_left_out()
     parts = _parts(mixing, preparations, shards, tokenizer)
     for part, one in zip(parts, mixture.sources, strict=True):
@@ -197,7 +320,7 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
         return None
     folder, valid = wanted.data_dir / f"{wanted.output_name}_shuffled", manifest["valid_file"]
     names = [one["name"] for one in manifest["outputs"] if one["name"] != valid]
-    return _Shards(manifest, [folder / one for one in names], folder / valid)
+    return manifest, [folder / one for one in names], folder / valid
 
 
 # Tokens belong to the mixture: they are made again if their shards or their tokenizer are others.
@@ -230,24 +353,19 @@ def _parts(
 ) -> list[Part]:
     parts = []
     for name, wanted in preparations.items():
-        made = shards[name]
-        tokenized, prefix = _tokenize(mixing, name, made.train, tokenizer)
-        _, valid_prefix = _tokenize(mixing, f"{name}_valid", [made.valid], tokenizer)
+        shuffled, train, valid = shards[name]
+        tokenized, prefix = _tokenize(mixing, name, train, tokenizer)
+        _, valid_prefix = _tokenize(mixing, f"{name}_valid", [valid], tokenizer)
         converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()
-        origin = _origin(source, raw_folder(source, wanted))
-        manifests = converted, made.manifest, tokenized
-        parts.append(Part(name, origin, source.licence, *manifests, made.train, prefix, valid_prefix))
+        origin = str(source.path or source.description)
+        if source.repository is not None:
+            commit = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)["commit"]
+            origin = f"{source.repository} at {commit}"
+        manifests = converted, shuffled, tokenized
+        parts.append(Part(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
     sources, total_weight = mixing.mixture.sources, sum(one.weight for one in mixing.mixture.sources)
     asked = [one.weight / total_weight for one in sources]
     tokens, limits = [part.num_tokens for part in parts], [one.max_epochs for one in sources]
     weights = effective_weights(asked, tokens, limits, mixing.mixture.total_tokens)
     return [replace(part, asked=a, weight=w) for part, a, w in zip(parts, asked, weights, strict=True)]
-
-
-def _origin(source: Source, raw: Path) -> str:
-    """Where the documents are from."""
-    if source.repository is None:
-        return str(source.path or source.description)
-    commit = read_json(raw / "manifest.json", fix=MAKE_AGAIN)["commit"]
-    return f"{source.repository} at {commit}"

@@ -15,9 +15,10 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import estimate_line_bytes
-from moe_exp.data.kinds import BadDocument
-from moe_exp.data.own_text.sources import TextSource
+from moe_exp.data.kinds import BadDocument, TextRule
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.stage import Unfinished, locked
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
-from moe_exp.data.tokens.tokenizer import load_named_tokenizer, same_fingerprint, tokenizer_fingerprint
+from moe_exp.data.tokens.tokenizer import (
+    TextTokenizer,
+    load_named_tokenizer,
+    same_fingerprint,
+    tokenizer_fingerprint,
+)
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
 from moe_exp.host.files import bytes_text, file_hash, read_json, write_json
 from moe_exp.host.progress import progress
@@ -39,22 +44,68 @@ from moe_exp.host.progress import progress
 logger = logging.getLogger(__name__)
 
 FACTS = "text.json"
-_HELD_OUT, _MOST_HELD_OUT, _FEWEST_HELD_OUT = 0.01, 0.1, 8
-_TOKENIZER_BYTES = 300 * 10**6  # of text that a tokenizer is trained on
-_BYTES_PER_WORKER = 2**24
-_SAMPLE_BYTES = 2**22  # whose texts are cut to a 16th, which should be longer than most
-_MOST_NAMED = 3
-_MORE = "add more text, or set VALID_DATA to another text"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text to prepare.
+
+    Args:
+        setting: train_data, valid_data or data_stages.
+        name: the path or pattern that it has.
+        tokenizer: the given one; None: train one on the text.
+        vocab_size: of the tokenizer to train; 0: none.
+        holds_out: whether some documents are kept for validation.
+        aliases: other spellings in DATA_STAGES.
+    """
+
+    setting: str
+    name: str
+    files: Sequence[Path]
+    text_field: str
+    rule: TextRule
+    tokenizer: TextTokenizer | None
+    vocab_size: int
+    holds_out: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the files that the result depends on."""
+        options: dict[str, Any] = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
+        options |= {"text_field": self.text_field, "documents": self.rule.documents}
+        options |= {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
+        return dict(json.loads(json.dumps(options)))
+
+    @cached_property
+    def real_files(self) -> frozenset[Path]:
+        """The files, however the name is spelled."""
+        return frozenset(path.resolve() for path in self.files)
+
+    @property
+    def place(self) -> str:
+        """Absolute path or pattern."""
+        return place_of(self.name)
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Name, size and time of each file."""
+        root = os.path.commonpath([path.absolute().parent for path in self.files])
+        names = [os.path.relpath(path.absolute(), root) for path in self.files]
+        stats = [path.stat() for path in self.files]
+        return [
+            {"name": name, "bytes": one.st_size, "mtime_ns": one.st_mtime_ns}
+            for name, one in zip(names, stats, strict=True)
+        ]
+
+
+def place_of(name: str) -> str:
+    return os.path.abspath(Path(name).expanduser())  # noqa: PTH100  # of a pattern, too
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Token files made of text.
-
-    Args:
-        folder: that they are in.
-        facts: of text.json.
-    """
+    """Token files made of text, and the facts of text.json."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -147,12 +198,7 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds the token files of a text, or makes them. Processes and nodes that call it at once make one.
-
-    Raises:
-        ValueError: the text cannot be used.
-        OSError: `data_dir` cannot be written.
-    """
+    """Finds the token files of a text, or makes them. Processes and nodes that call it at once make one."""
     if found := matching(source, data_dir):
         logger.info("%s: prepared before, %s", source.name, _summary(found))
         return found
@@ -170,8 +216,7 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
 def _summary(made: Prepared) -> str:
     facts = made.facts
     text = f"{facts['train']['num_tokens']:,} tokens of {facts['train']['num_documents']:,} documents"
-    if facts.get("valid"):
-        valid = facts["valid"]
+    if valid := facts.get("valid"):
         text += f", {valid['num_tokens']:,} of {valid['num_documents']:,} held out for validation"
     own = "" if facts["tokenizer_path"] else f", a tokenizer of {facts['vocab_size']:,} tokens"
     return f"{text}{own}, in {made.folder}"
@@ -190,9 +235,7 @@ def _log_changes(source: TextSource, data_dir: Path) -> None:
         "new": [name for name in now if name not in before],
         "gone": [name for name in before if name not in now],
     }
-    parts = [
-        f"{len(names)} {how} ({', '.join(names[:_MOST_NAMED])})" for how, names in kinds.items() if names
-    ]
+    parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
     if parts:
         what = "%s: prepared again, files differ from those of %s: %s"
         logger.warning(what, source.name, earlier.folder, "; ".join(parts))
@@ -204,9 +247,9 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
     resumes = work.exists()
     try:
         return _build(source, folder, work)
+    except Unfinished:
+        raise
     except ValueError as error:
-        if isinstance(error, Unfinished):
-            raise
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, BadDocument) or not resumes:
             raise
@@ -226,11 +269,11 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     tokenizer = source.tokenizer
     if tokenizer is None:
         options: dict[str, Any] = {"vocab_size": source.vocab_size, "json_key": source.text_field}
-        train_tokenizer(documents["train"], work / "tokenizer", **options, max_bytes=_TOKENIZER_BYTES)
+        train_tokenizer(documents["train"], work / "tokenizer", **options, max_bytes=300 * 10**6)
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
     tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
-    workers = min(os.cpu_count() or 1, 1 + size // _BYTES_PER_WORKER)
+    workers = min(os.cpu_count() or 1, 1 + size // 2**24)
     facts: dict[str, Any] = {}
     for part, paths in documents.items():
         manifest = tokenize_files(paths, work / part, settings, workers=workers)
@@ -249,7 +292,10 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
 
 def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
     """JSONL files of the training and the held-out documents."""
-    share = _held_out_share(source)
+    texts = sample_texts(source.files, source.text_field, 2**22, source.rule)  # cuts to a 16th
+    mean_bytes = sum(len(text.encode()) for text in texts) / max(1, len(texts))
+    number = max(len(source.files), estimate_line_bytes(source.files) / max(1.0, mean_bytes))
+    share = min(0.1, max(0.01, 8 / number))  # 1%, or about 8 of fewer than 800, but at most a tenth
     options: dict[str, Any] = {"text_field": source.text_field, "rule": source.rule, "num_shards": 1}
     try:
         manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
@@ -257,17 +303,10 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
         if "no document in the input" in str(error):
             rule, fix = "has no text", "give files with text"
         elif "for validation" in str(error):
-            rule, fix = "has one document, so that none can be held out for validation", _MORE
+            rule = "has one document, so that none can be held out for validation"
+            fix = "add more text, or set VALID_DATA to another text"
         else:
             raise
         raise setting_error(source.setting, source.name, rule, fix) from error
     train, valid = (output / one["name"] for one in reversed(manifest["outputs"]))
     return {"train": [train], "valid": [valid]} if source.holds_out else {"train": [train, valid]}
-
-
-def _held_out_share(source: TextSource) -> float:
-    """1% of the documents, or about eight of fewer than 800, but not more than a tenth."""
-    texts = sample_texts(source.files, source.text_field, _SAMPLE_BYTES, source.rule)
-    mean_bytes = sum(len(text.encode()) for text in texts) / max(1, len(texts))
-    number = max(len(source.files), estimate_line_bytes(source.files) / max(1.0, mean_bytes))
-    return min(_MOST_HELD_OUT, max(_HELD_OUT, _FEWEST_HELD_OUT / number))

@@ -1,43 +1,37 @@
-"""Settings that name text, or token files at an object store, and the same with token files here and a
-tokenizer in their place.
-"""
+"""Settings that name text or token files at an object store, resolved to token files here and a tokenizer."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moe_exp.config import Config, ConfigError, problem
+import orjson
+
+from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
-from moe_exp.data.documents import estimate_line_bytes
+from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
+from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
 from moe_exp.data.own_text.preparation import (
     FACTS,
     Prepared,
+    TextSource,
     ensure_prepared,
     find_prepared,
     folder_name,
     known_places,
     matching,
-)
-from moe_exp.data.own_text.sources import (
-    TextSource,
-    check_first_documents,
-    loaded,
-    named_errors,
     place_of,
-    text_sources,
 )
 from moe_exp.data.tokens.ranged import ensure_index, find_tokens
+from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.host.exit_codes import PREPARED_TEXT
-from moe_exp.host.files import bytes_text, is_url
-
-_SMALLEST_VOCAB, _LARGEST_VOCAB, _BYTES_PER_TOKEN_TYPE = 512, 32768, 1000
+from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
@@ -48,8 +42,8 @@ def fitting_vocab_size(config: Config) -> int | None:
     if config.tokenizer or not names_text(config.train_data):
         return None
     with suppress(ValueError, OSError):  # the checks of files name it
-        num_bytes, size = estimate_line_bytes(text_sources(config)[0].files), _SMALLEST_VOCAB
-        while size < _LARGEST_VOCAB and 2 * size * _BYTES_PER_TOKEN_TYPE <= num_bytes:
+        num_bytes, size = estimate_line_bytes(_text_sources(config)[0].files), 512
+        while size < 32768 and 2 * size * 1000 <= num_bytes:
             size *= 2
         return size
     return None
@@ -61,8 +55,7 @@ def needs_preparation(config: Config) -> bool:
 
 
 def with_prepared_text(config: Config) -> Config:
-    """`config` with token files and tokenizer in place of the text, and of the URLs, that it names; prepares
-    what is missing.
+    """Prepares what is missing, and returns `config` with token files in place of text and URLs.
 
     A tokenizer that is trained has VOCAB_SIZE tokens, or fewer if the text gives no more.
 
@@ -134,9 +127,9 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 def text_problems(config: Config) -> list[str]:
     """Problems with the text that settings name, found without reading all of it."""
     try:
-        for source in text_sources(config):
-            with named_errors(source):
-                check_first_documents(source)
+        for source in _text_sources(config):
+            with _named_errors(source):
+                _check_first_documents(source)
         for url in _remote_tokens(config):
             find_tokens(url)
     except (ValueError, OSError) as error:
@@ -148,7 +141,7 @@ def plan_text(config: Config) -> list[str]:
     """Lines about what a start of these settings would prepare, for a dry run. Writes nothing."""
     how = "its index is copied, tokens are read when they are needed"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
-    for source in text_sources(config):
+    for source in _text_sources(config):
         size = bytes_text(sum(path.stat().st_size for path in source.files))
         what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
         if found := matching(source, Path(config.data_dir)):
@@ -163,9 +156,7 @@ def plan_text(config: Config) -> list[str]:
 
 
 def validation_setting(config: Config) -> str:
-    """The setting that validation data came from: TRAIN_DATA for what was held out of its text, as of
-    `with_prepared_text`.
-    """
+    """The setting that validation data came from: TRAIN_DATA for what was held out of its text."""
     trained = {Path(name) for _, name in blend_members(config.train_data)}
     names = [Path(name) for _, name in blend_members(config.valid_data)]
     is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]
@@ -174,7 +165,7 @@ def validation_setting(config: Config) -> str:
 
 def validation_overlaps(config: Config) -> Iterator[str]:
     """A line for text of VALID_DATA that is trained on, too."""
-    sources = text_sources(config)
+    sources = _text_sources(config)
     for valid in (one for one in sources if one.setting == "valid_data"):
         others = (one for one in sources if one.setting != "valid_data" and one.real_files & valid.real_files)
         if one := next(others, None):
@@ -190,10 +181,9 @@ def _remote_tokens(config: Config) -> list[str]:
 def _resolved(
     config: Config, prepare: Callable[[TextSource], Prepared], is_text: Callable[[str], bool]
 ) -> Config:
-    tokenizer = config.tokenizer
-    held_out: list[str] = []
+    tokenizer, held_out = config.tokenizer, list[str]()
     sources: dict[tuple[str, str], TextSource] = {}
-    for source in text_sources(config, is_text):
+    for source in _text_sources(config, is_text):
         sources |= {(source.setting, name): source for name in (source.name, *source.aliases)}
     made: dict[tuple[str, str], Prepared] = {}
 
@@ -212,8 +202,8 @@ def _resolved(
             key = source.setting, source.name
             if key not in made:
                 if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
-                    source = replace(source, tokenizer=loaded(tokenizer), vocab_size=0)
-                with named_errors(source):
+                    source = replace(source, tokenizer=_loaded(tokenizer), vocab_size=0)
+                with _named_errors(source):
                     made[key] = prepare(source)
                 tokenizer = tokenizer or made[key].tokenizer
             words.append(made[key].train)
@@ -236,3 +226,121 @@ def _problems(error: Exception) -> list[str]:
         fix = "make it readable, or set DATA_DIR to a folder that you can write to"
         return [f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."]
     return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text").splitlines()
+
+
+# The text that settings name
+
+
+def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
+    """The text of all data settings. A tokenizer that would be trained on TRAIN_DATA is None for all."""
+    problems, members = [], [name for _, name in blend_members(config.train_data)]
+    texts = [name for name in members if is_text(name)]
+    valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
+    staged = [name for blend in stage_blends(config) for _, name in blend_members(blend) if is_text(name)]
+    staged = [name for name in dict.fromkeys(staged) if name not in texts]
+    settings = {"train_data": texts, "valid_data": valid, "data_stages": staged}
+    given = [(setting, name) for setting, names in settings.items() for name in names]
+    if not given:
+        return []
+    tokenizer = None
+    if config.tokenizer:
+        tokenizer = _loaded(config.tokenizer, prepend_bos=config.prepend_bos)
+    elif len(members) > 1 or not texts:
+        rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
+        fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
+        problems.append(config.problem(given[0][0], f"{rule}, which needs one tokenizer", fix))
+    if config.prepend_bos and not config.tokenizer:
+        fix = "set TOKENIZER to one with a BOS, or omit PREPEND_BOS"
+        problems.append(config.problem("prepend_bos", "a tokenizer that is trained here has no BOS", fix))
+    others = [name for name in members if not is_text(name)]
+    holds_out = not config.valid_data and not config.split
+    if texts and others and holds_out and config.eval_interval:
+        rule = f"holds out documents of text only, and {others[0]} is token files"
+        problems.append(config.problem("train_data", rule, "set VALID_DATA or SPLIT=99,1"))
+    for setting, name in given:
+        if is_url(name):
+            rule = "is text at an object store, where token files can be"
+            fix = f"fetch it with moe-exp data download {name}, and name the folder"
+            problems.append(problem(setting, name, rule, fix))
+    if problems:
+        raise ConfigError(problems)
+    sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
+    rest = [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
+    for name in staged:
+        stage = _source(config, "data_stages", name, tokenizer, holds_out=False)
+        shared = [one for one in sources if one.real_files & stage.real_files]
+        if same := next((one for one in shared if one.real_files == stage.real_files), None):
+            # without the documents that are held out there
+            sources[sources.index(same)] = replace(same, aliases=(*same.aliases, name))
+        elif shared and not config.valid_data:
+            rule = f"has some of the files of TRAIN_DATA={shared[0].name}, of which documents are held out"
+            fix = "name all its files, or others, or set VALID_DATA"
+            raise ConfigError([problem("data_stages", name, rule, fix)])
+        else:
+            rest.append(stage)
+    return sources + rest
+
+
+def _source(
+    config: Config, setting: str, name: str, tokenizer: TextTokenizer | None, *, holds_out: bool
+) -> TextSource:
+    field, files = config.text_field, list[Path]()
+    if is_text(name):  # else it is gone, and was prepared before (find_prepared_text)
+        files = find_inputs([Path(name).expanduser()], setting.upper(), field)
+    rule = TextRule(config.text_documents)
+    if rule.documents == "file" and len(files) < 20:
+        # of few long texts, pieces are held out
+        num_bytes = estimate_line_bytes(path for path in files if ending(path) in TEXT_SUFFIXES)
+        piece_bytes = max(2**11, min(rule.longest_bytes, num_bytes // 100))
+        rule = TextRule(rule.documents, piece_bytes)
+    vocab_size = 0 if tokenizer else config.vocab_size
+    return TextSource(setting, name, files, field, rule, tokenizer, vocab_size, holds_out)
+
+
+def _loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
+    tokenizer = load_named_tokenizer(name, prepend_bos=prepend_bos)
+    if tokenizer.eod_id is None:
+        fix = "name one as eos_token in its tokenizer_config.json"
+        raise setting_error("tokenizer", name, "names no token that ends a document", fix)
+    return tokenizer
+
+
+@contextmanager
+def _named_errors(source: TextSource) -> Iterator[None]:
+    """Errors of documents and of packages name the setting."""
+    try:
+        yield
+    except BadDocument as error:
+        path = os.path.relpath(error.path, Path(source.name).expanduser()) if source.name else error.path
+        where = error.path if path.startswith("..") or path == "." else path
+        rule = f"{where}, line {error.line_number}: {error.reason}"
+        fix = error.fix or "correct the line, or leave the file out"
+        raise setting_error(source.setting, source.name, rule, fix) from error
+    except ModuleNotFoundError as error:
+        rule, fix = f"reading it needs the package {error.name}", 'pip install "moe-exp[data]"'
+        raise setting_error(source.setting, source.name, rule, fix) from error
+
+
+def _check_first_documents(source: TextSource) -> None:
+    """Raises ValueError unless the first file of each kind has text, as far as its beginning shows."""
+    if not any(path.stat().st_size for path in source.files):
+        raise setting_error(source.setting, source.name, "has only empty files", "give files with text")
+    seen = set()
+    for path in source.files:
+        if (kind := ending(path)) in seen or not path.stat().st_size:
+            continue
+        seen.add(kind)
+        field = source.text_field
+        if kind in TABLE_SUFFIXES:
+            names = table_schema(path).names
+        else:
+            _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
+            names = None
+            with suppress(orjson.JSONDecodeError):  # reading names the line
+                row = orjson.loads(line)
+                names = list(row) if isinstance(row, dict) else None
+        if names is not None and field not in names:
+            texts = ", ".join(names) or "nothing"
+            rule = f"{path.name} has no field {field!r}, but {texts}"
+            fix = "set TEXT_FIELD to the field with the text"
+            raise setting_error(source.setting, source.name, rule, fix)

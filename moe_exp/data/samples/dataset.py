@@ -1,17 +1,17 @@
-"""Token files -> the endless sequence of training samples. Shapes: B samples, S = seq_len, S1 = seq_len + 1.
+"""Token files -> the endless sequence of training samples -> batches.
 
 Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of
 training iterations, and extending a run changes it; `megatron_dataset.py` reproduces that order. Here sample
-i is a function of the files, the sequence length, the seed and i, and of nothing else. There is no index to
-be built, stored or to go stale.
+i is a function of the files, the sequence length, the seed and i alone, without an index on disk.
+
+Shape suffixes: B samples, S = seq_len tokens that are read, S1 one more, for the last label.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
@@ -20,19 +20,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from moe_exp.data.samples.corpus import Corpus
-from moe_exp.data.samples.packing import PackedCorpus
-from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles
+from moe_exp.data.samples.corpus import Corpus, PackedCorpus
 from moe_exp.data.tokens.ranged import bin_bytes, read_ranges
+from moe_exp.data.tokens.tokens import Int64Array, Share, TokenFiles
 
 Packing = Literal["concatenate", "best_fit"]
+Range = tuple[int, int]
 
 _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class Stage(NamedTuple):
     """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
-    (`packing.PackedCorpus`).
+    (`PackedCorpus`).
     """
 
     number: int
@@ -40,14 +40,8 @@ class Stage(NamedTuple):
     has_filler: bool = False
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Origin of a sample: files and documents.
-
-    Args:
-        prefix: of the .bin/.idx files.
-        documents: that it has tokens of, numbers in that file from 0, in their order.
-    """
+class Origin(NamedTuple):
+    """The prefix of a sample's files, and the numbers there, from 0, of the documents that it is from."""
 
     prefix: str
     documents: tuple[int, ...]
@@ -92,9 +86,9 @@ class SampleStream:
         blend: (weight, prefix of .bin/.idx) pairs as of `parse_blend`; weights are relative.
         seq_len: tokens per sample.
         seed: key of both shuffles.
-        shuffle: False keeps the order of the file, as validation wants it.
+        shuffle: False keeps the order of the file, as for validation.
         share: the part of each file's documents that is read, from 0 to 1 (`tokens.files.parse_split`).
-        packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `packing.PackedCorpus`.
+        packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `PackedCorpus`.
 
     Raises:
         ValueError: a file is missing, damaged or smaller than one window.
@@ -121,15 +115,8 @@ class SampleStream:
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
         """Lets the samples from `first_sample` on come from another blend; files continue where they are.
 
-        With another `seq_len` a file begins a new epoch. What was left of the one before is not read.
-
-        Args:
-            blend: as above.
-            seq_len: tokens per sample, a multiple of that of the first stage.
-            first_sample: as far after the stage before as whole samples reach.
-
-        Raises:
-            ValueError: as above.
+        With another `seq_len`, a multiple of that of the first stage, a file begins a new epoch, without what
+        was left of the one before. `first_sample` is as far after the stage before as whole samples reach.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -155,7 +142,6 @@ class SampleStream:
         self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
 
     def stage_at(self, index: int) -> Stage:
-        """The stage of DATA_STAGES that sample number `index` belongs to."""
         number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
         return Stage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
@@ -178,9 +164,7 @@ class SampleStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """The samples that stand for `first` to `first + count - 1`: int64 token ids of shape [count/F, S1].
-
-        Raises:
-            ValueError: these numbers are not those of whole samples of one stage.
+        ValueError if these numbers are not those of whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
         factor = seq_len // self.seq_len
@@ -194,8 +178,7 @@ class SampleStream:
 def fingerprint_of(prefixes: Sequence[str]) -> str:
     """16 hex digits that identify token files by sizes, document lengths, first and last bytes, not by paths.
 
-    Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
-    About half a second for 50 million documents.
+    Order matters, as it keys the shuffle. About half a second for 50 million documents.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
@@ -229,16 +212,12 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Which data set sample `index` comes from, and how many samples it gave before.
+    """Which data set sample `index` of a blend comes from, and how many samples it gave before.
 
     The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to
     its left half, where p is the share of that half. This has a closed form, so random access needs no
     history. Rounding adds at most 1/2 per level: after any number of samples, each of K data sets is within
-    ceil(log2 K) / 2 samples of its share.
-
-    Args:
-        index: sample number in the blend.
-        cumulative_weights: 0 and the running sums of the weights, integers, so that the result is exact.
+    ceil(log2 K) / 2 samples of its share. The weights are 0 and running sums of integers: it is exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -272,3 +251,137 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
+
+
+# Batches
+
+
+def split_batch(
+    tokens_BS1: torch.Tensor, positions_BS: torch.Tensor | None = None, masked_id: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Splits token ids [B, S1] into `tokens`, `labels` (the next tokens), `position_ids` (int64), `loss_mask`
+    (float32 ones and zeros), each [B, S], as Megatron's forward step takes them.
+
+    Args:
+        positions_BS: of the tokens in their documents, int64; None: in the samples.
+        masked_id: the token that ends a document, after which the next one is not predicted; None: every
+            token counts.
+    """
+    tokens_BS = tokens_BS1[:, :-1].contiguous()
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.size(1)).repeat(len(tokens_BS), 1)
+    counted = torch.ones_like(tokens_BS, dtype=torch.bool) if masked_id is None else tokens_BS != masked_id
+    return {
+        "tokens": tokens_BS,
+        "labels": tokens_BS1[:, 1:].contiguous(),
+        "loss_mask": counted.float(),
+        "position_ids": positions_BS.to(tokens_BS.device, non_blocking=True),
+    }
+
+
+def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """Which inputs, bool [B, S], only fill a sample up (DOCUMENT_PACKING=best_fit): of the end-of-document
+    tokens that it ends with, all but the first, which ends its last document.
+    """
+    at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
+    return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
+
+
+def context_part(
+    batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
+) -> dict[str, torch.Tensor]:
+    """The part of a batch, each [B, S], that a context parallel rank has: tokens `first` to `end - 1` of each
+    of its `ranges`, together [B, S/C].
+    """
+    if len(ranges) == 1:
+        return dict(batch)
+    return {
+        name: torch.cat([values[:, first:end] for first, end in ranges], dim=1)
+        for name, values in batch.items()
+    }
+
+
+# Samples without some that are left out: what a run continues with after it has gone back to before a spike.
+#
+# Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know only that number.
+# The stream counts its own. Consumed sample n is the n-th of the stream that is not skipped: the order of all
+# others stays, and none is lost or repeated. Ranges are [first, end) in numbers of the stream.
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    """The same numbers as ranges that neither overlap nor touch, in order; empty ones are left out."""
+    found: list[Range] = []
+    for first, end in sorted((int(first), int(end)) for first, end in ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif first < end:
+            found.append((first, end))
+    return tuple(found)
+
+
+def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
+    """Number in the stream of consumed sample `consumed`. `skipped`: as `merged` returns them."""
+    for first, end in skipped:
+        if consumed < first:
+            break
+        consumed += end - first
+    return consumed
+
+
+def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
+    """Numbers in the stream of the consumed samples [first, end). `skipped`: as `merged` returns them."""
+    found = []
+    begin = stream_number(first, skipped)
+    while first < end:
+        # As far as the next skip, or to the end.
+        limit = next((start for start, _ in skipped if start > begin), begin + end - first)
+        count = min(end - first, limit - begin)
+        found.append((begin, begin + count))
+        first += count
+        begin = stream_number(first, skipped)
+    return tuple(found)
+
+
+def skipped_from(
+    saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
+) -> tuple[Range, ...]:
+    """Ranges that are skipped after a checkpoint: its own (`saved`), and those of the run (`wanted`) from its
+    place in the stream on. What lies before was skipped or trained on, and only the checkpoint knows.
+    """
+    past = merged(saved)
+    # The sample before is the last that was trained; skips that follow it at once are ahead.
+    place = stream_number(consumed - 1, past) + 1 if consumed else 0
+    return merged([*past, *((max(int(first), place), int(end)) for first, end in wanted if end > place)])
+
+
+class SkippingSamples:
+    """`samples` without the ranges `skipped`: `Samples` by numbers of consumed samples.
+
+    `length`: of a stream that ends, such as Megatron's order: as many of its first samples as were skipped
+    come again at its end; None: it has no end.
+    """
+
+    def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):
+        self.skipped = merged(skipped)
+        # Without skips a stream that has come to its end says so itself.
+        self._samples, self._length = samples, length if self.skipped else None
+
+    def stage_at(self, index: int) -> Stage:
+        return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        ranges = stream_ranges(first, first + count, self.skipped)
+        if self._length is None or ranges[-1][1] <= self._length:
+            parts = [self._samples.batch(begin, end - begin) for begin, end in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        numbers = (number for begin, end in ranges for number in range(begin, end))
+        return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
+
+    def origin(self, index: int) -> Origin:
+        """Origin of sample number `index`."""
+        return self._samples.origin(self._within(stream_number(index, self.skipped)))
+
+    def _within(self, number: int) -> int:
+        while self._length is not None and number >= self._length:
+            number = stream_number(number - self._length, self.skipped)
+        return number

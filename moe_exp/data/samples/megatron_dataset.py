@@ -1,7 +1,6 @@
 """Samples in the order of Megatron-LM, by megatron-core's own GPTDataset and BlendedDataset.
 
-For those who compare with a run of Megatron-LM, or continue from one: same files, SEED, SEQ_LEN, TRAIN_ITERS
-and GBSZ, same samples.
+Same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the samples of a run of Megatron-LM.
 
 Megatron keeps the order in index files, and finds them again by the path of the tokens and the settings: when
 other text has been tokenized to the same path, it reads the new tokens by the old documents' lengths. Here
@@ -20,15 +19,16 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from filelock import FileLock
 
+from moe_exp.config import setting_error
 from moe_exp.data.samples.dataset import Origin, Stage, fingerprint_of
-from moe_exp.data.tokens.files import Int64Array, TokenFiles, parse_split, part_tokens
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles, parse_blend, parse_split, part_tokens
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -50,15 +50,11 @@ class MegatronSamples:
         return len(self._dataset)
 
     def stage_at(self, index: int) -> Stage:
-        """The only one."""
         return Stage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample number `index`: int64 token ids of shape [S1].
-
-        Raises:
-            ValueError: there are not that many; a run that is to be longer has another order from its first
-                sample on.
+        """Sample number `index`: int64 token ids of shape [S1]; ValueError if there are not that many, as a
+        longer run has another order from its first sample on.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -68,11 +64,10 @@ class MegatronSamples:
         return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`; Megatron's documents are the file's sequences."""
+        """The origin of a sample, whose documents are the file's sequences."""
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # which opens its index files
@@ -84,25 +79,15 @@ class MegatronSamples:
 
 @dataclass(frozen=True)
 class MegatronOrder:
-    """Settings that Megatron's order depends on.
+    """Settings that Megatron's order depends on."""
 
-    Args:
-        train: TRAIN_DATA.
-        valid: VALID_DATA; empty with `split`, or if nothing is evaluated.
-        split: SPLIT; empty: `train` and `valid` are read whole.
-        seq_len: tokens per sample.
-        seed: of the shuffles.
-        num_train_samples: of the whole run, TRAIN_ITERS * GBSZ.
-        num_valid_samples: of all evaluations of the run, as Megatron-LM counts them; 0: no validation.
-    """
-
-    train: str
-    valid: str
-    split: str
+    train: str  # TRAIN_DATA
+    valid: str  # VALID_DATA; empty with `split`, or if nothing is evaluated
+    split: str  # empty: `train` and `valid` are read whole
     seq_len: int
     seed: int
-    num_train_samples: int
-    num_valid_samples: int
+    num_train_samples: int  # of the whole run, TRAIN_ITERS * GBSZ
+    num_valid_samples: int  # of all evaluations of the run, as Megatron-LM counts them; 0: no validation
 
     @property
     def prefixes(self) -> list[list[str]]:
@@ -139,16 +124,16 @@ def _check_parts(order: MegatronOrder) -> None:
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:
         fix = "set EVAL_INTERVAL=0, or for instance SPLIT=99,1"
-        raise ValueError(f"SPLIT={order.split}: leaves nothing for validation. Fix: {fix}.")
+        raise setting_error("split", order.split, "leaves nothing for validation", fix)
     for position, share in enumerate(shares):
+        if share is None or (position and not order.num_valid_samples):
+            continue
         for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
-            if share is not None and (position == 0 or order.num_valid_samples):
-                num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
-                if num_tokens <= order.seq_len:
-                    what = "validation" if position else "training"
-                    needs = f"one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
-                    rule = f"has {num_tokens} tokens for {what}, {needs}"
-                    raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
+            num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
+            if num_tokens <= order.seq_len:
+                rule = f"has {num_tokens} tokens for {'validation' if position else 'training'}"
+                rule += f", one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
+                raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
 
 
 def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
@@ -188,19 +173,6 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
     return _build(order, folder)  # found there; the arrays stay on disk
 
 
-# Megatron's builder
-
-
-class _NoTokenizer:
-    """Stands in for Megatron's tokenizer: files have their own type, and nothing is masked."""
-
-    vocab_size = None
-    eod = None
-
-    def __init__(self) -> None:
-        self.unique_identifiers = {"class": type(self).__name__}  # part of the names of the index files
-
-
 def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     """Has Megatron build both datasets, or read them from `folder`."""
     has_validation = order.num_valid_samples > 0
@@ -208,11 +180,13 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     if not order.split:
         valid_blend = _blend(order.valid) if has_validation else None
         files = {"blend_per_split": [_blend(order.train), valid_blend, None]}
+    # Files have their own type, and nothing is masked. The identifiers are part of the names of index files.
+    tokenizer = SimpleNamespace(vocab_size=None, eod=None, unique_identifiers={"class": "_NoTokenizer"})
     config = GPTDatasetConfig(
         random_seed=order.seed,
         sequence_length=order.seq_len,
         path_to_cache=str(folder),
-        tokenizer=_NoTokenizer(),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -19,50 +19,38 @@ from moe_exp.config import Config, problem
 from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
-from moe_exp.data.samples.dataset import content_of, fingerprint_of
-from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
-from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
-from moe_exp.data.tokens.files import manifest_of, parse_split
+from moe_exp.data.samples.dataset import (
+    Range,
+    content_of,
+    fingerprint_of,
+    merged,
+    skipped_from,
+    stream_number,
+)
+from moe_exp.data.tokens.manifests import DocumentTokens, documents_of
 from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Everything that the order of the training samples depends on.
+    """Everything that the order of the training samples depends on."""
 
-    Args:
-        fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
-        weights: share of each file in the blend, such as 7/10; empty if Megatron reads files without
-            weights.
-        share: the part of each file's documents that is read, begin and end from 0 to 1.
-        seed: of the shuffles.
-        seq_len: tokens per sample.
-        data_order: DATA_ORDER.
-        num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
-        tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
-        content: of the tokens (`dataset.content_of`).
-        manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
-        packing: DOCUMENT_PACKING.
-        eod_id, bos_id: as of `DocumentTokens`, both None if they are not known; they follow from the files,
-            and are not compared.
-        stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
-            fingerprint and hash of its files together; and `from_tokens`, which is not compared.
-    """
-
-    fingerprint: str
-    weights: list[str]
-    share: list[float]
+    fingerprint: str  # `dataset.fingerprint_of` the token files; not their paths, so files may be moved
+    weights: list[str]  # of files in the blend, such as 7/10; empty if Megatron reads them without
+    share: list[float]  # of each file's documents that is read, begin and end from 0 to 1
     seed: int
     seq_len: int
     data_order: str
-    num_samples: int | None
-    tokenizer: str | None = None
-    content: str = ""
-    manifest: str | None = None
+    num_samples: int | None  # of the whole run, which Megatron's order depends on; None: ours does not
+    tokenizer: str | None = None  # `tokenizer_fingerprint` of TOKENIZER
+    content: str = ""  # `dataset.content_of` the tokens
+    manifest: str | None = None  # hashes of whole files by their manifests; None if one has none
     packing: str = "concatenate"
-    eod_id: int | None = None
+    eod_id: int | None = None  # as of `DocumentTokens`; both follow from the files, and are not compared
     bos_id: int | None = None
+    # The later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
+    # fingerprint and hash of its files together; and `from_tokens`, which is not compared.
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -153,9 +141,8 @@ class Change:
     @property
     def problem(self) -> str:
         """Why training does not continue with it, in one line."""
-        rule = f"{self.rule}, so {self.consequence}"
         fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to continue with other data"
-        return problem(self.name, self.value, rule, fix)
+        return problem(self.name, self.value, f"{self.rule}, so {self.consequence}", fix)
 
 
 def order_changes(
@@ -209,11 +196,9 @@ def order_changes(
     if rule := _other_stage(order.stages, saved.get("stages", []), checkpoint, next_sample):
         add("DATA_STAGES", rule, "give back the old stage; later ones may change")
     if "num_samples" in differing and "data_order" not in differing:
-        rule = (
-            f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than"
-            f" the {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not"
-            " have"
-        )
+        rule = f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise"
+        rule += f" than the {saved['num_samples']} of {checkpoint}"
+        rule += ", a limit that a run with DATA_ORDER=stream does not have"
         add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
     return changes
 
@@ -221,16 +206,9 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[Range, ...]]:
-    """DATA_STAGES of a run as it continues from a checkpoint.
-
-    Args:
-        config: settings of this start.
-        progress: facts of the checkpoint's `Progress`; empty: training starts at iteration 0.
-        rollbacks: of the run.
-
-    Returns:
-        `config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
-        that the stream leaves out.
+    """`config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
+    that the stream leaves out, as a run continues from a checkpoint with these facts of `Progress` (empty:
+    from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)

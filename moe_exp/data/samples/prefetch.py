@@ -1,8 +1,5 @@
 """Processes that read the next micro-batches of a rank while it computes, with the same numbers.
 
-`ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a
-wrong guess costs a restart of the processes, not a wrong sample.
-
 The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start
 in milliseconds and import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of
 Megatron once per process. A forked process may not use CUDA, gloo or NCCL, of which it has the memory but not
@@ -50,12 +47,8 @@ def microbatch_starts(
 ) -> Iterator[tuple[int, int]]:
     """First sample and number of samples of all micro-batches of a data parallel rank, without end.
 
-    Args:
-        consumed_samples: where an iteration begins.
-        schedule: micro-batches per rank, samples of one, samples of all, of the iteration that begins after
-            this number of samples.
-        dp_rank: of `dp_size` data parallel ranks.
-        dp_size: number of data parallel ranks.
+    `schedule`: micro-batches per rank, samples of one, samples of all, of the iteration that begins after
+    this number of samples.
     """
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
@@ -66,10 +59,10 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """Samples of which the next batches are read in advance. The interface is `dataset.Samples`.
+    """`Samples` of which the next batches are read in advance, by a guess which call comes next: a wrong one
+    costs a restart of the processes, not a wrong sample.
 
     Args:
-        samples: what is read.
         starts: given the first sample of a batch, first sample and number of samples of this batch and of
             those that follow it.
         num_workers: processes, at least 1; started at the first batch.
@@ -91,19 +84,13 @@ class ReadAhead:
         self._next: tuple[int, int] | None = None
 
     def stage_at(self, index: int) -> Stage:
-        """The stage that sample number `index` is of."""
         return self._samples.stage_at(index)
 
     def origin(self, index: int) -> Origin:
-        """Origin of a sample, found in this process."""
         return self._samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1].
-
-        Raises:
-            RuntimeError: a worker has died.
-        """
+        """As `Samples.batch`; RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
             if next(self._starts(first)) != (first, count):
                 return self._samples.batch(first, count)
@@ -160,11 +147,8 @@ class ReadAhead:
 
 @contextmanager
 def _handler_kept(number: signal.Signals) -> Iterator[None]:
-    """Takes back a signal handler that the block sets.
-
-    torch's handler of SIGCHLD raises wherever the rank is when a worker dies, in the middle of a checkpoint
-    for instance. Without it the next batch does, after at most the five seconds in which DataLoader looks
-    after its workers.
+    """Takes back a signal handler that the block sets: torch's handler of SIGCHLD raises wherever the rank is
+    when a worker dies, in the middle of a checkpoint for instance. Without it the next batch does.
     """
     before = signal.getsignal(number)
     yield
@@ -173,10 +157,8 @@ def _handler_kept(number: signal.Signals) -> Iterator[None]:
 
 
 def _end_with_rank(rank_pid: int, worker: int) -> None:
-    """Has the system end this worker with its rank, however that ends.
-
-    By itself a DataLoader worker looks every five seconds whether its parent is another one than at its
-    start; one whose rank ended before that start would stay for ever.
+    """Has the system end this worker with its rank: by itself it would look every five seconds whether its
+    parent is another than at its start, and stay if the rank ended before that.
     """
     end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_pid:

@@ -1,15 +1,14 @@
-"""The same reading, checks and counts as `documents.read_documents`, in large blocks at a fraction of its
-CPU.
+"""Reading, checks and counts of `documents.read_documents`, in large blocks at a fraction of its CPU.
 
-A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What
-is done for each line is finding its end, parsing it and two hashes; everything else is done for a block at a
-time.
+A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. For
+each line its end is found, it is parsed and hashed twice; everything else is done for a block at a time.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.documents import Tally, skip_or_raise, text_of
-from moe_exp.data.kinds import BOM, DAMAGE, FILES, TextRule, damaged, is_stream, read_chunks
+from moe_exp.data.documents import Tally, lines_before, skip_or_raise, text_of
+from moe_exp.data.kinds import BOM, DAMAGE, FILES, BadDocument, TextRule, damaged, is_stream, read_chunks
 
 DIGEST_BYTES = 16
 # Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and
@@ -34,17 +33,13 @@ _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
 # Linux gives a larger write larger pages, and a virtual machine has those back from its host only at five
 # times the CPU of the copy.
 _BYTES_PER_CALL = 2**20
+_SEARCH_BYTES = 2**16
 _LF, _CR = 10, 13
 
 
 class LineBlocks:
     """Reads files in blocks of whole lines, all into `buffer`: a block is valid until the next is asked for.
-
-    Args:
-        block_bytes: size of the buffer. It grows for a line that does not fit.
-        longest_bytes: no line may be longer.
-        text_field: of the lines that files other than JSONL become.
-        rule: what a document of a text file is.
+    The buffer grows for a line that does not fit, up to `longest_bytes`.
     """
 
     def __init__(
@@ -128,25 +123,16 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
 @dataclass
 class Documents:
-    """The documents of a block.
+    """The documents of a block."""
 
-    Args:
-        begins, ends: of their lines in the buffer, with the LF, without BOM and CR.
-        text_digests, line_digests: XXH3-128 of each text, and of each line without its LF.
-        text_bytes: lengths of the texts in UTF-8.
-        num_bytes: that the block has in the decompressed file, with all that is no document.
-        num_lines: likewise.
-        start: where the buffer begins in the decompressed file.
-    """
-
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    text_digests: bytes
-    line_digests: bytes
-    text_bytes: NDArray[np.int64]
-    num_bytes: int
+    begins: NDArray[np.int64]  # of their lines in the buffer, without BOM
+    ends: NDArray[np.int64]  # with the LF, without CR
+    text_digests: bytes  # XXH3-128
+    line_digests: bytes  # of lines without LF
+    text_bytes: NDArray[np.int64]  # in UTF-8
+    num_bytes: int  # of the block in the decompressed file, with all that is no document
     num_lines: int
-    start: int = 0
+    start: int = 0  # of the buffer in the decompressed file
 
     def tally(self) -> Tally:
         """Counts of the texts."""
@@ -154,14 +140,8 @@ class Documents:
 
 
 class DocumentBlocks:
-    """Reads the documents of files block by block.
-
-    Args:
-        lines: reads the blocks.
-        tally: what is skipped is counted here.
-        text_field: name of the field with the text.
-        skip_bad: skip and count what is no document instead of raising.
-        most_lines: at a time; each takes `LINE_BYTES`, however short it is.
+    """Reads the documents of files block by block; what is skipped is counted in `tally`. Of `most_lines` at
+    a time each takes `LINE_BYTES`, however short it is.
     """
 
     def __init__(
@@ -178,10 +158,7 @@ class DocumentBlocks:
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
         """Yields the documents of each block of `LineBlocks.read`, in parts if it has over `most_lines`.
-
-        Raises:
-            BadDocument: at the first line that is no document, or if a compressed file is damaged.
-            ValueError: a line is longer than the memory for it.
+        BadDocument at a line that is none, or if a compressed file is damaged.
         """
         num_lines = 0
         try:
@@ -248,11 +225,7 @@ def sum_digests(digests: bytes) -> int:
 
 
 def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], path: Path) -> int:
-    """Writes buffers to the open file `path`, without putting them together, and returns their bytes.
-
-    Raises:
-        OSError: with the file's name; on a full disk as well.
-    """
+    """Writes buffers to the open file `path`, without putting them together, and returns their bytes."""
     total_bytes = sum(map(len, buffers))
     step = min(_BUFFERS_PER_CALL, 1 + _BYTES_PER_CALL * len(buffers) // max(1, total_bytes))
     try:
@@ -267,3 +240,71 @@ def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], 
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return total_bytes
+
+
+# Slices of the inputs
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Lines that start at `start` or later and before `end` (None: all of a stream, see kinds.py)."""
+
+    path: Path
+    start: int
+    end: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file, compressed or not."""
+        return self.path.stat().st_size if self.end is None else self.end - self.start
+
+    def bounds(self) -> tuple[int, int | None]:
+        """Where its first line starts, and where its last one ends (None: with the file)."""
+        if self.end is None:
+            return 0, None
+        return _line_start(self.path, self.start), _line_start(self.path, self.end)
+
+
+def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
+    """The slices of each task, in the order of the inputs.
+
+    Plain JSONL is cut at any byte, compressed files and tables are not cut, so some tasks may have none.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
+    slices: list[list[Slice]] = [[] for _ in range(num_tasks)]
+    first = 0
+    for path, size in zip(paths, sizes, strict=True):
+        task = min(bisect_right(bounds, first), num_tasks) - 1
+        if is_stream(path):
+            slices[task].append(Slice(path, 0, None))
+        while not is_stream(path) and task < num_tasks and bounds[task] < first + size:
+            start, end = max(0, bounds[task] - first), min(size, bounds[task + 1] - first)
+            if start < end:
+                slices[task].append(Slice(path, start, end))
+            task += 1
+        first += size
+    return slices
+
+
+def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
+    """Yields the documents of each block, as `DocumentBlocks.read`."""
+    start, end = one.bounds()
+    try:
+        yield from reader.read(one.path, start=start, end=end)
+    except BadDocument as error:
+        number = error.line_number + lines_before(one.path, start)
+        raise BadDocument(one.path, number, error.reason) from error
+
+
+def _line_start(path: Path, place: int) -> int:
+    """Where the first line starts that does so at `place` or later, in bytes."""
+    if not place:
+        return 0
+    with path.open("rb", buffering=0) as file:
+        position = file.seek(place - 1)
+        while chunk := file.read(_SEARCH_BYTES):
+            if (found := chunk.find(b"\n")) >= 0:
+                return position + found + 1
+            position += len(chunk)
+    return position

@@ -44,19 +44,12 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally:
-    """Counts the documents with a choice under `threshold`, or if there are none, with the smallest one.
+    """Counts the documents with a choice under `threshold`, or if there are none, with the smallest one."""
 
-    Args:
-        threshold: the wanted fraction of 2**64.
-        below: documents under it.
-        smallest: the smallest choice so far.
-        at_smallest: documents that have it: one text and its duplicates.
-    """
-
-    threshold: int
+    threshold: int  # the wanted fraction of 2**64
     below: Tally = field(default_factory=Tally)
-    smallest: int = NUM_KEYS
-    at_smallest: Tally = field(default_factory=Tally)
+    smallest: int = NUM_KEYS  # choice so far
+    at_smallest: Tally = field(default_factory=Tally)  # one text and its duplicates
 
     def add(self, choices: Keys, documents: Documents) -> None:
         """Counts the documents of a block."""
@@ -84,10 +77,7 @@ class ValidTally:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values for a file."""
-        return vars(self) | {
-            "below": self.below.to_json(),
-            "at_smallest": self.at_smallest.to_json(),
-        }
+        return vars(self) | {"below": self.below.to_json(), "at_smallest": self.at_smallest.to_json()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> ValidTally:

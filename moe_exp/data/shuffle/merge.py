@@ -40,9 +40,8 @@ def merge(
         input_dir: folder of files with documents; they are merged in the order of their names.
         output: path of the file, with or without .jsonl; not in `input_dir`.
         valid_file_name: the file in `input_dir` to leave out, with or without its suffix.
-        text_field: name of the field with the text, and
-        skip_bad: whether to skip and count lines that are no documents instead of stopping at the first;
-            where there is no manifest.
+        text_field, skip_bad: where there is no manifest: name of the field with the text, and whether to skip
+            and count lines that are no documents.
         start_over: see `run_stage`.
 
     Raises:
@@ -79,12 +78,7 @@ def estimate_merge(
 def find_shards(
     input_dir: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
-    """The files to merge, in order, and the manifest of the shuffle that made them, or None.
-
-    Raises:
-        ValueError: the validation file is not there, or another one is the manifest's; a shard is missing, or
-            not in the manifest.
-    """
+    """The files to merge, in order, and the manifest of the shuffle that made them, or None."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
     files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
@@ -95,8 +89,8 @@ def find_shards(
         rule = f"there is no such file in {input_dir}"
         raise ValueError(f"valid_file_name={valid_file_name}: {rule}. Fix: give {similar[0]}.")
     if not shards:
-        fix = "a folder with shards"
-        raise ValueError(f"input_dir={input_dir}: there is only the validation file. Fix: {fix}.")
+        rule = "there is only the validation file"
+        raise ValueError(f"input_dir={input_dir}: {rule}. Fix: a folder with shards.")
     return shards, _checked_manifest(input_dir, files, valid_name)
 
 
@@ -119,8 +113,8 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
 
 def _check_output(input_dir: Path, output: Path) -> None:
     if input_dir.resolve() == output.parent.resolve():
-        fix = f"a path outside {input_dir}"
-        raise ValueError(f"output={output}: is in the folder that is merged. Fix: {fix}.")
+        rule = "is in the folder that is merged"
+        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
 
 
 def _without_suffix(path: Path) -> Path:
@@ -128,13 +122,7 @@ def _without_suffix(path: Path) -> Path:
 
 
 class Merging:
-    """A merge that is running in the folder of its stage.
-
-    Args:
-        stage: with the settings.
-        shards: files to merge.
-        manifest: of the shuffle that made them, or None.
-    """
+    """A merge that is running in the folder of its stage."""
 
     def __init__(self, stage: Stage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest

@@ -25,7 +25,15 @@ from numpy.typing import NDArray
 
 from moe_exp.data.documents import Tally
 from moe_exp.data.kinds import TextRule
-from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests, write_all
+from moe_exp.data.shuffle.blocks import (
+    LINE_BYTES,
+    DocumentBlocks,
+    LineBlocks,
+    Slice,
+    read_slice,
+    sum_digests,
+    write_all,
+)
 from moe_exp.data.shuffle.buckets import (
     NUM_KEYS,
     Keys,
@@ -35,7 +43,6 @@ from moe_exp.data.shuffle.buckets import (
     first_key,
     text_choices,
 )
-from moe_exp.data.shuffle.slices import Slice, read_slice
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import read_json, write_json
@@ -64,35 +71,21 @@ def most_buckets(longest_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class TaskShuffle:
-    """A shuffle by tasks; it travels to them by pickle.
+    """A shuffle by tasks; it travels to them by pickle."""
 
-    Args:
-        folder: of the stage.
-        settings: as `shuffle` has them: name, seed, num_shards, valid_fraction, text_field, skip_bad.
-        rule: what a document of a text file is.
-        first_input: for errors.
-        slices: what each task reads.
-        longest_bytes: of a line, and of the buffer that a task reads into.
-        piece_bytes: of the documents that a task puts in order at once.
-        bucket_bytes: that a bucket may have on average, unless there would be more than `most_buckets`.
-        most_buckets: of training documents, and of validation documents.
-        num_buckets: of both, if they are known before the documents are.
-    """
-
-    folder: Path
-    settings: dict[str, Any]
+    folder: Path  # of the stage
+    settings: dict[str, Any]  # of `shuffle`: name, seed, num_shards, valid_fraction, text_field, skip_bad
     rule: TextRule
-    first_input: Path
-    slices: list[list[Slice]] = field(repr=False)
-    longest_bytes: int
-    piece_bytes: int
-    bucket_bytes: int
-    most_buckets: int
-    num_buckets: tuple[int, int] | None = None
+    first_input: Path  # for errors
+    slices: list[list[Slice]] = field(repr=False)  # of each task
+    longest_bytes: int  # of a line, and of the buffer that a task reads into
+    piece_bytes: int  # of the documents that a task puts in order at once
+    bucket_bytes: int  # on average, unless there would be more than `most_buckets`
+    most_buckets: int  # of training documents, and of validation documents
+    num_buckets: tuple[int, int] | None = None  # of both, if they are known before the documents are
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that read the inputs."""
         return len(self.slices)
 
     @property
@@ -107,7 +100,6 @@ class TaskShuffle:
 
     @property
     def temporary(self) -> Path:
-        """Folder of everything that is not published."""
         return self.folder / TEMPORARY
 
     def place(self, folder: str, task: int, suffix: str = ".json") -> Path:
@@ -115,11 +107,9 @@ class TaskShuffle:
         return self.temporary / folder / f"{task:05d}{suffix}"
 
     def through(self, folder: str, task: int) -> Through:
-        """How far a task is."""
         return Through(str(self.temporary / folder / "through"), task)
 
     def lines(self, block_bytes: int) -> LineBlocks:
-        """Reads blocks of lines."""
         how = {"text_field": self.settings["text_field"], "rule": self.rule}
         return LineBlocks(block_bytes, self.longest_bytes, **how)
 
@@ -140,7 +130,6 @@ class Buckets:
 
     @property
     def number(self) -> int:
-        """Both."""
         return self.num_train + self.num_valid
 
     def block_bytes(self, longest_bytes: int) -> int:
@@ -323,11 +312,7 @@ class Placed(NamedTuple):
 
 
 class Scattered:
-    """The files that the second pass has written, of all tasks.
-
-    Raises:
-        ValueError: a file is not as long as when it was written.
-    """
+    """The files that the second pass has written, of all tasks; ValueError if one has another length."""
 
     def __init__(self, job: TaskShuffle):
         self.job, self.indexed = job, Indexed(job)
@@ -390,11 +375,7 @@ class Scattered:
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Checks that a file is as long as when a task wrote it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Checks that a file is as long as when a task wrote it."""
     found = path.stat().st_size if path.exists() else 0
     if found != num_bytes:
         raise ValueError(f"{path}: has {found} bytes, but had {num_bytes}. Fix: give --start-over.")

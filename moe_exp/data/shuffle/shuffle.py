@@ -10,9 +10,7 @@ each with an LF.
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
 Three passes: index, scatter (scatter.py) and write (write.py), by tasks of datatrove's executors; one process
-is one task, which does the first two at once. A pass begins when the one before is done, a task that was
-killed begins anew, one that is done is not run again. On the disk are at most the inputs, the scattered lines
-and the outputs.
+is one task, which does the first two at once. The disk holds at most inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
+from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
     TEMPORARY,
@@ -38,12 +37,10 @@ from moe_exp.data.shuffle.scatter import (
     most_buckets,
     scatter,
 )
-from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import run_stage_passes
-from moe_exp.data.tasks.slurm_jobs import check_no_jobs
+from moe_exp.data.tasks.execution import Execution, Step, bytes_through, num_workers
+from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.host.devices import available_memory_bytes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress_of
@@ -115,14 +112,12 @@ def shuffle_documents(
         valid_fraction: of the distinct texts, for validation; at least one.
         memory_bytes: budget of each task; by default they have a quarter of what the machine, or the
             container, has left, or most of what a job has.
-        text_field: name of the field with the text.
         skip_bad: skip and count lines that are no documents instead of stopping at the first.
         start_over: see `run_stage`.
         rule: what a document of a text file is.
 
     Returns:
-        The manifest; None while SLURM jobs are under way. Call again to see how far they are, and to publish
-        what they have made.
+        The manifest; None while SLURM jobs are under way: call again to publish what they have made.
 
     Raises:
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
@@ -177,8 +172,8 @@ def _default_memory(execution: Execution, tasks: int) -> int:
 
 def _check_memory(num_bytes: int) -> None:
     if num_bytes < SMALLEST_MEMORY_BYTES:
-        fix = "give 256MB or more"
-        raise ValueError(f"memory={num_bytes / 2**20:g}MB: must be at least 16 MB. Fix: {fix}.")
+        size = f"{num_bytes / 2**20:g}MB"
+        raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
 
 
 def _begin(
@@ -236,12 +231,8 @@ def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writin
         (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
         (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     ]
-    passes = [
-        Pass([step], num_tasks, stage.folder / "datatrove" / folder)
-        for (step, num_tasks), folder in zip(steps, _PASSES, strict=True)
-    ]
-    through = [job.temporary / folder / "through" for folder in _PASSES]
-    return run_stage_passes(passes, execution, stage, "shuffle", through)
+    by_pass = dict(zip(_PASSES, steps, strict=True))
+    return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
 
 
 def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
@@ -301,11 +292,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 def check_shuffle(
     inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
 ) -> list[Path]:
-    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files.
-
-    Raises:
-        ValueError: one of them cannot be used.
-    """
+    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
     check_apart(files, output)
@@ -319,11 +306,7 @@ def check_settings(
     valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
 ) -> None:
-    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`.
-
-    Raises:
-        ValueError: one of them cannot be used.
-    """
+    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`."""
     if memory_bytes is not None:
         _check_memory(memory_bytes)
     if not name or Path(name).name != name:
@@ -331,8 +314,8 @@ def check_settings(
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
-        fix = f"give {DEFAULT_VALID_FRACTION}"
-        raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: {fix}.")
+        rule = "must be between 0 and 1"
+        raise ValueError(f"valid_fraction={valid_fraction}: {rule}. Fix: give {DEFAULT_VALID_FRACTION}.")
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

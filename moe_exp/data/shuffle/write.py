@@ -60,11 +60,7 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
 
 
 def _outputs(scattered: Scattered) -> list[_Output]:
-    """The validation file and the shards.
-
-    Raises:
-        ValueError: there are no documents for training.
-    """
+    """The validation file and the shards; ValueError if there are no documents for training."""
     job, read, valid = scattered.job, scattered.indexed.read, scattered.indexed.valid.total()
     name, num_shards = job.settings["name"], job.settings["num_shards"]
     if not read.num_documents:
@@ -149,17 +145,10 @@ class _Writer:
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]
     ) -> None:
-        """Reads lines, which are as they are in the files, and writes them in `order`.
-
-        Args:
-            placed: the documents.
-            order: of them.
-            rank: of the first one in the order of all.
-            outputs: of which a part begins or ends here, or lies around it.
-        """
+        """Reads the lines and writes them in `order`; `rank`: of the first one in the order of all."""
         ends = np.cumsum(placed.records["num_bytes"].astype(np.int64))
         begins = ends - placed.records["num_bytes"].astype(np.int64)
-        if self.lines.num_bytes + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:
+        if len(self.lines.view) + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:
             self.lines = LineBuffer()  # the old one is of a piece with fewer and longer documents
         self.lines.allocate(int(ends[-1]))
         of_tasks = np.searchsorted(placed.tasks, np.arange(self.job.num_tasks + 1)).tolist()
@@ -180,14 +169,9 @@ class LineBuffer:
     def __init__(self) -> None:
         self.view = memoryview(b"")
 
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return len(self.view)
-
     def allocate(self, num_bytes: int) -> None:
         """Makes it at least `num_bytes` large; its content is lost."""
-        if self.num_bytes >= num_bytes:
+        if len(self.view) >= num_bytes:
             return
         self.view = memoryview(b"")  # so that there are not two
         # Not a bytearray, which would write zeros first; the memory comes when it is written to.
@@ -198,11 +182,7 @@ class LineBuffer:
         self.view = memoryview(buffer)
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
-        """Reads lines at `places` of a file to [begins, ends) of the buffer, neighbours with one call.
-
-        Raises:
-            ValueError: the file is too short.
-        """
+        """Reads lines at `places` of a file to [begins, ends) of the buffer, neighbours with one call."""
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True
         firsts = np.flatnonzero(is_first)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +22,39 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Where a conversion runs, and with how many tasks and workers. Has no effect on the result.
+    """Where a conversion runs, and with how many workers. Has no effect on the result."""
 
-    Args:
-        executor: local, slurm or ray.
-        workers: tasks at a time; default: the cores that this process may use, for SLURM and Ray no limit.
-        partition, time_limit, qos: of the SLURM jobs, as sbatch takes them.
-        cpus_per_task: of a SLURM job or Ray task.
-        mem_per_cpu_gb: of a SLURM job or Ray task, GB.
-        max_array_size: the SLURM cluster's MaxArraySize: more tasks become more job arrays.
-        sbatch: other options of sbatch, `account=x`.
-        finish_command: what the last SLURM job runs: the same command with --finish.
-    """
-
-    executor: str = "local"
-    workers: int | None = None
-    partition: str | None = None
+    executor: str = "local"  # or slurm or ray
+    workers: int | None = None  # default: the cores that this process may use; for SLURM and Ray no limit
+    partition: str | None = None  # of the SLURM jobs, as sbatch takes it; likewise the next two
     time_limit: str = "24:00:00"
     qos: str | None = None
-    cpus_per_task: int = 1
+    cpus_per_task: int = 1  # of a SLURM job or Ray task
     mem_per_cpu_gb: int = 4
-    max_array_size: int = 1001
-    sbatch: tuple[str, ...] = ()
-    finish_command: tuple[str, ...] = ()
+    max_array_size: int = 1001  # the SLURM cluster's MaxArraySize: more tasks become more job arrays
+    sbatch: tuple[str, ...] = ()  # other options of sbatch, `account=x`
+    finish_command: tuple[str, ...] = ()  # of the last SLURM job: the same command with --finish
 
     def __post_init__(self) -> None:
+        rule, fix = "", ""
         if self.executor not in EXECUTORS:
-            fix = "choose one"
-            raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: {fix}.")
-        if self.workers is not None and self.workers < 1:
+            rule, fix = f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}", "choose one"
+        elif self.workers is not None and self.workers < 1:
+            rule = f"workers={self.workers}: must be at least 1"
             fix = "omit it, or give a number of processes"
-            raise ValueError(f"workers={self.workers}: must be at least 1. Fix: {fix}.")
-        if self.executor == "slurm" and not self.partition:
+        elif self.executor == "slurm" and not self.partition:
+            rule = "partition=: executor=slurm needs the partition of the jobs"
             fix = "give --partition; `sinfo` lists them"
-            raise ValueError(f"partition=: executor=slurm needs the partition of the jobs. Fix: {fix}.")
         # compute nodes may lack it
-        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
+        elif self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
+            rule = "executor=slurm: there is no command sbatch here"
             fix = "call it on a login node of the cluster"
-            raise ValueError(f"executor=slurm: there is no command sbatch here. Fix: {fix}.")
-        if self.executor == "ray" and importlib.util.find_spec("ray") is None:
-            raise ValueError("executor=ray: the package ray is not installed. Fix: pip install ray.")
-        if wrong := next((option for option in self.sbatch if "=" not in option), None):
-            raise ValueError(f"sbatch={wrong}: must be NAME=VALUE, as in account=x. Fix: write it so.")
+        elif self.executor == "ray" and importlib.util.find_spec("ray") is None:
+            rule, fix = "executor=ray: the package ray is not installed", "pip install ray"
+        elif wrong := next((option for option in self.sbatch if "=" not in option), ""):
+            rule, fix = f"sbatch={wrong}: must be NAME=VALUE, as in account=x", "write it so"
+        if rule:
+            raise ValueError(f"{rule}. Fix: {fix}.")
 
 
 @dataclass(frozen=True)
@@ -120,12 +112,11 @@ class After:
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
     """The passes, each of which checks that the one before it is complete."""
-    first, *rest = passes
     after = [
         replace(one, pipeline=[After(replace(before, pipeline=())), *one.pipeline])
-        for before, one in zip(passes, rest, strict=False)
+        for before, one in pairwise(passes)
     ]
-    return [first, *after]
+    return [passes[0], *after]
 
 
 def num_workers(execution: Execution) -> int:
@@ -134,11 +125,8 @@ def num_workers(execution: Execution) -> int:
 
 
 class Through:
-    """Bytes that a task is through with, in a file of 8 bytes that others read with `bytes_through`.
-
-    Args:
-        folder: of the files of all tasks; "" for none.
-        rank: of the task.
+    """Bytes that a task is through with, in a file of 8 bytes that others read with `bytes_through`; `folder`
+    is that of all tasks, "" for none.
     """
 
     def __init__(self, folder: str, rank: int):
@@ -179,9 +167,7 @@ def bytes_through(folders: Iterable[Path]) -> int:
 def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
     """Yields other names to write files under, which get their own when the block is done.
 
-    With `is_durable` that is when the disk has them. What is read once, and whose copy is checked, need not
-    wait for that: a power cut may lose it.
-
+    With `is_durable` that is when the disk has them: not needed where a check finds what a power cut lost.
     The names are new each time: should a killed task's process still run somewhere, the two do not write one
     file. What such a process left is removed.
     """

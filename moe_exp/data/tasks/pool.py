@@ -23,7 +23,7 @@ class WorkerPool:
 
     Args:
         function: takes one argument, a call; travels to the processes by pickle.
-        number: processes.
+        number: of processes.
         preload: module that they have imported, see `worker_context`.
         describe: names a call in an error, and adds a sentence to its fix.
     """
@@ -40,10 +40,8 @@ class WorkerPool:
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 
     def run(self, calls: Sequence[T]) -> Iterator[T]:
-        """Runs the calls, and yields each when it is done; what one raises is raised here.
-
-        Raises:
-            ChildProcessError: a process was killed.
+        """Runs the calls, and yields each when it is done. Raises what one raises, and ChildProcessError if a
+        process was killed.
         """
         if not self._workers:
             for call in calls:
@@ -114,7 +112,13 @@ class _Worker:
 
 def _work(function: Callable[[Any], object], pipe: Connection) -> None:
     """A worker process: answers each call with None or what it raised."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
     while (message := pipe.recv()) is not None:
         try:
@@ -125,10 +129,3 @@ def _work(function: Callable[[Any], object], pipe: Connection) -> None:
                 pipe.send(error)
             except Exception:  # what cannot be pickled
                 pipe.send(RuntimeError(repr(error)))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -1,10 +1,5 @@
 """Tokenizing by the tasks of datatrove's executors: the bytes that one process makes, on as many machines as
-there are.
-
-Two passes: `make_parts` makes the parts (parts.py), `join_parts` copies them to their places in the .bin,
-each task to a range of blocks, and hashes the blocks. A pass begins when the one before is done, a part that
-is done is not made again, a task that was killed while it joined starts again. Until the files are published
-the disk holds the tokens twice.
+there are. Until the files are published the disk holds the tokens twice.
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
@@ -23,11 +18,10 @@ from typing import Any, NamedTuple
 import xxhash
 
 from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Pass, Step, Through
-from moe_exp.data.tasks.jobs import run_stage_passes
-from moe_exp.data.tasks.slurm_jobs import check_no_jobs
+from moe_exp.data.tasks.execution import Execution, Step, Through
+from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.tokens.encoders import one_thread
-from moe_exp.data.tokens.parts import CHECKED_BYTES, Part, PartEncoder, PartSettings, is_complete
+from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
 from moe_exp.host.files import BlockHash, read_json, write_json
 
 TASKS = "tasks.json"  # how many tasks make and join the parts
@@ -38,17 +32,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """Tokenizing by tasks; it travels to them by pickle.
-
-    Args:
-        folder: of the stage.
-        bin_path: what the parts are joined into.
-        parts: of all tasks.
-        settings, backend: how parts are made.
-        num_tasks: of each pass.
-        block_bytes: as of `tokenize_documents`.
-        num_input_bytes: of all inputs.
-    """
+    """Tokenizing by tasks, to which it travels by pickle; in the stage's folder, `num_tasks` a pass."""
 
     folder: Path
     bin_path: Path
@@ -60,7 +44,7 @@ class TaskTokens:
     num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
-        """Keeps what makes and joins the parts; if that was another number of tasks, all run again."""
+        """Records what makes and joins the parts; if that was another number of tasks, all run again."""
         path, facts = self.folder / TASKS, {"tasks": self.num_tasks, "block_bytes": self.block_bytes}
         if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
             check_no_jobs(jobs_folder)
@@ -177,8 +161,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 made = (done, job.place("made", one.task), job.folder / f"{one.part.stem}.json")
                 for forgotten in made:
                     forgotten.unlink(missing_ok=True)
-                fix = "check the disk, and call it again: the part is made again"
-                raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
+                raise ValueError(f"{path}: {NOT_WRITTEN}")
 
 
 def _write_at(descriptor: int, content: memoryview, place: int) -> int:
@@ -190,16 +173,10 @@ def _write_at(descriptor: int, content: memoryview, place: int) -> int:
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: Stage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are under way."""
-    steps = [
-        Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)),
-        Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)),
-    ]
-    passes = [
-        Pass([step], job.num_tasks, job.folder / "datatrove" / name)
-        for step, name in zip(steps, PASSES, strict=True)
-    ]
-    through = [job.folder / folder / "through" for folder in PASSES]
-    if not run_stage_passes(passes, execution, stage, "tokenize", through):
+    made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
+    joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks
+    steps = dict(zip(PASSES, (made, joined), strict=True))
+    if not run_stage_passes(steps, execution, stage, "tokenize", job.folder):
         return None
     digests = [bytes.fromhex(digest) for done in job.facts("joined") for digest in done]
     return BlockHash.of_all(digests, job.block_bytes)

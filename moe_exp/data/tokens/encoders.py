@@ -51,16 +51,11 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts that are found before the work starts.
-
-    Args:
-        backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer.
-        reason: why this one.
-        tokens_per_byte: of the sample's text in UTF-8, without end-of-document tokens.
-        bytes_per_second: of one worker on the sample, tables cold.
+    """Facts that are found before the work starts: tokens per byte of text in UTF-8 without end-of-document
+    tokens, and bytes per second of one worker with cold tables.
     """
 
-    backend: str
+    backend: str  # gigatoken, or tokenizers, which stands for the package that defines the tokenizer
     reason: str
     tokens_per_byte: float
     bytes_per_second: float
@@ -93,9 +88,7 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package. Raises
-    what `Encoders.get` does.
-    """
+    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package."""
 
     def __init__(self, encoders: Encoders):
         self.num_rerouted = 0
@@ -108,8 +101,7 @@ class CheckedGigatoken:
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         """Encodes texts; counts in `num_rerouted` the documents that went to the other package."""
-        others = ((index, text) for index, text in enumerate(texts) if not text.isascii())
-        rerouted = [index for index, text in others if self._is_split_otherwise(text)]
+        rerouted = [index for index, text in enumerate(texts) if self._is_split_otherwise(text)]
         ids, lengths = self._encode(texts)
         if not rerouted:
             return ids, lengths
@@ -121,7 +113,7 @@ class CheckedGigatoken:
         return np.concatenate(pieces), lengths
 
     def _is_split_otherwise(self, text: str) -> bool:
-        if self._splitters is None:
+        if self._splitters is None or text.isascii():
             return False
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
@@ -152,13 +144,10 @@ def one_thread() -> Iterator[None]:
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend, by whether gigatoken gives the same ids, and measures it on texts of the corpus.
+    """Chooses the backend, one of BACKENDS, and measures it on texts of the corpus.
 
-    `requested` is one of BACKENDS; `auto` is gigatoken if it is installed, loads the tokenizer and gives the
-    same ids.
-
-    Raises:
-        ValueError: gigatoken was asked for and cannot be used.
+    `auto` is gigatoken if it is installed, loads the tokenizer and gives the same ids. ValueError if
+    gigatoken was asked for and cannot be used.
     """
     backend, reason = _choose(encoders, requested, [*probe_texts(encoders.tokenizer), *sample])
     started = time.process_time()
@@ -174,9 +163,8 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
     if encoders.tokenizer.kind == "bytes":
         return "tokenizers", "bytes need no package"
     try:
-        wrong = find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts)
         why = None
-        if wrong:
+        if wrong := find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts):
             why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
     except ModuleNotFoundError as error:
         if error.name != "gigatoken":
@@ -187,8 +175,8 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
     if why is None:
         return "gigatoken", f"the ids of {len(texts)} texts are those of the tokenizer's own package"
     if requested == "gigatoken":
-        rule = f"gigatoken cannot be used: {why}"
-        raise setting_error("backend", requested, rule, "give --backend tokenizers")
+        fix = "give --backend tokenizers"
+        raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
     return "tokenizers", f"not gigatoken: {why}"
 
 

@@ -12,13 +12,16 @@ import numpy as np
 
 from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
-from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact, tokenizer_facts
 from moe_exp.data.tokens.ranged import read_ranges
 from moe_exp.data.tokens.tokens import (
     bin_idx_problem,
     bin_idx_tokens,
+    manifest_of,
     order_problem,
+    other_tokenizer,
     read_index,
+    tokenizer_fact,
+    tokenizer_facts,
     write_index,
 )
 from moe_exp.host.files import bytes_text
@@ -30,19 +33,13 @@ _COPY_BYTES = 2**22
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files of shards into those of one run over all of them, and returns the manifest.
-
-    Args:
-        prefixes: of the shards, in order; those of other programs too.
-        output: path without suffix.
-        start_over: replace what is there.
+    """Joins token files of shards, those of other programs too, in order, and returns the manifest.
 
     Raises:
         ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
     """
-    dtype = _check(prefixes, output)
+    dtype, needed_bytes = _check(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
-    needed_bytes = _needed_bytes(prefixes)
     what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
     with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
         if stage.was_done:
@@ -73,8 +70,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     """Prints documents, tokens, bytes and free disk; writes nothing. Raises as `merge_token_files`."""
-    dtype = _check(prefixes, output)
-    needed_bytes = _needed_bytes(prefixes)
+    dtype, needed_bytes = _check(prefixes, output)
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
         "documents": sum(len(read_index(prefix).documents) - 1 for prefix in prefixes),
@@ -86,8 +82,8 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
 
 
-def _check(prefixes: Sequence[Path], output: Path) -> str:
-    """The type of the tokens."""
+def _check(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
+    """The type of the tokens, and the bytes of all files."""
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize that shard again")
@@ -100,12 +96,8 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
         raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
     if wrong := other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
-    return next(iter(dtypes))
-
-
-def _needed_bytes(prefixes: Sequence[Path]) -> int:
     tokens = sum(bin_idx_tokens(prefix) * read_index(prefix).dtype.itemsize for prefix in prefixes)
-    return tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
+    return next(iter(dtypes)), tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
 
 
 def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:

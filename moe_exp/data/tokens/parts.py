@@ -1,4 +1,4 @@
-"""A range of a file as a part: tokens, lengths of documents, counts. It is complete with its .json."""
+"""Ranges of files as parts (tokens, lengths of documents and, written last, counts), and parts joined."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ import xxhash
 from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
 from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
+from moe_exp.data.shuffle.blocks import Slice
+from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.tokens.tokenizer import TextTokenizer
-from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
-from moe_exp.host.files import BlockHash, write_json
+from moe_exp.data.tokens.tokens import TokenDtype, token_dtype, write_index
+from moe_exp.host.files import BlockHash, read_json, write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
 CHECKED_BYTES = 2**26  # of tokens, a block that is checked by itself
 BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
 
-_BUFFER_BYTES = 2**20
+JOINED = "joined.json"  # how many parts processes of one machine have joined
+NOT_WRITTEN = "is not what was written. Fix: check the disk, and call it again: the part is made again."
+_BUFFER_BYTES, _COPY_BYTES = 2**20, 2**22
 # The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s
 # per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
@@ -37,17 +41,10 @@ _ODD_CHARACTERS = re.compile(
 
 
 @dataclass(frozen=True)
-class Part:
-    """Lines that start at `start` or later and before `end` (None: all of a stream, see kinds.py)."""
+class Part(Slice):
+    """A slice with its number among all."""
 
     index: int
-    path: Path
-    start: int
-    end: int | None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.path.stat().st_size if self.end is None else self.end - self.start
 
     @property
     def stem(self) -> str:
@@ -56,25 +53,15 @@ class Part:
 
 @dataclass
 class PartCounts:
-    """Counts of a part.
-
-    Args:
-        tally: of its documents.
-        num_tokens: end-of-document tokens included.
-        num_eods: end-of-document tokens, those in texts included.
-        num_checked: documents compared with the tokenizer's own package.
-        num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
-        token_hash: XXH3-128 of its tokens.
-        block_hashes: the same of each block of CHECKED_BYTES.
-    """
+    """Counts of a part."""
 
     tally: Tally = field(default_factory=Tally)
-    num_tokens: int = 0
-    num_eods: int = 0
-    num_checked: int = 0
-    num_rerouted: int = 0
-    token_hash: str = ""
-    block_hashes: list[str] = field(default_factory=list)
+    num_tokens: int = 0  # end-of-document tokens included
+    num_eods: int = 0  # end-of-document tokens, those in texts included
+    num_checked: int = 0  # documents compared with the tokenizer's own package
+    num_rerouted: int = 0  # documents that gigatoken was not given, see CheckedGigatoken
+    token_hash: str = ""  # XXH3-128 of its tokens
+    block_hashes: list[str] = field(default_factory=list)  # the same of each block of CHECKED_BYTES
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tally": self.tally.to_json()}
@@ -85,10 +72,8 @@ class PartCounts:
 
     def __iadd__(self, other: PartCounts) -> PartCounts:
         self.tally += other.tally
-        self.num_tokens += other.num_tokens
-        self.num_eods += other.num_eods
-        self.num_checked += other.num_checked
-        self.num_rerouted += other.num_rerouted
+        for name in ("num_tokens", "num_eods", "num_checked", "num_rerouted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
 
@@ -105,18 +90,14 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
         size = path.stat().st_size
         whole = is_stream(path)
         for start in range(0, size, max(1, size) if whole else part_bytes):
-            parts.append(Part(len(parts), path, start, None if whole else min(start + part_bytes, size)))
+            parts.append(Part(path, start, None if whole else min(start + part_bytes, size), len(parts)))
     return parts
 
 
 def part_lines(
-    part: Part, *, text_field: str = "text", rule: TextRule = FILES
+    part: Slice, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1 within the part, line without its end).
-
-    Raises:
-        BadDocument: a compressed file is damaged or ends early.
-    """
+    """Yields (number from 1 within the part, line without its end); BadDocument if compression is damaged."""
     if part.end is None:
         yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
@@ -134,30 +115,19 @@ def part_lines(
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def line_number(part: Part, number: int) -> int:
+def line_number(part: Slice, number: int) -> int:
     """Number in the file of a line of a part; reads the file up to the part."""
     return number if part.end is None else number + lines_before(part.path, part.start)
 
 
 @dataclass(frozen=True)
 class PartSettings:
-    """How a text becomes tokens.
-
-    Args:
-        tokenizer: the tokenizer.
-        json_key: name of the field with the text.
-        append_eod: whether every document ends with the end-of-document token.
-        skip_bad: skip and count bad lines instead of stopping.
-        rule: what a document of a text file is.
-
-    Raises:
-        ValueError: `append_eod`, and the tokenizer has no end-of-document token.
-    """
+    """How a text becomes tokens; ValueError if it is to end with a token that the tokenizer lacks."""
 
     tokenizer: TextTokenizer
-    json_key: str = "text"
+    json_key: str = "text"  # field with the text
     append_eod: bool = False
-    skip_bad: bool = False
+    skip_bad: bool = False  # skip and count bad lines instead of stopping
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:
@@ -176,13 +146,7 @@ class PartSettings:
 
 
 class PartEncoder:
-    """Makes parts; for one process.
-
-    Args:
-        settings: how a text becomes tokens.
-        backend: gigatoken or tokenizers.
-        encoders: of the tokenizer, if some are loaded already.
-    """
+    """Makes parts, in one process; `encoders` are of the tokenizer, if some are loaded already."""
 
     def __init__(self, settings: PartSettings, backend: str, encoders: Encoders | None = None):
         encoders = encoders or Encoders(settings.tokenizer)
@@ -195,11 +159,7 @@ class PartEncoder:
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
         """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`; `advance` is called
-        with the bytes as they are read.
-
-        Raises:
-            BadDocument: a line is no document.
-            ValueError: ids are not what they must be.
+        with the bytes as they are read. Raises BadDocument at a line that is none, ValueError at wrong ids.
         """
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
@@ -309,7 +269,7 @@ class PartEncoder:
             reason = f"the tokenizer reads {self._special_tokens[int(token)]} in the text as a special token"
             if not self.settings.skip_bad:
                 raise BadDocument(part.path, line_number(part, number), reason)
-            tally.take_back(text.encode())
+            tally.add(text.encode(), -1)
             tally.skipped[reason] += 1
         is_kept = np.ones(len(lengths), bool)
         is_kept[documents] = False
@@ -318,7 +278,7 @@ class PartEncoder:
     def _check(self, part: Part, sample: _Sample, counts: PartCounts) -> None:
         if self._reference is None:
             return
-        clips = sample.clips()
+        clips = [*sample.chosen, *sample.odd]
         counts.num_checked = len(clips)
         if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
             where = f"{part.path}:{line_number(part, clips[wrong[0]][0])}"
@@ -333,30 +293,112 @@ class _Sample:
         self._random = random.Random(seed)
         self._num_sampled, self._num_odd = max(2, int(scale * _NUM_SAMPLED)), max(2, int(scale * _NUM_ODD))
         self._num_documents = 0
-        self._chosen: list[tuple[int, str]] = []
-        self._odd: list[tuple[int, str]] = []
+        self.chosen, self.odd = list[tuple[int, str]](), list[tuple[int, str]]()
 
     def add(self, number: int, text: str) -> None:
         place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
         self._num_documents += 1
-        if len(self._chosen) < self._num_sampled:
-            self._chosen.append((number, text[:_CLIP_CHARACTERS]))
+        if len(self.chosen) < self._num_sampled:
+            self.chosen.append((number, text[:_CLIP_CHARACTERS]))
         elif 0 < place < self._num_sampled:  # the first document stays
-            self._chosen[place] = (number, text[:_CLIP_CHARACTERS])
-        if len(self._odd) < self._num_odd:
-            self._add_odd(number, text)
-
-    def _add_odd(self, number: int, text: str) -> None:
-        found = _ODD_CHARACTERS.search(text) if not text.isascii() or "\0" in text else None
-        start = found.start() if found else text.find("<|")  # as most special tokens begin
-        if start >= 0:
-            start = max(0, start - _CLIP_CHARACTERS // 2)
-            self._odd.append((number, text[start : start + _CLIP_CHARACTERS]))
-
-    def clips(self) -> list[tuple[int, str]]:
-        return [*self._chosen, *self._odd]
+            self.chosen[place] = (number, text[:_CLIP_CHARACTERS])
+        if len(self.odd) < self._num_odd:
+            found = _ODD_CHARACTERS.search(text) if not text.isascii() or "\0" in text else None
+            start = found.start() if found else text.find("<|")  # as most special tokens begin
+            if start >= 0:
+                start = max(0, start - _CLIP_CHARACTERS // 2)
+                self.odd.append((number, text[start : start + _CLIP_CHARACTERS]))
 
 
 def is_complete(part: Part, folder: Path) -> bool:
     """Whether a part was made before; its .bin may be in the joined file already."""
     return (folder / f"{part.stem}.json").is_file()
+
+
+class JoinedParts:
+    """The file that parts in a folder are appended to, in order, with what an earlier call has appended.
+
+    Joining continues while later parts are made, and a part's tokens are removed when they are in the joined
+    file, so that the disk holds them once. What a crash leaves is verified by the parts' hashes.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: PartSettings):
+        self.folder, self.settings = folder, settings
+        self.bin_path, self.idx_path = folder / f"{name}.bin", folder / f"{name}.idx"
+        self.num_parts = 0
+        self.counts = PartCounts()
+        self._num_bytes = 0
+
+    def take_back(self, published: Path) -> None:
+        """Takes the .bin, which was complete, back from its place, if a killed call had moved it there."""
+        if not self.bin_path.exists() and published.exists():
+            published.replace(self.bin_path)
+
+    def resume(self, parts: Sequence[Part], published: Path) -> None:
+        """Takes over what is there and sound; of `parts`, all of the run, others are made again."""
+        joined_path = self.folder / JOINED
+        if joined_path.exists():
+            self.take_back(published)
+        self.bin_path.touch()
+        num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
+        with self.bin_path.open("rb+") as file:
+            for part in parts[:num_joined]:
+                counts, digest = self.read_counts(part), xxhash.xxh3_128()
+                left = counts.num_tokens * self.settings.dtype.itemsize
+                while left and (chunk := file.read(min(_COPY_BYTES, left))):
+                    digest.update(chunk)
+                    left -= len(chunk)
+                if counts.token_hash != digest.hexdigest():
+                    break
+                self.add(counts)
+            file.truncate(self._num_bytes)
+        for part in parts[self.num_parts :]:
+            if not (self.folder / f"{part.stem}.bin").exists():
+                (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
+
+    def append(self, part: Part) -> None:
+        """Appends the next part and removes its own .bin; ValueError if it is not what was written."""
+        path, counts = self.folder / f"{part.stem}.bin", self.read_counts(part)
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as source, self.bin_path.open("rb+") as file:
+            file.seek(self._num_bytes)
+            while chunk := source.read(_COPY_BYTES):
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != counts.token_hash:
+            (self.folder / f"{part.stem}.json").unlink()
+            raise ValueError(f"{path}: {NOT_WRITTEN}")
+        self.add(counts)
+        write_json(self.folder / JOINED, {"num_parts": self.num_parts})
+        path.unlink()
+
+    def write_index(self, parts: Sequence[Part]) -> None:
+        """Writes the .idx after all parts are in; ValueError if counts do not agree."""
+        paths = [self.folder / f"{part.stem}.lengths" for part in parts]
+        sizes = [path.stat().st_size // 4 for path in paths]
+        lengths = np.empty(sum(sizes), np.int32)  # of billions: not in parts and together
+        for path, size, end in zip(paths, sizes, np.cumsum(sizes), strict=True):
+            lengths[end - size : end] = np.fromfile(path, np.int32)
+        counts, tally = self.counts, self.counts.tally
+        found = {
+            "documents": (len(lengths), tally.num_documents),
+            "tokens": (int(lengths.sum(dtype=np.int64)), counts.num_tokens),
+            "bytes": (self.bin_path.stat().st_size, counts.num_tokens * self.settings.dtype.itemsize),
+        }
+        for what, (number, expected) in found.items():
+            if number != expected:
+                fix = "check the disk, and give --start-over"
+                raise ValueError(f"{self.bin_path}: {number} {what} instead of {expected}. Fix: {fix}.")
+        write_index(self.idx_path, lengths, self.settings.dtype)
+
+    def read_counts(self, part: Part) -> PartCounts:
+        """Counts of a part that is complete."""
+        return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
+
+    def add(self, counts: PartCounts) -> None:
+        """Adds the counts of the next part, which is joined."""
+        self.counts += counts
+        self.num_parts += 1
+        self._num_bytes += counts.num_tokens * self.settings.dtype.itemsize

@@ -1,8 +1,7 @@
-"""Files of documents to .bin/.idx, by processes of this machine or by tasks: the same bytes, after any crash.
+"""Files of documents to .bin/.idx: the same bytes, after any crash.
 
 The inputs are cut into parts (parts.py). Worker processes make them in any order, and this process joins them
-in the order of the inputs as soon as it can; or tasks of datatrove's executors make and join them on as many
-machines as there are (by_tasks.py).
+in the order of the inputs as soon as it can; or tasks make and join them on many machines (by_tasks.py).
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from typing import Any
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
 from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream
+from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
 from moe_exp.data.tasks.execution import Execution, Through, bytes_through, num_workers
+from moe_exp.data.tasks.jobs import check_no_jobs
 from moe_exp.data.tasks.pool import WorkerPool
-from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
 from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
-from moe_exp.data.tokens.joined_parts import JOINED, JoinedParts
 from moe_exp.data.tokens.parts import (
+    JOINED,
+    JoinedParts,
     Part,
     PartEncoder,
     PartSettings,
@@ -79,7 +80,6 @@ def tokenize_documents(
     Args:
         inputs: files of the kinds of `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
-        settings: how a text becomes tokens.
         tasks: that make parts and join them (until the files are published the disk holds the tokens twice);
             a call that resumes may give another number. Without it, processes of this machine make parts.
         execution: where it runs; default: this machine.
@@ -90,8 +90,7 @@ def tokenize_documents(
             all blocks, unless there is one alone.
 
     Returns:
-        The manifest; None while SLURM jobs are under way. Call again to see how far they are, and to publish
-        what they have made.
+        The manifest; None while SLURM jobs are under way: call again to publish what they have made.
 
     Raises:
         ValueError: a setting is wrong; a line is no document (it names file and line); the disk is too small;
@@ -169,16 +168,18 @@ def _publish(
         rule = "the inputs have no documents"
         raise setting_error("input", stage.inputs[0], rule, "give files with text")
     joined.write_index(parts)
-    facts = {
-        "num_tokens": counts.num_tokens,
-        "num_eods": counts.num_eods,
-        "dtype": joined.settings.dtype.name,
-        "backend": backend,
-        "num_checked": counts.num_checked,
-        "num_rerouted": counts.num_rerouted,
-    }
-    facts |= counts.tally.to_json() | {"tokenizer": joined.settings.tokenizer.recorded()}
-    return stage.finish_files([joined.bin_path, joined.idx_path], hashes=hashes, **facts)
+    return stage.finish_files(
+        [joined.bin_path, joined.idx_path],
+        hashes=hashes,
+        num_tokens=counts.num_tokens,
+        num_eods=counts.num_eods,
+        dtype=joined.settings.dtype.name,
+        backend=backend,
+        num_checked=counts.num_checked,
+        num_rerouted=counts.num_rerouted,
+        **counts.tally.to_json(),
+        tokenizer=joined.settings.tokenizer.recorded(),
+    )
 
 
 def _check_backend(backend: str) -> None:
@@ -203,10 +204,7 @@ def _pinned_backend(
     settings: PartSettings,
     num_apart: int,
 ) -> str:
-    """The backend of the call that began; chosen, and the disk checked, where this is the first.
-
-    `num_apart`: parts that are on the disk before they are joined.
-    """
+    """The backend of the call that began; chosen, and the disk checked, where this is the first."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
@@ -279,7 +277,10 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
 
 
 class _Estimate:
-    """The backend, and tokens, disk and time of a run with it, by a sample of the texts."""
+    """The backend, and tokens, disk and time of a run with it, by a sample of the texts.
+
+    `num_apart`: parts that are on the disk before they are joined.
+    """
 
     def __init__(
         self,
@@ -319,9 +320,7 @@ def dry_run(
     by_tasks: bool = False,
 ) -> None:
     """Prints inputs, tokens, disk and time, by a sample, and writes nothing. Tasks make all parts first.
-
-    Raises:
-        ValueError: a setting is wrong, or the disk is too small.
+    ValueError if a setting is wrong, or the disk is too small.
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
@@ -344,12 +343,11 @@ def dry_run(
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
     """Documents from a few places of the inputs, without what is no document."""
     num_files = min(len(inputs), _SAMPLED_PLACES)
-    halves = [
-        Part(0, path, start, path.stat().st_size)
+    parts = [
+        Slice(path, 0, None) if is_stream(path) else Slice(path, start, path.stat().st_size)
         for path in (inputs[index * len(inputs) // num_files] for index in range(num_files))
         for start in (0, path.stat().st_size // 2)
     ]
-    parts = [Part(0, part.path, 0, None) if is_stream(part.path) else part for part in halves]
     texts: list[str] = []
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)
@@ -364,9 +362,8 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
     """The table at the end of a run."""
-    tally = Tally.from_json(manifest)
-    rows: dict[str, object] = {"documents": tally.num_documents, "tokens": manifest["num_tokens"]}
-    num_tokens = manifest["num_tokens"]
+    tally, num_tokens = Tally.from_json(manifest), manifest["num_tokens"]
+    rows: dict[str, object] = {"documents": tally.num_documents, "tokens": num_tokens}
     rows["end-of-document tokens"] = manifest["num_eods"]
     rows["tokens per byte"] = f"{num_tokens / tally.num_text_bytes:.3f}"
     rows |= {"tokens/s": f"{num_tokens / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 2**20
 _HASH_BYTES = 8
 _LEFT_FREE_BYTES = 20 * 2**30  # for checkpoints; a tenth of a disk that is smaller than ten times that
-_FOLDER = "remote"
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ class _Remote:
     url: str
     bytes: int
     version: str
-
-
-# Finding
 
 
 def prefix_of(name: str) -> str:
@@ -78,11 +74,8 @@ def remote_manifest(url: str) -> dict[str, Any]:
 
 
 def find_tokens(url: str) -> dict[str, StoredFile]:
-    """The token files of a prefix at a store, by suffix.
-
-    Raises:
-        ValueError: one is missing; no access.
-        ConnectionError: the store keeps failing.
+    """The token files of a prefix at a store, by suffix. Raises ValueError if one is missing or access is
+    refused, ConnectionError if the store keeps failing.
     """
     store, name = split_url(url)
     found = {}
@@ -95,20 +88,14 @@ def find_tokens(url: str) -> dict[str, StoredFile]:
 
 
 def ensure_index(url: str, data_dir: Path) -> str:
-    """Copies what there is beside the tokens, once for each version of the files at the store.
-
-    Returns:
-        The prefix here, for `TokenFiles` and `open_tokens`.
-
-    Raises:
-        ValueError, ConnectionError: as `find_tokens`.
-        OSError: `data_dir` cannot be written.
+    """Copies what there is beside the tokens, once for each version of the files at the store. Returns the
+    prefix here, for `TokenFiles` and `open_tokens`. Raises as `find_tokens`.
     """
     store, name = split_url(url)
     found = find_tokens(url)
     remote = _Remote(f"{store.url}/{name}.bin", found[".bin"].bytes, found[".bin"].version)
     key = xxhash.xxh3_64_hexdigest(json.dumps([asdict(remote), asdict(found[".idx"])]).encode())[:8]
-    folder = data_dir / _FOLDER / f"{name}_{key}"
+    folder = data_dir / "remote" / f"{name}_{key}"
     folder.mkdir(parents=True, exist_ok=True)
     facts = folder / f"{name}.remote.json"
     with FileLock(folder / ".lock"):
@@ -168,7 +155,15 @@ class RemoteTokens:
             start = block * _BLOCK_BYTES
             low, high = max(begin - start, 0), min(end - start, _BLOCK_BYTES)
             if (part := self._kept(block, low, high)) is None:
-                part = self._fetched(block)[low:high]
+                data = self._store.read(self._name, start, start + self._size(block))
+                found = self._store.find(self._name)
+                if found is None or found.version != self._version:
+                    rule = "is another file than when this process began to read it"
+                    fix = "start again; the run continues if the tokens are the same"
+                    raise ValueError(f"{self._store.url}/{self._name}: {rule}. Fix: {fix}.")
+                if self._keeps:
+                    self._keep(block, data)
+                part = data[low:high]
             parts.append(part)
         return np.frombuffer(b"".join(parts), self._dtype)
 
@@ -195,18 +190,6 @@ class RemoteTokens:
                 return None
             self._sound.add(block)
         return os.pread(blocks, high - low, start + low)
-
-    def _fetched(self, block: int) -> bytes:
-        start = block * _BLOCK_BYTES
-        data = self._store.read(self._name, start, start + self._size(block))
-        found = self._store.find(self._name)
-        if found is None or found.version != self._version:
-            rule = "is another file than when this process began to read it"
-            fix = "start again; the run continues if the tokens are the same"
-            raise ValueError(f"{self._store.url}/{self._name}: {rule}. Fix: {fix}.")
-        if self._keeps:
-            self._keep(block, data)
-        return data
 
     def _keep(self, block: int, data: bytes) -> None:
         disk = os.fstatvfs(self._files[0])

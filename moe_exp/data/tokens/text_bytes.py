@@ -17,8 +17,7 @@ import orjson
 
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, pieces_of
-
-Int64Array = npt.NDArray[np.int64]
+from moe_exp.data.tokens.tokens import Int64Array
 
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -39,9 +38,6 @@ _CHANGES = {
 
 class TokenBytes:
     """Bytes per token of one tokenizer.
-
-    Args:
-        tokenizer: that made the tokens.
 
     Attributes:
         inside_V: bytes of every token after another one, int64 [V].
@@ -87,11 +83,8 @@ class TokenBytes:
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the tokens that follow one another.
-
-        Args:
-            ids: [N]; ids that the tokenizer does not have stand for nothing.
-            is_first: [N], whether a token is the first of its document.
+        """Bytes of each of the tokens [N] that follow one another; `is_first` [N]: of its document. Ids that
+        the tokenizer does not have stand for nothing.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)

@@ -1,11 +1,9 @@
 """Tokenizers as the corpus tools use them: their files, vocabulary size and end-of-document token.
 
-What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which
-add BOS) are taken out, as Megatron encodes with `add_special_tokens=False`; `prepend_bos` puts the BOS before
-each document. Special tokens that occur in a text are text, unless `allow_special` says otherwise. A model
-whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read `</s>` as text: ids that a
-text must not give (`special_tokens`) are looked for in what every document becomes, and such a document is no
-document, as a line that is no JSON.
+They encode the text and nothing else: truncation, padding, dropout and post-processors (which add BOS) are
+removed, as Megatron encodes with `add_special_tokens=False`. Special tokens in a text are text, unless
+`allow_special`. A model whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read
+`</s>` as text: a document that gives such an id (`special_tokens`) is handled like a line that is no JSON.
 """
 
 from __future__ import annotations
@@ -42,29 +40,17 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, ready to be sent to workers.
-
-    Args:
-        kind: which package reads `content`.
-        name: what the user called it.
-        content: a tokenizer.json, or a SentencePiece model; nothing for bytes.
-        vocab_size: highest id + 1.
-        eod_id: of the token that ends a document; None if there is none.
-        eod_token: its text.
-        allow_special: whether special tokens that occur in a text are read as such.
-        bos_id: of the token that every document begins with; None if they begin with their text.
-        bos_token: the token that the tokenizer's own files put before a text, if any.
-    """
+    """A tokenizer, ready to be sent to workers."""
 
     kind: Literal["huggingface", "sentencepiece", "bytes"]
-    name: str
-    content: bytes = field(repr=False)
-    vocab_size: int
-    eod_id: int | None
+    name: str  # the user's
+    content: bytes = field(repr=False)  # a tokenizer.json, or a SentencePiece model; empty for bytes
+    vocab_size: int  # highest id + 1
+    eod_id: int | None  # of the token that ends a document
     eod_token: str | None
-    allow_special: bool = False
-    bos_id: int | None = None
-    bos_token: str | None = None
+    allow_special: bool = False  # read special tokens in a text as such
+    bos_id: int | None = None  # of the token that documents begin with; None: they begin with their text
+    bos_token: str | None = None  # that the tokenizer's own files put before a text
 
     def special_tokens(self) -> dict[int, str]:
         """Id to token of what no text may give, without unknown words; none with `allow_special`."""
@@ -90,11 +76,7 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
-        """The SentencePieceProcessor of `content`.
-
-        Raises:
-            ModuleNotFoundError: sentencepiece is not installed.
-        """
+        """The SentencePieceProcessor of `content`."""
         import sentencepiece
 
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
@@ -108,9 +90,8 @@ class TextTokenizer:
     def log_left_out(self) -> None:
         """Says that documents do not begin with the BOS that the tokenizer's own files put before a text."""
         if self.bos_token is not None and self.bos_id is None:
-            fix = "--prepend-bos (PREPEND_BOS) keeps it"
-            text = "tokenizer %s puts %s before a text, documents get none: %s"
-            logger.warning(text, self.name, self.bos_token, fix)
+            text = "tokenizer %s puts %s before a text, documents get none: %s keeps it"
+            logger.warning(text, self.name, self.bos_token, "--prepend-bos (PREPEND_BOS)")
 
     def recorded(self) -> dict[str, Any]:
         """`facts`, and `ids`, a hash of what decides the ids of a text; for `same_tokenizer`."""
@@ -144,7 +125,7 @@ def load_tokenizer(
         vocab_file: vocab.json of GPT2BPETokenizer.
         merge_file: merges.txt of GPT2BPETokenizer.
         eod_token: the token that ends a document; by default what the tokenizer's files say.
-        allow_special: whether special tokens that occur in a text are read as such.
+        allow_special: read special tokens in a text as such.
         prepend_bos: begin every document with the tokenizer's BOS.
 
     Raises:
@@ -154,7 +135,11 @@ def load_tokenizer(
         rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
         raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
     if tokenizer_type == "ByteLevelTokenizer":
-        loaded = _byte_level(eod_token, allow_special)
+        if eod_token is not None or allow_special:
+            field, value = ("allow_special", "True") if eod_token is None else ("eod_token", eod_token)
+            rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends"
+            raise setting_error(field, value, f"{rule} a document", "omit it")
+        loaded = TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")
     elif tokenizer_type == "GPT2BPETokenizer":
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
         loaded = _from_json(content, str(vocab_file), None, eod_token, allow_special)
@@ -180,9 +165,7 @@ def load_named_tokenizer(
     name: str, *, eod_token: str | None = None, allow_special: bool = False, prepend_bos: bool = False
 ) -> TextTokenizer:
     """Loads what TOKENIZER names: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`.
-
-    Raises:
-        ValueError: it is no tokenizer.
+    Raises as `load_tokenizer`.
     """
     if name == "bytes":
         return load_tokenizer("ByteLevelTokenizer", prepend_bos=prepend_bos)
@@ -201,21 +184,14 @@ def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:
-    """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
-
-    Raises:
-        ValueError: there is no such file, or it is not a tokenizer.
-    """
+    """Highest token id + 1, added tokens included, of a tokenizer.json or its folder; else ValueError."""
     # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
     return _vocab_size(_read_tokenizer_json(Path(path), "tokenizer"))
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
     """32 hex digits that identify a tokenizer, for `same_fingerprint`: 16 as older checkpoints have them, and
-    16 of what decides the ids of a text.
-
-    Raises:
-        ValueError: as `tokenizer_vocab_size`.
+    16 of what decides the ids of a text. Raises as `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -258,8 +234,8 @@ def pieces_of(content: Mapping[str, Any]) -> dict[str, int]:
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        rule = "is no file"
-        raise setting_error(field, path or "", rule, f"give --{field.replace('_', '-')}, a file that exists")
+        fix = f"give --{field.replace('_', '-')}, a file that exists"
+        raise setting_error(field, path or "", "is no file", fix)
     return Path(path)
 
 
@@ -272,23 +248,19 @@ def _tokenizer_json(model: str) -> Path:
         if not _HUB_NAME.fullmatch(model):
             rule = "is no file and no folder"
             raise setting_error("tokenizer_model", model, rule, "give one, or a name on the hub")
-        path = _download(model)
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            path = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
+            fix = "check the name, HF_TOKEN and HF_ENDPOINT"
+            raise setting_error("tokenizer_model", model, rule, fix) from error
     if not (path / "tokenizer.json").is_file():
         fix = "give a folder with one (save_pretrained writes it), or use another --tokenizer-type"
         raise setting_error("tokenizer_model", model, "has no tokenizer.json", fix)
     return path / "tokenizer.json"
-
-
-def _download(name: str) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
-        fix = "check the name, HF_TOKEN and HF_ENDPOINT"
-        raise setting_error("tokenizer_model", name, rule, fix) from error
 
 
 def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
@@ -335,7 +307,11 @@ def _from_json(
         if (path := Path(folder or "", file_name)).exists():
             fields = read_json(path, fix="fetch it again")
             files[file_name] = fields if isinstance(fields, dict) else {}  # some folders have null there
-    bos_token, adds_bos = _bos(content, files)
+    if ids := ids_before_text(content):
+        bos_token, adds_bos = token_text(content, ids[0]), True
+    else:
+        named = (token for token in _named(files, "bos_token") if token_id(content, token) is not None)
+        bos_token, adds_bos = next(named, None), False
     content["post_processor"] = None
     if eod_token is None:
         candidates = _eod_candidates(content, files)
@@ -367,15 +343,6 @@ def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:
         token = files[name].get(field)
         if token := token.get("content") if isinstance(token, dict) else token:
             yield token
-
-
-def _bos(content: dict[str, Any], files: Mapping[str, dict[str, Any]]) -> tuple[str | None, bool]:
-    """The token that begins a text, and whether the tokenizer's files put it there."""
-    if ids := ids_before_text(content):
-        return token_text(content, ids[0]), True
-    return next(
-        (token for token in _named(files, "bos_token") if token_id(content, token) is not None), None
-    ), False
 
 
 def ids_before_text(content: Mapping[str, Any]) -> list[int]:
@@ -427,8 +394,8 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        rule = "is not a SentencePiece model"
-        raise setting_error("tokenizer_model", path, rule, "give a .model file") from error
+        wrong = setting_error("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")
+        raise wrong from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
     names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
     ids = [processor.piece_to_id(name) for name in names]
@@ -441,11 +408,3 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
     size = processor.get_piece_size()
     return TextTokenizer("sentencepiece", str(path), content, size, found[1], found[0], bos_id=bos_id)
-
-
-def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:
-    if eod_token is not None or allow_special:
-        rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
-        field, value = ("eod_token", eod_token) if eod_token is not None else ("allow_special", allow_special)
-        raise setting_error(field, value, rule, "omit it")
-    return TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")

@@ -31,11 +31,9 @@ def train_bpe(
 
     Args:
         texts: the training documents.
-        vocab_size: tokens, special tokens and the 256 bytes included; a small corpus may give fewer.
+        vocab_size: special tokens and the 256 bytes included, for which ValueError if there is no room; a
+            small corpus may give fewer.
         special_tokens: the first is the one that ends a document.
-
-    Raises:
-        ValueError: `vocab_size` has no room for the 256 bytes and the special tokens.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:
@@ -75,13 +73,11 @@ def train_tokenizer(
 
     Args:
         inputs: files of the kinds of `moe_exp.data.kinds`.
-        output: the folder.
-        vocab_size: tokens, special tokens and the 256 bytes included; fewer if the texts give no more.
+        vocab_size: as of `train_bpe`.
         json_key: name of the field with the text.
         eos_token, bos_token, pad_token: special tokens, with the ids from 0 on; the first ends a document.
         max_bytes: of text in UTF-8.
         skip_bad: skip and count bad lines.
-        start_over: replace what is there.
         rule: what a document of a text file is.
 
     Raises:

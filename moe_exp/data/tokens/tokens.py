@@ -1,10 +1,10 @@
-"""Megatron's .bin/.idx token files, and the text that names a blend of them. No torch in here.
+"""Megatron's .bin/.idx token files, the text that names a blend of them, and the parts of SPLIT. No torch.
 
 Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version,
 dtype code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in
-bytes and int64 document indices. We write one sequence per document. The .bin file is the tokens, one
-document after the other. In files of other programs pointers may lead elsewhere, and Megatron follows them:
-they are refused here, except by `moe-exp data tokenize --merge`, which writes them in order.
+bytes and int64 document indices. We write one sequence per document; other programs may write several, and
+pointers that lead elsewhere: those are refused here, except by `moe-exp data tokenize --merge`, which writes
+them in order. The .bin file is the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import math
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,7 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.ranged import bin_bytes, prefix_of
+from moe_exp.data.tokens.ranged import RemoteTokens, bin_bytes, open_remote, prefix_of, remote_manifest
+from moe_exp.data.tokens.tokenizer import same_tokenizer
+from moe_exp.host.files import is_url, read_json
 
 EOD_ID = 0
 
@@ -32,8 +36,12 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float6
 _BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...'"
 _CODES = {name: code for code, name in _DTYPES.items()}
 _LENGTHS_PER_WRITE = 2**20
+_ENDS_LOOKED_AT = 2000
+_MOST_PARTS = 3  # of SPLIT: training, validation, test
 
 TokenDtype = np.dtype[np.uint16] | np.dtype[np.int32]
+Share = tuple[float, float]
+Int64Array = npt.NDArray[np.int64]
 
 
 # Token files
@@ -43,12 +51,7 @@ class BinIdxWriter:
     """Writes `prefix`.bin and `prefix`.idx, one document at a time, for use in a `with` statement.
 
     The files get their names when the block ends without an exception; otherwise nothing is left behind.
-
-    Args:
-        prefix: path without suffix.
-        vocab_size: tokens of the tokenizer; below 65500 tokens are stored as uint16, otherwise as int32
-            (Megatron's rule).
-        eod_id: id appended to every document.
+    `eod_id` is appended to every document; `vocab_size` decides the type of the tokens (`token_dtype`).
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
@@ -66,11 +69,7 @@ class BinIdxWriter:
         return self
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends one document and the end-of-document token.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
-        """
+        """Appends one document and the end-of-document token; ValueError at an id out of the vocabulary."""
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
@@ -111,14 +110,10 @@ def write_index(
     dtype: np.dtype[Any],
     document_indices: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Writes an .idx file to the disk.
+    """Writes an .idx file to the disk, by the sizes of the sequences in tokens.
 
-    Args:
-        path: of the file.
-        sizes: of the sequences in tokens.
-        dtype: of the tokens.
-        document_indices: first sequence of every document and the number of sequences; by default a sequence
-            is a document.
+    `document_indices`: first sequence of every document and the number of sequences; by default a sequence is
+    a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with path.open("wb") as file:
@@ -130,9 +125,8 @@ def write_index(
             file.write(np.ascontiguousarray(document_indices).data)
         else:
             for start in range(0, num_indices, _LENGTHS_PER_WRITE):
-                file.write(
-                    np.arange(start, min(start + _LENGTHS_PER_WRITE, num_indices), dtype=np.int64).data
-                )
+                end = min(start + _LENGTHS_PER_WRITE, num_indices)
+                file.write(np.arange(start, end, dtype=np.int64).data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -185,9 +179,7 @@ def order_problem(prefix: str | Path) -> str | None:
 def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
     """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens.
 
-    Args:
-        prefix: path without suffix.
-        in_order: whether the sequences have to stand one after the other in the .bin.
+    `in_order`: whether the sequences have to stand one after the other in the .bin.
     """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
@@ -217,31 +209,26 @@ def _header_problem(path: Path) -> str | None:
 
 
 def _size_problem(prefix: str, in_order: bool) -> str | None:
-    dtype, sizes, _, documents = read_index(prefix)
+    dtype, sizes, begins, documents = read_index(prefix)
+    actual_bytes = bin_bytes(prefix) or 0
     if documents[0] != 0 or documents[-1] != len(sizes):
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
     if wrong := order_problem(prefix):
         fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order writes them in order"
-        return f"{wrong} ({fix})" if in_order else _range_problem(prefix)
+        if in_order:
+            return f"{wrong} ({fix})"
+        ends = begins + sizes.astype(np.int64) * dtype.itemsize
+        worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
+        if begins[worst] >= 0 and ends[worst] <= actual_bytes:
+            return None
+        ended = f"begins at byte {begins[worst]} and ends at byte {ends[worst]}"
+        return f"sequence {worst} of {prefix}.idx {ended} of the .bin, which has {actual_bytes}"
     expected_bytes = bin_idx_tokens(prefix) * dtype.itemsize
-    actual_bytes = bin_bytes(prefix) or 0
     if actual_bytes == expected_bytes:
         return None
     state = "truncated" if actual_bytes < expected_bytes else "of another index"
     return f"{prefix}.bin is {state}: {actual_bytes} bytes, by the sizes in its .idx {expected_bytes}"
-
-
-def _range_problem(prefix: str) -> str | None:
-    """Says which sequence of a sound index is not in the .bin, or None."""
-    dtype, sizes, begins, _ = read_index(prefix)
-    num_bytes = bin_bytes(prefix) or 0
-    ends = begins + sizes.astype(np.int64) * dtype.itemsize
-    worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
-    if begins[worst] >= 0 and ends[worst] <= num_bytes:
-        return None
-    ended = f"begins at byte {begins[worst]} and ends at byte {ends[worst]}"
-    return f"sequence {worst} of {prefix}.idx {ended} of the .bin, which has {num_bytes}"
 
 
 def bin_idx_tokens(prefix: str | Path) -> int:
@@ -273,7 +260,14 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
         return [(1.0, prefix_of(text.strip()))]
     if words and all(_number(word) is None for word in words):
-        return _by_size([prefix_of(word) for word in words])
+        prefixes = [prefix_of(word) for word in words]
+        if len(prefixes) == 1:
+            return [(1.0, prefixes[0])]
+        for prefix in prefixes:
+            if wrong := bin_idx_problem(prefix):
+                fix = "correct the path, or give a weight before each prefix"
+                raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
+        return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
     pairs = []
@@ -298,11 +292,159 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:
-    if len(prefixes) == 1:
-        return [(1.0, prefixes[0])]
-    for prefix in prefixes:
+# Files as arrays, and the parts that SPLIT makes of them
+
+
+class TokenFiles:
+    """`prefix`.bin and `prefix`.idx as arrays; ValueError if one is missing or damaged, or they differ."""
+
+    def __init__(self, prefix: str | Path):
         if wrong := bin_idx_problem(prefix):
-            fix = "correct the path, or give a weight before each prefix"
-            raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
-    return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]
+            raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
+        self.prefix = str(prefix)
+        self.dtype, self._lengths, _, self._documents = read_index(prefix)
+        self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
+
+    @cached_property
+    def sequence_bounds(self) -> Int64Array:
+        """First token of each sequence, and the end of the last one: [sequences + 1]."""
+        bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
+        np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
+        return bounds
+
+    @cached_property
+    def document_bounds(self) -> Int64Array:
+        """First token of each document, and the end of the last one: [documents + 1]."""
+        return self.sequence_bounds[self._documents]
+
+    def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
+        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
+        if self._remote is not None:
+            return self._remote[begin:end]
+        return np.fromfile(
+            f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
+        )
+
+    @cached_property
+    def _remote(self) -> RemoteTokens | None:
+        return open_remote(self.prefix, self.dtype)
+
+    @cached_property
+    def end_of_document(self) -> tuple[int | None, str]:
+        """The id of the end-of-document token, and how it is known."""
+        if (from_manifest := self.tokenizer_fact("eod_id")) is not None:
+            return from_manifest, "the manifest"
+        if not len(self._last_tokens):
+            return None, "no document has tokens"
+        ids, counts = np.unique(self._last_tokens, return_counts=True)
+        best = int(counts.argmax())
+        if 2 * counts[best] <= len(self._last_tokens):
+            return None, "no token ends most documents"
+        return int(ids[best]), "the last token of most documents"
+
+    def share_ending_with(self, token: int) -> float:
+        """Share of the documents that end with `token`, 0 to 1, by up to 4,000 of them."""
+        return float((self._last_tokens == token).mean()) if len(self._last_tokens) else 0.0
+
+    @cached_property
+    def _last_tokens(self) -> npt.NDArray[np.integer]:
+        """Last tokens of documents evenly over the file, without empty ones."""
+        bounds = self.document_bounds
+        ends = bounds[1:][np.diff(bounds) > 0] - 1
+        ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
+        if self._remote is not None:
+            return self._remote.each(ends.tolist())
+        return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, see `manifest_of`."""
+        return manifest_of(self.prefix)
+
+    def tokenizer_fact(self, name: str) -> int | None:
+        """A fact of the manifest, see `tokenizer_fact`."""
+        return tokenizer_fact(self.manifest, name)
+
+
+def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
+    """`vocab_size`, `eod_id` or `bos_id` of the tokenizer of token files; None if their manifest lacks it."""
+    for place in (tokenizer_facts(manifest), manifest):
+        if isinstance(value := place.get(name), int):
+            return value
+    return None
+
+
+def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
+    """`TextTokenizer.recorded` as the manifest of token files, tokenized or merged, has it; else empty."""
+    settings = manifest.get("settings")
+    for place in (manifest, settings):
+        if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
+            return facts
+    return {}
+
+
+def other_tokenizer(prefixes: Iterable[str]) -> str:
+    """Says that token files were made with different tokenizer files, or documents begin or end with
+    different tokens; empty if not, or if that is not recorded.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for prefix in prefixes:
+        facts = tokenizer_facts(manifest_of(prefix))
+        if not isinstance(facts.get("hash"), str):
+            continue
+        first, expected = next(iter(known.items()), (prefix, facts))
+        if known and not any(same_tokenizer(facts, one) for one in known.values()):
+            rule = f"{first} and {prefix} were tokenized with different tokenizer.json files"
+            return f"{rule}: unless both give the same ids, the model learns two meanings of each"
+        if any(facts.get(name) != expected.get(name) for name in ("eod_id", "bos_id")):
+            return f"the documents of {first} and {prefix} begin or end with different tokens"
+        known[prefix] = facts
+    return ""
+
+
+def manifest_of(prefix: str) -> dict[str, Any]:
+    """The manifest beside the token files or in their folder, or {}; ValueError if the file is damaged."""
+    if is_url(prefix):
+        return remote_manifest(prefix)
+    for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
+        if path.is_file():
+            content = read_json(path, fix="restore it, or remove it")
+            return content if isinstance(content, dict) else {}
+    return {}
+
+
+def parse_split(text: str) -> list[Share | None]:
+    """SPLIT as parts of the documents (begin and end, of 0 to 1) for training, validation and test, or None.
+
+    Sums in the order in which Megatron has them, so that a document at a bound falls to the same side.
+
+    Raises:
+        ValueError: `text` is not one to three numbers, or the first is 0.
+    """
+    try:
+        weights = [float(word) for word in text.split(",")]
+    except ValueError:
+        weights = []
+    are_finite = all(0 <= weight < float("inf") for weight in weights)
+    if not 0 < len(weights) <= _MOST_PARTS or weights[0] == 0 or not are_finite:
+        rule = "must be up to three numbers for training, validation and test, the first over 0"
+        raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
+    total = sum(weights)
+    bounds = [0.0]
+    for weight in weights:
+        bounds.append(bounds[-1] + weight / total)
+    parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
+    return parts + [None] * (_MOST_PARTS - len(parts))
+
+
+def share_range(count: int, share: Share) -> tuple[int, int]:
+    """The first of `count` documents in a share, and the first after it: rounded as Megatron does."""
+    begin, end = share
+    return round(begin * count), round(end * count)
+
+
+def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
+    """Tokens of the documents in a share; `by_sequence` counts sequences as Megatron's GPTDataset does."""
+    bounds = files.sequence_bounds if by_sequence else files.document_bounds
+    begin, end = share_range(len(bounds) - 1, share)
+    return int(bounds[end] - bounds[begin])

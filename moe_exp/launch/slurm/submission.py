@@ -15,7 +15,7 @@ from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import fixed_for, given_values, with_file
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.devices import Nodes
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
-from moe_exp.layers.capacity import without_dropped
 from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
 from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
 from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, received_order, sort_by_expert
 from moe_exp.layers.router import RoutingDecision, count_kept
+from moe_exp.layers.router.decision import without_dropped
 
 
 class AllGatherDispatcher(SpreadDispatcher):
@@ -64,7 +64,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         use_kernels: bool | None,
     ) -> Dispatched:
         x_AD, weights_AK, expert_AK = arrive(departed)
-        back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
+        back: tuple[Exchange, ...] = (GatherRows(group=self.ep_group, sizes=sizes.tokens_ep).reverse,)
         if self.etp > 1:
             gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -154,14 +154,14 @@ class _Exchanged(torch.autograd.Function):
         return _Exchanged.apply(grads[0], ctx.exchange.reverse), None
 
 
+@dataclass(eq=False)
 class _Flight:
     """State shared by `_Depart` and `_Arrive`, outside the graph: collectives in flight both ways."""
 
-    def __init__(self, exchange: Exchange):
-        self.exchange = exchange
-        self.outward: Arrival | None = None
-        self.homeward: Arrival | None = None
-        self.needs_grad: tuple[bool, ...] = ()
+    exchange: Exchange
+    outward: Arrival | None = None
+    homeward: Arrival | None = None
+    needs_grad: tuple[bool, ...] = ()
 
 
 class _Depart(torch.autograd.Function):
@@ -202,26 +202,18 @@ class _Arrive(torch.autograd.Function):
         return ctx.edge, None
 
 
-class Departed(NamedTuple):
-    """Tensors in flight; pass to `arrive` once."""
-
-    edge: Tensor
-    flight: _Flight
+Departed = tuple[Tensor, _Flight]  # tensors in flight, and their edge in the graph; pass to `arrive` once
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
     """Launches the exchange of `tensors`, the first floating-point, and of gradients in backward."""
     flight = _Flight(exchange)
-    return Departed(_Depart.apply(flight, *tensors), flight)
+    return _Depart.apply(flight, *tensors), flight
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`.
-
-    Raises:
-        RuntimeError: if called twice; both calls would send gradients back.
-    """
-    if departed.flight.outward is None:
+    """Waits for the tensors of `depart`; an error if called twice, as both would send gradients back."""
+    if departed[1].outward is None:
         raise RuntimeError("arrive: these tensors arrived before. Fix: take one result of one depart.")
     return _Arrive.apply(*departed)
 

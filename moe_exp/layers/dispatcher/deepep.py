@@ -31,14 +31,7 @@ class DeepEPDispatcher(SpreadDispatcher):
     """Experts are split over `ep_group`. Needs bf16 rows, a CUDA device per rank and NVLink within a node.
 
     The host waits in `start` for the counts, which DeepEP writes to host memory; the rows arrive meanwhile.
-
-    Args:
-        num_experts: E, over all ranks.
-        ep_group: expert parallel group (NCCL); rank i holds experts [i*L, (i+1)*L).
-        etp_group: expert tensor parallel group, which must have one rank, or None.
-
-    Raises:
-        ValueError: if DeepEP does not support this, or the package or the GPU is missing.
+    `ep_group` is one of NCCL, `etp_group` has one rank or is None.
     """
 
     name = "deepep"

@@ -74,11 +74,8 @@ class Dispatcher(ABC):
 
     name: str
     is_local = False  # all experts are on this rank, so tokens need no exchange
-
-    @property
-    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """Groups whose ranks exchange rows and so must agree on `rows_per_expert`."""
-        return ()
+    # Groups whose ranks exchange rows and so must agree on `rows_per_expert`.
+    exchange_groups: tuple[ProcessGroup | None, ...] = ()
 
     @abstractmethod
     def start(
@@ -142,12 +139,9 @@ class SpreadDispatcher(Dispatcher):
     """Base of dispatchers that split experts over `ep_group`, and each expert's width over `etp_group`.
 
     Args:
-        num_experts: E, over all ranks.
+        num_experts: E, over all ranks; a multiple of the expert parallel size.
         ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None: this rank alone.
         etp_group: expert tensor parallel group. None: this rank alone.
-
-    Raises:
-        ValueError: if the expert parallel size does not divide num_experts.
     """
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
@@ -155,15 +149,10 @@ class SpreadDispatcher(Dispatcher):
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
         self.etp_rank = 0 if etp_group is None else etp_group.rank()
-
-    @property
-    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        return self.ep_group, self.etp_group
+        self.exchange_groups = ep_group, etp_group
 
 
 class _ExchangeSizes(NamedTuple):
-    """Rows of one all-to-all, as this rank knows them."""
-
     send: tuple[int, ...]  # per rank of the expert parallel group, [EP]
     receive: tuple[int, ...]  # per rank of the expert parallel group, [EP]
     gathered: tuple[int, ...]  # per rank of the expert tensor parallel group after its gather, [ETP]
@@ -189,10 +178,21 @@ class AllToAllDispatcher(SpreadDispatcher):
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
         if rows_per_expert is None:
-            order, route = self._sorted(decision)
+            slots = sort_slots(decision, num_experts=self.num_experts)
+            rows_SL = self._receive_counts(slots.rows_per_expert_E)
+            # Synchronizes for the counts: one exchange and one copy give all sizes.
+            counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
+            route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
+            order = slots.order(sum(route.send))
         else:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
-            route = self._padded_route(rows_per_expert, x_TD.device)
+            if self._padded is None or self._padded[0] != rows_per_expert:  # else as in the call before
+                sources = self.ep * self.etp
+                rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=x_TD.device)
+                received = [rows_per_expert] * sources * self.num_local_experts
+                route = self._route([rows_per_expert] * self.num_experts, received, rows_SL)
+                self._padded = rows_per_expert, route
+            route = self._padded[1]
         there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
         departed = depart(there, order.rows(x_TD), order.weights(decision.weights_TK))
         return partial(self._land, departed, there, order, route)
@@ -217,14 +217,6 @@ class AllToAllDispatcher(SpreadDispatcher):
             rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
         )
 
-    def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _ExchangeSizes]:
-        """Synchronizes for the counts: one exchange and one copy give all sizes."""
-        slots = sort_slots(decision, num_experts=self.num_experts)
-        rows_SL = self._receive_counts(slots.rows_per_expert_E)
-        counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
-        route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
-        return slots.order(sum(route.send)), route
-
     def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
         """Rows of every source rank for every expert of this rank: [ETP*EP, L]."""
         counts = rows_per_expert_E.contiguous()
@@ -247,16 +239,6 @@ class AllToAllDispatcher(SpreadDispatcher):
         receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
         splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
         return _ExchangeSizes(send, receive, _sums(by_source, self.ep), splits, rows_SL)
-
-    def _padded_route(self, rows_per_expert: int, device: torch.device) -> _ExchangeSizes:
-        # The same in every call, so cached.
-        if self._padded is None or self._padded[0] != rows_per_expert:
-            sources = self.ep * self.etp
-            rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=device)
-            received = [rows_per_expert] * sources * self.num_local_experts
-            route = self._route([rows_per_expert] * self.num_experts, received, rows_SL)
-            self._padded = rows_per_expert, route
-        return self._padded[1]
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
-from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
+from moe_exp.layers.router.decision import count_per_expert, without_dropped
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,19 @@ def sort_by_expert(
         kept_TK: bool, slots that are not dropped; None for all.
         counts_E: kept slots per expert, int64, if already known.
     """
+    row_N = None
     if takes_kernels(expert_TK, use_kernels):
         slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
         counts_E = offsets_E1.diff().long() if counts_E is None else counts_E
-        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
-    expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
-    if counts_E is None:
-        counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
-    if native.takes(expert_N, torch.int64):
-        slot_N, row_N = native.sort_slots(expert_N, num_experts)
-        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
-    slot_N = torch.argsort(expert_N, stable=True)
-    return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, use_kernels=use_kernels)
+    else:
+        expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
+        if counts_E is None:
+            counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
+        if native.takes(expert_N, torch.int64):
+            slot_N, row_N = native.sort_slots(expert_N, num_experts)
+        else:
+            slot_N = torch.argsort(expert_N, stable=True)
+    return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
 
 
 def pad_by_expert(

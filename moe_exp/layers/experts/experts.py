@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
-from moe_exp.layers.activations import differentiable_weighted_activation, weighted_activation
+from moe_exp.layers.activations import activate, differentiable_weighted_activation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts.fp8 import check_fp8_kernels
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
-from moe_exp.layers.experts.gemm_packages import PACKAGES
-from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
-from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, PACKAGES, fused_problem
+from moe_exp.layers.experts.loop import expert_loop
 from moe_exp.layers.router import RoutingDecision
 
 
@@ -31,6 +30,12 @@ class RoutedTokens:
     x_TD: Tensor
     decision: RoutingDecision
     rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
+
+
+def _check_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        fix = f"use one of {', '.join(ACTIVATIONS)}"
+        raise ValueError(f"activation={name}: is not an activation. Fix: {fix}.")
 
 
 class Experts(nn.Module):
@@ -47,10 +52,7 @@ class Experts(nn.Module):
     with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Args:
-        num_local_experts: L.
-        hidden_size: D.
         ffn_size: F on this rank (width of an expert / expert tensor parallel size).
-        activation: a key of ACTIVATIONS.
         backend: a name in grouped_gemm.BACKENDS or FUSED.
         bias: add a bias after both projections. The second is multiplied by the router weight like the rest
             of the output, so padding rows remain zero.
@@ -83,9 +85,7 @@ class Experts(nn.Module):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        if activation not in ACTIVATIONS:
-            fix = f"use one of {', '.join(ACTIVATIONS)}"
-            raise ValueError(f"activation={activation}: is not an activation. Fix: {fix}.")
+        _check_activation(activation)
         if bias and hidden_size % etp_size:
             rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
@@ -127,23 +127,8 @@ class Experts(nn.Module):
 
         The only entry point, so that hooks of wrappers (Megatron's overlapped parameter gather, FSDP2) run.
         """
-        return self._of_tokens(inputs) if isinstance(inputs, RoutedTokens) else self._of_rows(inputs)
-
-    @property
-    def needs_padding(self) -> bool:
-        """Whether shapes depend on the data unless the rows of every expert are padded."""
-        return self.backend not in FUSED
-
-    def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`.
-
-        Args:
-            few_kept: most slots are dropped. Fused experts do not wait for their number, and so allocate a
-                row for each slot.
-        """
-        return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
-
-    def _of_tokens(self, inputs: RoutedTokens) -> Tensor:
+        if not isinstance(inputs, RoutedTokens):
+            return self._of_rows(inputs)
         x_TD, decision = inputs.x_TD, inputs.decision
         weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
         if self.backend in FUSED:
@@ -151,6 +136,17 @@ class Experts(nn.Module):
         num_experts, rows = self.weight1.size(0), inputs.rows_per_expert
         order, counts_E, _ = local_row_order(decision, num_experts=num_experts, rows_per_expert=rows)
         return self._loop(x_TD, order.weights(weights_TK), counts_E, order)
+
+    @property
+    def needs_padding(self) -> bool:
+        """Whether shapes depend on the data unless the rows of every expert are padded."""
+        return self.backend not in FUSED
+
+    def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
+        """Whether `forward` accepts RoutedTokens on the device of `x`. Fused experts do not wait for the
+        number of slots that are kept, and so allocate a row for each slot: not where few are kept.
+        """
+        return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
 
     def _of_rows(self, dispatched: Dispatched) -> Tensor:
         rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
@@ -194,9 +190,9 @@ class Experts(nn.Module):
         return self.backend == "loop" and x.device.type == "cpu"
 
     def _loop(self, x: Tensor, weights_R: Tensor, counts_L: Tensor, order: RowOrder | None = None) -> Tensor:
-        weights = ExpertWeights(self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start)
+        parameters = self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start
         options: dict[str, Any] = {"activation": self.activation, "order": order}
-        return expert_loop(x, weights_R, weights, rows_per_expert_L=counts_L, **options)
+        return expert_loop(x, weights_R, *parameters, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
         """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.
@@ -217,6 +213,47 @@ class Experts(nn.Module):
         return torch.autograd.graph.saved_tensors_hooks(
             pack, lambda saved: saved() if callable(saved) else saved
         )
+
+
+class SharedExpert(nn.Module):
+    """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
+
+    DeepSeekMoE (arXiv:2401.06066). For use outside Megatron; inside, Megatron's SharedExpertMLP does the same
+    with tensor parallelism. Weights are in torch's (out, in) order: `weight1` [2F or F, D], gate half first;
+    `weight2` [D, F]; `gate_weight` [1, D].
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "swiglu",
+        gate: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        _check_activation(activation)
+        self.activation = activation
+        width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
+        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
+        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
+        self.gate_weight = (
+            nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Initializes the weights."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        hidden = activate(nn.functional.linear(x, self.weight1), self.activation)
+        y = nn.functional.linear(hidden, self.weight2)
+        return y if self.gate_weight is None else y * torch.sigmoid(nn.functional.linear(x, self.gate_weight))
 
 
 class _BiasOfRows(torch.autograd.Function):

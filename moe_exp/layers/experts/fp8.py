@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is missing: its scales are a history
 # per module, which checkpoints would have to hold, and layers share one module without weights
-# (`gemm_packages._te_module`).
+# (`grouped_gemm._te_module`).
 RECIPES: dict[str, tuple[tuple[int, int], int]] = {
     "tensorwise": ((8, 9), 16),
     "blockwise": ((9, 0), 16),
@@ -25,15 +25,9 @@ RECIPES: dict[str, tuple[tuple[int, int], int]] = {
 
 
 def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
-    """Checks that the experts can compute in FP8 as a TransformerConfig requests.
+    """Raises a ValueError if the experts cannot compute as TransformerConfig.fp8 and fp8_recipe request.
 
-    Args:
-        fp8: TransformerConfig.fp8; None for no FP8.
-        recipe: TransformerConfig.fp8_recipe.
-        backend: grouped GEMM of the experts.
-
-    Raises:
-        ValueError: if something is missing. Megatron itself ignores FP8 without Transformer Engine.
+    Megatron itself ignores FP8 without Transformer Engine.
     """
     if not fp8:
         return
@@ -61,11 +55,7 @@ OLDEST_FOR_KERNELS = (8, 9)  # with e4m3 in its tensor cores
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Checks that the experts can compute in e4m3 with our kernels, or on a CPU with their twins.
-
-    Raises:
-        ValueError: for another backend than `triton`, or a GPU without e4m3.
-    """
+    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels, or on a CPU their twins."""
     if backend != "triton":
         rule = f"the kernels in FP8 are those of expert_backend=triton, not of {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")

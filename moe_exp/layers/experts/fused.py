@@ -40,14 +40,9 @@ def experts_of_tokens(
     """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], all experts on this rank. Asynchronous.
 
     Args:
-        x_TD: tokens.
         weights_TK: router weights; used in fp32.
-        expert_TK: expert of every slot.
         kept_TK: bool, slots that are not dropped; None for all.
-        weight1_LWD: first projection, in torch's (out, in) order, gate half first.
-        weight2_LDF: second projection.
-        bias1_LW, bias2_LD: of the projections; None for 0.
-        activation: a key of activations.ACTIVATIONS.
+        weight1_LWD: gate half first.
         adds_to_main_grad, fp8: see `experts_of_rows`.
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
@@ -72,10 +67,9 @@ def experts_of_rows(
     """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
     Args:
-        x_RD: rows.
-        weights_R: router weight of each row; used in fp32.
+        weights_R: used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
-        weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, activation: as for `experts_of_tokens`.
+        weight1_LWD: as for `experts_of_tokens`.
         adds_to_main_grad: for weights with Megatron's `main_grad` in fp32, the kernel adds their gradients to
             it, and `grad` has no values. Ignored under torch.compile.
         fp8: compute the products in e4m3, see kernels/fp8.

@@ -9,43 +9,36 @@ fresh tensor cost as much as computing on it.
 
 from __future__ import annotations
 
+import functools
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
-from moe_exp.layers.experts.threads import for_each_group
 from moe_exp.layers.kernels.launch import compilable
 from moe_exp.layers.native import weighted_activation, weighted_activation_backward
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """`weight1` [L, 2F or F, D], `weight2` [L, D, F], and optionally `bias1` [L, 2F or F] and `bias2` [L, D].
-
-    Under expert tensor parallelism `bias2` has only a part of D, starting at column `bias2_start`.
-    """
-
-    weight1: Tensor
-    weight2: Tensor
-    bias1: Tensor | None = None
-    bias2: Tensor | None = None
-    bias2_start: int = 0
-
 
 # Up to this many rows (as in token-by-token generation), handing them to threads takes longer than computing.
 _FEW_ROWS = 8
 _GROUP_BYTES = 2**19  # of x W1^T per group of adjacent experts; several groups fit in the cache
 _GROUPS_PER_THREAD = 4  # at least
+# Threads work on whole groups as long as the fullest thread has at most this multiple of its share.
+_MAX_IMBALANCE = 1.15
 
 
 def expert_loop(
     x: Tensor,
     weights_R: Tensor,
-    parameters: ExpertWeights,
+    weight1_LFD: Tensor,
+    weight2_LDF: Tensor,
+    bias1_LF: Tensor | None = None,
+    bias2_LD: Tensor | None = None,
+    bias2_start: int = 0,
     *,
     rows_per_expert_L: Tensor,
     activation: str,
@@ -57,18 +50,17 @@ def expert_loop(
 
     Args:
         x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
-        weights_R: router weight per row.
+        weight1_LFD: [L, 2F or F, D], as is bias1_LF but for D.
+        bias2_LD: under expert tensor parallelism only a part of D, which starts at column `bias2_start`.
         rows_per_expert_L: rows of each expert, int64.
-        activation: a key of activations.ACTIVATIONS.
         order: how tokens become rows.
 
     Returns:
         [R, D]; with `order` the sum over the rows of every token, [T, D].
     """
-    p = parameters
     return _ExpertLoop.apply(
-        x, weights_R, p.weight1, p.weight2, p.bias1, p.bias2, p.bias2_start, rows_per_expert_L, activation,
-        order,
+        x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start, rows_per_expert_L,
+        activation, order,
     )  # fmt: skip
 
 
@@ -274,3 +266,65 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)
     return lambda group: x.index_select(0, tokens[group])
+
+
+def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
+    """Calls `task(group)` for every group, without autograd; the tasks must write to different memory.
+
+    With several torch threads, each takes whole groups, fullest first, so no thread waits for another inside
+    a matrix product. If a few groups have most of the rows, that would leave threads idle, and all threads
+    work on one group after another instead. The choice depends only on `rows` and torch.get_num_threads(),
+    so results are bitwise reproducible.
+
+    Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
+
+    Args:
+        task: computes one group.
+        rows: of each group.
+    """
+    num_threads = min(torch.get_num_threads(), len(rows))
+    if num_threads <= 1 or not _is_balanced(rows, num_threads):
+        _drain(task, deque(range(len(rows))))
+        return
+    groups = deque(sorted(range(len(rows)), key=lambda group: -rows[group]))
+    most = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        others = [_pool(num_threads - 1).submit(_drain, task, groups) for _ in range(num_threads - 1)]
+        try:
+            _drain(task, groups)
+        finally:
+            wait(others)
+    finally:
+        torch.set_num_threads(most)
+    for other in others:
+        other.result()
+
+
+def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
+    """Takes groups until none is left."""
+    with torch.no_grad():  # a setting of the thread
+        while groups:
+            try:
+                group = groups.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            task(group)
+
+
+def _is_balanced(rows: Sequence[int], num_threads: int) -> bool:
+    """Whether threads that take the fullest groups first get nearly equal numbers of rows."""
+    loads = [0] * num_threads
+    for size in sorted(rows, reverse=True):
+        loads[loads.index(min(loads))] += size
+    return max(loads) * num_threads <= _MAX_IMBALANCE * sum(loads)
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    # OpenMP's number of threads is per thread: each sets its own.
+    return ThreadPoolExecutor(num_threads, "experts", initializer=torch.set_num_threads, initargs=(1,))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process does not inherit threads

@@ -13,21 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS, weighted_activation_backward
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    compilable,
-    contiguous,
-    descriptors,
-    dot_constants,
-    grid_of_tiles,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.rows import gather_rows_torch
 from moe_exp.layers.kernels.tiles import (
     activate_with_derivative,
@@ -42,7 +30,6 @@ from moe_exp.layers.kernels.tiles import (
 )
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 3),
@@ -55,7 +42,7 @@ CONFIGS = configs(
 
 LARGEST_K = 64  # BLOCK_K
 # A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
-CHUNK_COLUMNS = 16 if INTERPRETED else 32
+CHUNK_COLUMNS = 16 if launch.INTERPRETED else 32
 
 
 @jit
@@ -220,7 +207,7 @@ def _outputs(
     return hidden_RW.new_empty(hidden_RW.shape), weighted_RF, hidden_RW.new_empty(num_rows, dtype=wide)
 
 
-@compilable("activation_grad", _outputs)
+@launch.compilable("activation_grad", _outputs)
 def activation_grad(
     dy: Tensor,
     weight2_LDF: Tensor,
@@ -241,8 +228,6 @@ def activation_grad(
             tokens [T, D] with `token_R`.
         weight2_LDF: second projection of the experts, in torch's (out, in) order.
         hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a key of activations.ACTIVATIONS.
         token_R: int32, token of each row; T for a padding row, whose gradient is zero.
         weights_R: fp32 router weights; None for 1.
 
@@ -250,25 +235,25 @@ def activation_grad(
         Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and
         the gradient of the weights [R], fp32. Rows from offsets[L] on are undefined.
     """
-    if not runs_kernel(dy):
+    if not launch.runs_kernel(dy):
         options: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
         return activation_grad_torch(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)
-    partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
+    partials_CR = hidden_RW.new_empty(launch.cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
     if num_rows == 0:
         return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
     if dy.size(0) == 0:  # every row is padding and reads row 0
         dy = dy.new_zeros(1, depth)
-    offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
-    dy, hidden_RW = last_contiguous(dy), last_contiguous(hidden_RW)
+    offsets_L1, token_R, weights_R = launch.contiguous(offsets_L1, token_R, weights_R)
+    dy, hidden_RW = launch.last_contiguous(dy), launch.last_contiguous(hidden_RW)
 
-    dy_tma, w_tma = descriptors(dy if token_R is None else None, weight2_LDF)
-    _kernel[grid_of_tiles(dy, num_experts, num_rows, width)](
+    dy_tma, w_tma = launch.descriptors(dy if token_R is None else None, weight2_LDF)
+    _kernel[launch.grid_of_tiles(dy, num_experts, num_rows, width)](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
         dy_tma, w_tma, num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
         *weight2_LDF.stride(), hidden_RW.stride(0), depth, width=width, EVEN_K=depth % LARGEST_K == 0,
         ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], HAS_TMA=w_tma is not None,
-        CHUNK=CHUNK_COLUMNS, BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
+        CHUNK=CHUNK_COLUMNS, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(dy),
     )  # fmt: skip
     return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)

@@ -39,7 +39,6 @@ def _kernel(
 
 
 def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Plain-torch twin of `combine`."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     with_zero = torch.cat([y_RD.to(dtype), y_RD.new_zeros(1, y_RD.size(1), dtype=dtype)])
     total_TD = torch.zeros(row_TK.size(0), y_RD.size(1), dtype=dtype, device=y_RD.device)
@@ -53,11 +52,7 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None
     return total_TD.to(y_RD.dtype)
 
 
-def _fake(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    return y_RD.new_empty(row_TK.size(0), y_RD.size(1))
-
-
-@compilable("combine", _fake)
+@compilable("combine", lambda y_RD, row_TK, weights_TK=None: y_RD.new_empty(row_TK.size(0), y_RD.size(1)))
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Weighted sum of a token's K rows, [T, D] in y's dtype: in fp32, in slot order, no atomics, no [N, D].
 

@@ -11,16 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 
 BLOCK = 4096  # words at a time
 
@@ -57,11 +49,10 @@ def _gradient_kernel(
 
 
 def _block(width: int) -> int:
-    return min(BLOCK, power_of_2(width))
+    return min(BLOCK, launch.power_of_2(width))
 
 
 def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `cross_entropy_statistics`."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     word_N = target_N - first
     is_here_N = (word_N >= 0) & (word_N < z_NV.size(1))
@@ -69,7 +60,7 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     return z_NV.logsumexp(dim=1), picked_N.where(is_here_N, 0.0)
 
 
-@compilable(
+@launch.compilable(
     "cross_entropy_statistics",
     lambda logits_NV, *_: (
         logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
@@ -87,10 +78,10 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     Returns:
         Log-sum-exp of the logits, and the logit of the target, 0 if it is on another rank: [N] each, fp32.
     """
-    if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
+    if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
     num_rows, width = logits_NV.shape
-    (target_N,), logits_NV = contiguous(target_N), last_contiguous(logits_NV)
+    (target_N,), logits_NV = launch.contiguous(target_N), launch.last_contiguous(logits_NV)
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
@@ -103,14 +94,13 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
 def cross_entropy_gradient_torch(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
 ) -> Tensor:
-    """Plain-torch twin of `cross_entropy_gradient`."""
     probabilities_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N.unsqueeze(1)).exp_()
     words_V = torch.arange(first, first + logits_NV.size(1), device=logits_NV.device)
     probabilities_NV -= (words_V == target_N.unsqueeze(1)).to(probabilities_NV.dtype)
     return probabilities_NV.mul_(grad_N.unsqueeze(1)).to(logits_NV.dtype)
 
 
-@compilable(
+@launch.compilable(
     "cross_entropy_gradient",
     lambda logits_NV, target_N, log_sum_N, grad_N, first: torch.empty_like(logits_NV),
 )
@@ -124,15 +114,15 @@ def cross_entropy_gradient(
         log_sum_N: over the words of all ranks.
         grad_N: gradient of each loss, fp32.
     """
-    if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
+    if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
     num_rows, width = logits_NV.shape
-    logits_NV = last_contiguous(logits_NV)
-    target_N, log_sum_N, grad_N = contiguous(target_N, log_sum_N, grad_N)
+    logits_NV = launch.last_contiguous(logits_NV)
+    target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
     dlogits_NV = logits_NV.new_empty(num_rows, width)
     if num_rows:
         block = _block(width)
-        _gradient_kernel[(num_rows, cdiv(width, block))](
+        _gradient_kernel[(num_rows, launch.cdiv(width, block))](
             logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0),
             dlogits_NV.stride(0), BLOCK=block, num_warps=8,
         )  # fmt: skip

@@ -98,7 +98,6 @@ def _first_kernel(expert, row, offsets, limits, kept, num_slots, BLOCK: tl.const
 
 
 def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Plain-torch twin of `keep_within`."""
     num_slots, num_experts = expert_TK.numel(), limits_E.numel()
     expert_N = expert_TK.reshape(-1).long()
     first_N = torch.arange(num_slots, device=expert_N.device)
@@ -147,7 +146,6 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
 def padded_order_torch(
     expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `padded_order`."""
     num_slots, num_rows = expert_TK.numel(), num_experts * rows_per_expert
     row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK)[1:])
     is_kept_N = row_N < num_slots

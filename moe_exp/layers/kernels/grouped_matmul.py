@@ -1,5 +1,4 @@
-"""Grouped GEMM: each row times the matrix of its expert, with a bias or without. Shape suffixes in
-`moe_exp.layers`.
+"""Grouped GEMM: each row times the matrix of its expert, with a bias or without.
 
 Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
 rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
@@ -12,24 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    compilable,
-    contiguous,
-    descriptors,
-    dot_constants,
-    grid_of_tiles,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K
-# counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
+# BLOCK_K counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),
@@ -121,7 +109,6 @@ def grouped_matmul_torch(
     bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `grouped_matmul`."""
     y_RO = x_RI.new_zeros(x_RI.size(0), w_LIO.size(2))
     ends = offsets_L1.tolist()
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
@@ -132,7 +119,7 @@ def grouped_matmul_torch(
     return y_RO
 
 
-@compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
+@launch.compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
 def grouped_matmul(
     x_RI: Tensor,
     w_LIO: Tensor,
@@ -145,26 +132,25 @@ def grouped_matmul(
     Args:
         x_RI: rows sorted by expert, last dimension contiguous.
         w_LIO: matrices of the experts, any strides (also a transposed view).
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         bias_LO: added to each row times its weight; None for 0.
         weights_R: fp32, of the bias.
     """
-    if not runs_kernel(x_RI):
+    if not launch.runs_kernel(x_RI):
         return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)
     num_rows, depth = x_RI.shape
     num_experts, _, width = w_LIO.shape
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
-    offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
-    x_RI = last_contiguous(x_RI)
+    offsets_L1, bias_LO, weights_R = launch.contiguous(offsets_L1, bias_LO, weights_R)
+    x_RI = launch.last_contiguous(x_RI)
 
     transposed = w_LIO.stride(1) == 1
-    x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
-    _kernel[grid_of_tiles(x_RI, num_experts, num_rows, width)](
+    x_tma, w_tma = launch.descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
+    _kernel[launch.grid_of_tiles(x_RI, num_experts, num_rows, width)](
         x_RI, w_LIO, y_RO, x_tma, w_tma, bias_LO, weights_R, offsets_L1, num_experts,
         rows_class(num_rows, num_experts), width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
         TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0,
-        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
+        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

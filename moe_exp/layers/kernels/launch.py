@@ -48,11 +48,6 @@ def missing() -> str:
     return ""
 
 
-def triton_version() -> str:
-    """Version of the Triton that compiles the kernels, or `missing`."""
-    return "missing" if triton is None else str(triton.__version__)
-
-
 def runs_kernel(x: Tensor) -> bool:
     """Whether `x` is computed by a kernel, not its twin."""
     return triton is not None and (x.is_cuda or INTERPRETED)
@@ -140,9 +135,7 @@ def _has_tma(x: Tensor) -> bool:
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
-@functools.cache
-def _capability(device: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 _num_free_processors = 0  # per process, as all layers share the device
@@ -163,7 +156,6 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
     """Programs of a persistent grid, in which each computes one tile after another.
 
     Args:
-        x: on the device.
         num_tiles: upper limit; under the interpreter two, so that each program has several tiles.
         per_processor: programs that fit on a streaming multiprocessor together.
         takes_all: also those that `leave_free` excludes, as sums depend on the number of programs.

@@ -57,7 +57,6 @@ def _chunk_kernel(
 
 
 def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """Plain-torch twin of `gather_rows`."""
     with_zero = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return with_zero.index_select(0, (index_R // divisor).clamp(max=x.size(0)))
 
@@ -89,7 +88,6 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
 
 def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `chunk_order`."""
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
     # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.

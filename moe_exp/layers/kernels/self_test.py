@@ -21,19 +21,11 @@ from torch import Tensor
 
 from moe_exp.host.devices import driver_version
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.kernels import combine, cross_entropy, drops, rows, slot_sort, topk
+from moe_exp.layers.kernels import combine, cross_entropy, drops, launch, rows, slot_sort, topk
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    in_one_line,
-    is_of_device,
-    missing,
-    runs_kernel,
-    triton_version,
-)
+from moe_exp.layers.kernels.launch import cdiv, in_one_line
 from moe_exp.layers.kernels.tuning import Tuned, UnsuitedError, rows_class
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
@@ -44,9 +36,7 @@ _LIMIT_TF32 = 5e-3
 
 _ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
 ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
-_MOST_WEIGHT_BYTES = 2**30  # of the experts' matrices; with more there are fewer experts
 _INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
-_INTERPRETED_EXPERTS = 3
 
 
 @dataclass(frozen=True)
@@ -103,12 +93,13 @@ class _Case:
 
 def can_check(device: torch.device) -> bool:
     """Whether the device runs kernels at all, not their twins."""
-    return runs_kernel(torch.empty(0, device=device)) and not missing()
+    return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
 def versions() -> str:
     """Versions of everything that compiles and runs a kernel."""
-    found = [f"torch {torch.__version__}", f"triton {triton_version()}"]
+    triton = "missing" if launch.triton is None else launch.triton.__version__
+    found = [f"torch {torch.__version__}", f"triton {triton}"]
     if torch.cuda.is_available():
         found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver_version()}"]
     return ", ".join(found)
@@ -155,7 +146,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
         except UnsuitedError:
             continue
         except Exception as error:
-            if is_of_device(error):
+            if launch.is_of_device(error):
                 line = found(math.inf, at + in_one_line(error)).line(device)
                 raise RuntimeError(line) from error
             failed.append((config, error))
@@ -195,15 +186,15 @@ def _error_of_one(actual: Tensor, expected: Tensor) -> float:
 
 def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
     """Small widths if kernels are interpreted; else limits experts so that their matrices remain small."""
-    if INTERPRETED and device.type == "cpu":
+    if launch.INTERPRETED and device.type == "cpu":
         return replace(
             sizes,
             hidden_size=min(sizes.hidden_size, _INTERPRETED_WIDTH),
             ffn_size=min(sizes.ffn_size, _INTERPRETED_WIDTH),
-            num_experts=min(sizes.num_experts, _INTERPRETED_EXPERTS),
+            num_experts=min(sizes.num_experts, 3),
         )
     bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
-    return replace(sizes, num_experts=min(sizes.num_experts, max(2, _MOST_WEIGHT_BYTES // bytes_per_expert)))
+    return replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))  # 1 GiB
 
 
 class _Draw:
@@ -224,12 +215,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Kernels with several configs as the run calls them, for each class of rows per expert.
-
-    Args:
-        parts: `experts`, `routing` or both.
-        sizes: of the model.
-    """
+    """Kernels with several configs as the run calls them, for each class of rows per expert."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

@@ -69,7 +69,6 @@ def _place_kernel(
 def slot_sort_torch(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of `slot_sort`."""
     num_slots = expert_TK.numel()
     expert_N = expert_TK.reshape(-1).long()
     if kept_TK is not None:
@@ -105,21 +104,20 @@ def slot_sort(
     Returns:
         slot_N: slot of each row, int32.
         row_N: row of each slot, int32; N if dropped.
-        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last counts kept slots.
+        offsets_E1: the last counts kept slots.
     """
     if not runs_kernel(expert_TK):
         return slot_sort_torch(expert_TK, num_experts, kept_TK)
-    num_slots, device = expert_TK.numel(), expert_TK.device
+    slot_N, row_N, offsets_E1 = _fake(expert_TK, num_experts)
+    num_slots = expert_TK.numel()
     num_blocks = cdiv(num_slots, _BLOCK)
-    slot_N = torch.empty(num_slots, dtype=torch.int32, device=device)
-    row_N, offsets_E1 = torch.empty_like(slot_N), slot_N.new_empty(num_experts + 1)
     if num_slots == 0:
         return slot_N, row_N, offsets_E1.zero_()
     expert_TK = expert_TK.contiguous()
     kept = expert_TK if kept_TK is None else kept_TK.contiguous()
     sizes = num_slots, num_experts, num_blocks
     constants = {"HAS_KEPT": kept_TK is not None, "BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
-    counts = torch.empty((num_experts + 1) * num_blocks + 1, dtype=torch.int32, device=device)
+    counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
     _count_kernel[(num_blocks,)](expert_TK, kept, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)
     _place_kernel[(num_blocks,)](expert_TK, kept, starts, slot_N, row_N, offsets_E1, *sizes, **constants)

@@ -152,19 +152,15 @@ class Tuned:
         if len(left) == 1:
             config = left[0]
         elif self.is_decided:
-            config = self._of_most_similar(left, key)
+            # The choice for the key that agrees with this one in most places, else the first config.
+            known = [other for other, config in self.choices.items() if config in left]
+            similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
+            config = left[0] if similar is None else self.choices[similar]
+            line = "kernel %s: not timed at the start for %s, takes config %s"
+            logger.warning(line, self.name, self._in_words(key), config)
         else:
             config = self._fastest(left, key, args, kwargs)
         self.choices[key] = config
-        return config
-
-    def _of_most_similar(self, configs: Sequence[KernelConfig], key: Key) -> KernelConfig:
-        """Choice for the key that agrees with this one in most places; the first config if there is none."""
-        known = [other for other, config in self.choices.items() if config in configs]
-        similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
-        config = configs[0] if similar is None else self.choices[similar]
-        line = "kernel %s: not timed at the start for %s, takes config %s"
-        logger.warning(line, self.name, self._in_words(key), config)
         return config
 
     def _in_words(self, key: Key) -> str:
@@ -283,7 +279,9 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`, a row each, with the `names` of their values."""
+    """Configs for `tuned`, a row each, with the `names` of their values. Ours are predicted, not measured: see
+    docs/kernels.md.
+    """
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 

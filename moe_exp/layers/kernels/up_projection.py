@@ -13,18 +13,8 @@ from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.activations import activate as activate_torch
-from moe_exp.layers.kernels.launch import (
-    compilable,
-    contiguous,
-    descriptors,
-    dot_constants,
-    grid_of_tiles,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import (
     activate,
     column_chunks,
@@ -38,8 +28,7 @@ from moe_exp.layers.kernels.tiles import (
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_K = 64
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K is
-# of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
+# BLOCK_K is of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),
@@ -170,7 +159,6 @@ def up_projection_torch(
     bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `up_projection`."""
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
     hidden_RW.zero_(), active_RF.zero_()
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -203,7 +191,7 @@ def _outputs(
     return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
 
 
-@compilable("up_projection", _outputs)
+@launch.compilable("up_projection", _outputs)
 def up_projection(
     x: Tensor,
     weight1_LWD: Tensor,
@@ -220,8 +208,6 @@ def up_projection(
     Args:
         x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; last dimension contiguous.
         weight1_LWD: in torch's (out, in) order, gate half first; last dimension contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a key of activations.ACTIVATIONS.
         token_R: int32, token of each row; T for a padding row, which is zero.
         weights_R: fp32, router weight of each row; None for 1.
         bias1_LW: b1, in the dtype of x; None for 0.
@@ -232,24 +218,24 @@ def up_projection(
         on are undefined.
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
-    if not runs_kernel(x):
+    if not launch.runs_kernel(x):
         options |= {"weights_R": weights_R, "bias1_LW": bias1_LW}
         return up_projection_torch(x, weight1_LWD, offsets_L1, **options)
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
     (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
-    offsets_L1, token_R, weights_R, bias1_LW = contiguous(offsets_L1, token_R, weights_R, bias1_LW)
-    x, weight1_LWD = last_contiguous(x), last_contiguous(weight1_LWD)
+    offsets_L1, token_R, weights_R, bias1_LW = launch.contiguous(offsets_L1, token_R, weights_R, bias1_LW)
+    x, weight1_LWD = launch.last_contiguous(x), launch.last_contiguous(weight1_LWD)
 
     # [L, F, 2, D]: a block has alternating rows of gate and up.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
-    x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
-    _kernel[grid_of_tiles(x, num_experts, num_rows, hidden_RW.size(1))](
+    x_tma, w_tma = launch.descriptors(x if token_R is None else None, pairs)
+    _kernel[launch.grid_of_tiles(x, num_experts, num_rows, hidden_RW.size(1))](
         x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, bias1_LW, token_R, weights_R, offsets_L1,
         x.size(0), num_experts, rows_class(num_rows, num_experts), width, x.size(1), x.stride(0),
         weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
         ACTIVATION=activation, GATED=gated, KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None,
-        EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x),
+        EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(x),
     )  # fmt: skip
     return hidden_RW, active_RF

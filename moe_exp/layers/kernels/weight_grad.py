@@ -12,22 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    cdiv,
-    compilable,
-    contiguous,
-    descriptors,
-    dot_constants,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, load_where
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
-# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M TMA num_warps num_stages",
     (128, 128, 64, 8, 0, 8, 3),
@@ -168,7 +157,6 @@ def weight_grad_torch(
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `weight_grad`."""
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
@@ -195,16 +183,13 @@ def weight_grad(
     Args:
         a: [R, M], sorted by expert, or the source of `a_index_R`; last dimension contiguous.
         b: [R, N], the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Others are unread.
         a_index_R: int32, row of `a` for each row; None: already in order.
         b_index_R: the same for `b`.
-        out: fp32 [L, M, N], Megatron's main_grad: added to in place; unchanged for an expert without rows.
+        out: fp32 [L, M, N], last dimension contiguous, Megatron's main_grad: added to in place; unchanged for
+            an expert without rows.
 
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
-
-    Raises:
-        ValueError: if the last dimension of `out` is not contiguous.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
@@ -216,25 +201,25 @@ def weight_grad(
 
 
 # Two operators: under torch.compile an operator may not return what it writes to.
-@compilable(
+@launch.compilable(
     "weight_grad",
     lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
 )
 def _new_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
 ) -> Tensor:
-    if not runs_kernel(a):
+    if not launch.runs_kernel(a):
         return weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R)
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1))
     _launch(dw_LMN, a, b, offsets_L1, a_index_R, b_index_R, adds=False)
     return dw_LMN
 
 
-@compilable("weight_grad_add", lambda out, a, b, offsets_L1, a_index_R, b_index_R: None, mutates=["out"])
+@launch.compilable("weight_grad_add", lambda *_: None, mutates=["out"])
 def _add_grad(
     out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
 ) -> None:
-    if not runs_kernel(a):
+    if not launch.runs_kernel(a):
         weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out)
     else:
         _launch(out, a, b, offsets_L1, a_index_R, b_index_R, adds=True)
@@ -256,21 +241,22 @@ def _launch(
         if not adds:
             dw_LMN.zero_()
         return
-    offsets_L1, a_index_R, b_index_R = contiguous(offsets_L1, a_index_R, b_index_R)
-    a, b = last_contiguous(a), last_contiguous(b)
-    order_L, block_e = offsets_L1.new_empty(num_experts), min(_BLOCK_E, power_of_2(num_experts))
-    _order_kernel[(cdiv(num_experts, block_e),)](offsets_L1, order_L, num_experts, BLOCK=block_e)
+    offsets_L1, a_index_R, b_index_R = launch.contiguous(offsets_L1, a_index_R, b_index_R)
+    a, b = launch.last_contiguous(a), launch.last_contiguous(b)
+    order_L, block_e = offsets_L1.new_empty(num_experts), min(_BLOCK_E, launch.power_of_2(num_experts))
+    _order_kernel[(launch.cdiv(num_experts, block_e),)](offsets_L1, order_L, num_experts, BLOCK=block_e)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         # Not persistent: the device schedules the next tile when one is done, whatever its number of rows.
-        return (num_experts * cdiv(num_m, constants["BLOCK_M"]) * cdiv(num_n, constants["BLOCK_N"]),)
+        tiles = launch.cdiv(num_m, constants["BLOCK_M"]) * launch.cdiv(num_n, constants["BLOCK_N"])
+        return (num_experts * tiles,)
 
     a_tma, b_tma = (
-        descriptors(x if index is None else None)[0] for x, index in ((a, a_index_R), (b, b_index_R))
+        launch.descriptors(x if index is None else None)[0] for x, index in ((a, a_index_R), (b, b_index_R))
     )
     _kernel[grid](
         a, b, dw_LMN, a_index_R, b_index_R, a_tma, b_tma, offsets_L1, order_L, num_experts,
         rows_class(num_rows, num_experts), dw_LMN.stride(0), dw_LMN.stride(1), num_m=num_m, num_n=num_n,
         STRIDE_A=a.stride(0), STRIDE_B=b.stride(0), ADDS=adds,
-        HAS_TMA=a_tma is not None or b_tma is not None, **dot_constants(a),
+        HAS_TMA=a_tma is not None or b_tma is not None, **launch.dot_constants(a),
     )  # fmt: skip

@@ -119,8 +119,16 @@ class CausalAttention(nn.Module):
             key, value = self.cache.extend(key, value)
         if documents is not None and not (documents.are_whole_samples and len(documents.ranges) <= 2):
             return self._attend_by_document(query, key, value, documents).flatten(2)
-        attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
-        return attend(query, key, value).flatten(2)
+        if (size := self.cp_group.size()) == 1:
+            return self._attend(query, key, value).flatten(2)
+        rank = self.cp_group.rank()
+        key, value = self._gather_sequence(key), self._gather_sequence(value)
+        block = key.size(0) // (2 * size)
+        outs = []
+        for query_block, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
+            end = (index + 1) * block
+            outs.append(self._attend(query_block, key[:end], value[:end]))
+        return torch.cat(outs).flatten(2)
 
     def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         if self.cp_group.size() > 1:
@@ -146,7 +154,7 @@ class CausalAttention(nn.Module):
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
-        out: Tensor = flash_attn_varlen_func(
+        return flash_attn_varlen_func(
             query,
             key,
             value,
@@ -159,17 +167,6 @@ class CausalAttention(nn.Module):
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return out
-
-    def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        size, rank = self.cp_group.size(), self.cp_group.rank()
-        key, value = self._gather_sequence(key), self._gather_sequence(value)
-        block = key.size(0) // (2 * size)
-        outs = []
-        for query_block, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
-            end = (index + 1) * block
-            outs.append(self._attend(query_block, key[:end], value[:end]))
-        return torch.cat(outs)
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()

@@ -6,7 +6,6 @@ sequence of documents; here tokens stay [S, B], so that capacity and balancing l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -67,11 +66,6 @@ class Documents:
     local_cp_size: ClassVar[Any] = None
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(max(lengths) for lengths in self.lengths)
-
-    @property
     def are_whole_samples(self) -> bool:
         """Whether every sample is one document, so that there is nothing to keep apart."""
         return all(len(lengths) == 1 for lengths in self.lengths)
@@ -79,16 +73,15 @@ class Documents:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's queries, sample by sample, in its order; every query is in one segment."""
-        return tuple(self._segments())
-
-    def _segments(self) -> Iterator[Segment]:
+        found = []
         for sample, lengths in enumerate(self.lengths):
             bounds = list(pairwise(accumulate(lengths, initial=0)))
             for first, end in self.ranges or ((0, sum(lengths)),):
                 for document, (begin, stop) in enumerate(bounds):
                     left, right = max(begin, first), min(stop, end)
                     if left < right:
-                        yield Segment(sample, document, right - left, right - begin)
+                        found.append(Segment(sample, document, right - left, right - begin))
+        return tuple(found)
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
         """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""
@@ -119,11 +112,8 @@ class Documents:
 
 
 class RestartingPositions(nn.Module):
-    """Megatron's rotary embedding, whose positions begin at 0 in every document of a micro-batch with
-    `Documents`.
-
-    Args:
-        rotary: RotaryEmbedding or YarnRotaryEmbedding.
+    """Megatron's rotary embedding (`rotary`, also YaRN's), whose positions begin at 0 in every document of a
+    micro-batch with `Documents`.
     """
 
     def __init__(self, rotary: Any):
@@ -148,7 +138,7 @@ class RestartingPositions(nn.Module):
         """Angles [S, B, 1, d] of `Documents`, or [positions, 1, 1, d]; with YaRN also its factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
-        found = self.rotary.get_emb(positions.longest)
+        found = self.rotary.get_emb(max(map(max, positions.lengths)))
         angles, *factor = found if isinstance(found, tuple) else (found,)
         angles = angles[:, 0][positions.positions_BS.t()]
         return (angles, *factor) if factor else angles

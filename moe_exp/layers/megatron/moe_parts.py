@@ -19,16 +19,15 @@ from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
-from moe_exp.layers.megatron.latent_projections import Linear, latent_projections, projecting
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.phase_marks import PhaseTimers
+from moe_exp.layers.moe_layer import MoELayer, PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.post_training.modelopt.layers import Linear as Linear
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
@@ -121,11 +120,7 @@ class MegatronRouter(Router):
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:
-    """The router class with what Megatron expects of a router.
-
-    Raises:
-        ValueError: for a class that is not a subclass of Router.
-    """
+    """The router class, a subclass of Router, with what Megatron expects of a router."""
     if not (isinstance(router_class, type) and issubclass(router_class, Router)):
         rule = "is not a subclass of moe_exp.layers.router.Router"
         raise ValueError(f"router_class={router_class}: {rule}. Fix: derive it from Router.")
@@ -151,9 +146,9 @@ class MegatronExperts(Experts):
         device = device_of_model()
         backend, _ = choose_backend(backend, device_type=device.type, dtype=config.params_dtype)
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
-        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
-        groups = {"ep_group": self.ep_group, "etp_group": self.etp_group, "edp_group": pg_collection.expt_dp}
-        self.place = ExpertPlace.of(**groups)
+        ep, etp, edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.etp_group = ep, etp
+        self.place = ExpertPlace(ep.rank(), ep.size(), etp.rank(), etp.size(), edp.rank())
         super().__init__(
             num_local_experts=num_local_experts,
             hidden_size=config.moe_latent_size or config.hidden_size,
@@ -312,13 +307,11 @@ class MegatronMoELayer(MegatronMoE):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[S, B, D] to [S, B, D], and None for Megatron's bias.
-
-        Raises:
-            ValueError: for tensor parallel training without sequence parallelism.
-        """
-        if self.training:
-            check_sequence_parallel(self.config, tp=self.tp_group.size())
+        """[S, B, D] to [S, B, D], and None for Megatron's bias."""
+        if self.training and (tp := self.tp_group.size()) > 1 and not self.config.sequence_parallel:
+            # And sum each gradient once per rank; only the output is right.
+            rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
+            raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
         if padding_mask is not None:
             # Megatron's is [B, S]; True is padding in its code, although its docstrings say the opposite.
             mask = padding_mask.transpose(0, 1).bool()
@@ -370,16 +363,6 @@ def ffn_per_rank(ffn_size: int, etp: int) -> int:
     return ffn_size // etp
 
 
-def check_sequence_parallel(config: TransformerConfig, *, tp: int) -> None:
-    """Raises a ValueError for tensor parallel training without sequence parallelism.
-
-    The ranks would route the same tokens and sum each gradient once per rank; only the output is right.
-    """
-    if tp > 1 and not config.sequence_parallel:
-        rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
-        raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
-
-
 _DISPATCHERS: dict[str, Any] = {
     "alltoall": AllToAllDispatcher,
     "allgather": AllGatherDispatcher,
@@ -399,3 +382,53 @@ def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher
         raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: {fix}.")
     kind = _DISPATCHERS["alltoall" if name == "auto" else name]
     return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
+
+
+def latent_projections(
+    config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
+) -> tuple[Any, Any]:
+    """Megatron's `fc1_latent_proj`, from hidden to latent size, and `fc2_latent_proj`, back, of a LatentMoE
+    (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
+
+    All experts of a layer share them. Every tensor parallel rank has both whole and projects its part of the
+    tokens, so their gradients are summed over these ranks (`sequence_parallel`), as the router's are.
+
+    `linear` is Linear, which needs no package, or Transformer Engine's TELinear; one rank of `tp_group` saves
+    the copies.
+    """
+    # Linear is always duplicated, TELinear finds the group itself.
+    mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    return (
+        _projection(linear, config, hidden, latent, config.init_method, device, **mode),
+        _projection(linear, config, latent, hidden, config.output_layer_init_method, device, **mode),
+    )
+
+
+def _projection(
+    linear: Any,
+    config: TransformerConfig,
+    inputs: int,
+    outputs: int,
+    init_method: Callable[[Tensor], Any],
+    device: torch.device,
+    **mode: Any,
+) -> Any:
+    options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
+    with device:
+        projection = linear(inputs, outputs, config=config, init_method=init_method, **options, **mode)
+    if linear is Linear:  # it leaves the initial weights to torch
+        init_method(projection.weight)
+        if projection.bias is not None:
+            torch.nn.init.zeros_(projection.bias)
+    return projection
+
+
+def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
+    """The projection as a function of tokens; a partial one, so that a copy of the layer has its own."""
+    return None if projection is None else partial(_project, projection)
+
+
+def _project(projection: Any, x_TD: Tensor) -> Tensor:
+    output_TD, _ = projection(x_TD)  # Megatron's linear layers also return a bias that is not added
+    return output_TD

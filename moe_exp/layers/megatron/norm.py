@@ -32,8 +32,6 @@ class Norm:
 
     Args:
         config: has `normalization`, `sequence_parallel` and `params_dtype`.
-        hidden_size: size of the last dimension.
-        eps: added to the variance.
     """
 
     def __new__(  # type: ignore[misc]
@@ -57,7 +55,6 @@ class ProjectionNorm(nn.Module):
     Args:
         config: has `params_dtype`.
         num_channels: H*d, of all ranks.
-        eps: added to the mean.
         group: ranks that hold the other heads of the same tokens.
     """
 
@@ -67,9 +64,7 @@ class ProjectionNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device)
         )
-        self.num_channels = num_channels
-        self.eps = eps
-        self.group = group
+        self.num_channels, self.eps, self.group = num_channels, eps, group
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes x [S, B, h, d]; the result has its shape and dtype."""

@@ -31,17 +31,13 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
         angles: [S, 1 or B, 1, P] for the first P of the D values, equal for both of a pair; the others stay.
         interleaved: pairs are neighbours, and not P / 2 apart.
     """
-    return _Rotate.apply(x, *_cos_and_sin(angles, x.dtype, interleaved), interleaved)
-
-
-def _cos_and_sin(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Cosine [..., P] and the sine of every pair [..., P / 2]; kept with the angles of all layers."""
+    # Cosine [..., P] and the sine of every pair [..., P / 2]; kept with the angles, which all layers share.
     known = vars(angles).setdefault("cos_and_sin", {})
-    if dtype not in known:
+    if x.dtype not in known:
         # What is made in inference mode could not be used in training.
         with torch.inference_mode(False):
-            known[dtype] = angles.cos().to(dtype), _pairs(angles, interleaved)[0].sin().to(dtype)
-    return known[dtype]
+            known[x.dtype] = angles.cos().to(x.dtype), _pairs(angles, interleaved)[0].sin().to(x.dtype)
+    return _Rotate.apply(x, *known[x.dtype], interleaved)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

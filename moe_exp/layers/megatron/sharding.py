@@ -41,11 +41,6 @@ class ExpertPlace:
     etp_size: int
     edp_rank: int  # among the ranks that hold the same part; the first of them writes it
 
-    @classmethod
-    def of(cls, *, ep_group: Any, etp_group: Any, edp_group: Any) -> "ExpertPlace":
-        """The place of this rank in its expert, expert tensor and expert data parallel groups."""
-        return cls(ep_group.rank(), ep_group.size(), etp_group.rank(), etp_group.size(), edp_group.rank())
-
 
 def shard_experts(
     tensors: Mapping[str, Tensor],
@@ -71,24 +66,8 @@ def shard_experts(
         `prefix` + our name to ShardedTensor (ShardedTensorFactory if one tensor is several shards), and
         Megatron's empty `_extra_state` objects.
     """
-    singleton = singleton_local_shards
-    state = _extra_states(prefix, place, tensors["weight1"].size(0), sharded_offsets, singleton=singleton)
-    for name, tensor in tensors.items():
-        key, split_axis, has_gate = _TENSORS[name]
-        part = _Part(key, split_axis, gated and has_gate, place, sharded_offsets)
-        state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton)
-    return state
-
-
-def _extra_states(
-    prefix: str,
-    place: ExpertPlace,
-    num_local_experts: int,
-    sharded_offsets: tuple[tuple[int, int, int], ...],
-    *,
-    singleton: bool,
-) -> dict[str, Any]:
     state: dict[str, Any] = {}
+    num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards
     num_experts, replica_id = num_local_experts * place.ep_size, (0, place.etp_rank, place.edp_rank)
     for expert in range(place.ep_rank * num_local_experts, (place.ep_rank + 1) * num_local_experts):
         offsets, key = sharded_offsets, f"{prefix}experts.{expert}"
@@ -97,8 +76,12 @@ def _extra_states(
         shape = tuple(size for _, _, size in offsets) or (1,)
         offset = tuple(index for _, index, _ in offsets) or (0,)
         for linear in ("linear_fc1", "linear_fc2"):
-            part = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
-            state[f"{prefix}{expert}.{linear}._extra_state"] = part
+            extra = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
+            state[f"{prefix}{expert}.{linear}._extra_state"] = extra
+    for name, tensor in tensors.items():
+        key, split_axis, has_gate = _TENSORS[name]
+        part = _Part(key, split_axis, gated and has_gate, place, sharded_offsets)
+        state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton)
     return state
 
 

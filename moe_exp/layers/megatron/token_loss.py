@@ -17,11 +17,7 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
 
     Args:
         name: one of these, or `auto`: triton on a GPU that can run its kernels.
-        device_type: `cpu` or `cuda`.
         failure: why `auto` must not take the kernels, see `kernel_choice.failure_of`.
-
-    Raises:
-        ValueError: if kernels requested by name cannot run on this device.
     """
     if name == "megatron":
         return "megatron", "Megatron's, which keeps the probabilities in fp32; asked for by CROSS_ENTROPY"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.kernels.topk import TopK
 
@@ -67,17 +67,9 @@ class RoutingDecision:
         if expert_TK.dtype != torch.int64:
             raise ValueError(f"expert_TK: is {expert_TK.dtype}. Fix: return torch.int64.")
         kept_TK = kept_slots(used_TK, valid_T, expert_TK)
-        return cls(
-            expert_TK=expert_TK,
-            weights_TK=weights_TK,
-            scores_TE=scores_TE,
-            logits_TE=logits_TE,
-            tokens_per_expert_E=count_kept(expert_TK, kept_TK, num_experts),
-            kept_TK=kept_TK,
-            valid_T=valid_T,
-            use_kernels=use_kernels,
-            counted_TK=used_TK,
-        )
+        counts_E = count_kept(expert_TK, kept_TK, num_experts)
+        options: dict[str, Any] = {"valid_T": valid_T, "use_kernels": use_kernels, "counted_TK": used_TK}
+        return cls(expert_TK, weights_TK, scores_TE, logits_TE, counts_E, kept_TK, **options)
 
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
@@ -92,6 +84,17 @@ class RoutingDecision:
     def weights_for_l1(self) -> Tensor:
         """Weights of a ReLU router, [T, E], 0 for padding."""
         return self.weights_TK if self.valid_T is None else self.weights_TK * self.valid_T.unsqueeze(1)
+
+
+def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
+    """Slots per expert, int64 [E]. torch.bincount would synchronize to learn the largest value."""
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
+    return counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
+
+
+def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """The expert of every slot, or `num_experts` (none) for slots that `kept_TK` excludes."""
+    return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""Records routing decisions and replays them, to train or score with the experts that another run chose."""
+"""Records routing decisions and replays them, to train or score with the experts that another run chose.
+
+Activation recompute runs a layer's forward twice: `is_counted_forward` says which of the passes counts.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from moe_exp.layers.recompute import in_backward
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread: a forward pass is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_counted_forward() -> bool:
+    """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
+
+    Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
+    with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under hooks
+    on saved tensors: the first counts. Any other pass without gradients is an evaluation. A compiled layer
+    cannot see who calls it: under torch.compile every pass with gradients counts.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    return not (in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
 
 
 class RoutingReplay:
@@ -30,30 +50,24 @@ class RoutingReplay:
         self._to_recompute: deque[Tensor] = deque()
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
-        """Called by the router with its own choice; returns the choice to use.
-
-        Raises:
-            ValueError: if a replay has no decision left, or one of another shape.
-        """
+        """Called by the router with its own choice; returns the choice to use."""
         if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
-        chosen_TK = self._replayed(expert_TK) if self.is_replay else expert_TK
         if not self.is_replay:
+            chosen_TK = expert_TK
             self.decisions.append(chosen_TK.detach())
-        if training:
-            self._to_recompute.append(chosen_TK)
-        return chosen_TK
-
-    def _replayed(self, expert_TK: Tensor) -> Tensor:
-        if self._next == len(self.decisions):
+        elif self._next == len(self.decisions):
             rule = f"only {self._next} are recorded"
             raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record as many.")
-        chosen_TK = self.decisions[self._next].to(expert_TK.device)
-        self._next += 1
-        if chosen_TK.shape != expert_TK.shape:
-            rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
-            fix = "replay the same micro-batches"
-            raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: {fix}.")
+        else:
+            chosen_TK = self.decisions[self._next].to(expert_TK.device)
+            self._next += 1
+            if chosen_TK.shape != expert_TK.shape:
+                rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
+                fix = "replay the same micro-batches"
+                raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: {fix}.")
+        if training:
+            self._to_recompute.append(chosen_TK)
         return chosen_TK
 
 
@@ -72,11 +86,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass.
-
-    Raises:
-        ValueError: if a router has no record.
-    """
+    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass."""
     names = list(_routers(model))
     missing = sorted(set(names) - set(recorded))
     if missing:

@@ -14,11 +14,9 @@ from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
-from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
+from moe_exp.layers.router import assignment
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
-from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
-from moe_exp.layers.router.replay import RoutingReplay
+from moe_exp.layers.router.replay import RoutingReplay, is_counted_forward
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -86,7 +84,7 @@ class Router(nn.Module):
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
             if config.finds_quantiles:
-                gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
+                gaps_EB = torch.zeros(num_experts, assignment.NUM_BINS, dtype=torch.int64, device=device)
                 self.register_buffer("gap_counts", gaps_EB, persistent=False)
             else:
                 self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
@@ -135,8 +133,7 @@ class Router(nn.Module):
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
-        logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
-        return logits_TE
+        return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.
@@ -187,14 +184,13 @@ class Router(nn.Module):
             is_real_TK = expert_TK < config.num_experts
             used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
         weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
+        counts_E = count_kept(expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs)
         return RoutingDecision(
-            expert_TK=expert_TK,
-            weights_TK=weights_TK,
-            scores_TE=scores_TE,
-            logits_TE=logits_TE,
-            tokens_per_expert_E=count_kept(
-                expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs
-            ),
+            expert_TK,
+            weights_TK,
+            scores_TE,
+            logits_TE,
+            counts_E,
             kept_TK=kept_slots(used_TK, valid_T, expert_TK),
             valid_T=valid_T,
             use_kernels=config.use_kernels,
@@ -234,7 +230,7 @@ class Router(nn.Module):
             self.slots_and_tokens.zero_()
         if config.finds_quantiles:
             counts_EB = sum_over(self.gap_counts, group)
-            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
+            self.expert_bias.copy_(assignment.balanced_bias(self.expert_bias, counts_EB, config.topk))
             self.gap_counts.zero_()
 
     @torch.no_grad()
@@ -280,7 +276,7 @@ class Router(nn.Module):
         if self.config.score == "relu":
             return scores_TE > 0
         if self.config.top_p < 1:
-            return within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
+            return assignment.within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
         return None
 
     def _weights(
@@ -319,7 +315,7 @@ class Router(nn.Module):
             slots_N = torch.arange(num_tokens * config.topk, device=device)
             return (slots_N % config.num_experts).view(num_tokens, config.topk)
         if config.assignment == "zipf":
-            return zipf_experts(
+            return assignment.zipf_experts(
                 num_tokens,
                 num_experts=config.num_experts,
                 topk=config.topk,
@@ -328,20 +324,19 @@ class Router(nn.Module):
             )
         if config.assignment == "sinkhorn":
             # Balanced over the batch only in training; in evaluation, tokens are routed independently.
-            choice_TE = (
-                sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
-            )
-            return choice_TE.topk(config.topk, dim=-1).indices
+            if self.training:
+                logits_TE = assignment.sinkhorn(logits_TE, valid_T, group=self.microbatch_group)
+            return logits_TE.topk(config.topk, dim=-1).indices
         if config.expert_bias:
             choice_TE = raw_TE + self.expert_bias
             if config.finds_quantiles and self.training and is_counted_forward():
                 cutoff_T = choice_TE.topk(config.topk + 1, dim=-1).values[:, -1]
-                self.gap_counts += count_gaps(choice_TE, cutoff_T, valid_T)
+                self.gap_counts += assignment.count_gaps(choice_TE, cutoff_T, valid_T)
         else:
             # The same order as the scores, but without ties at 0 and 1; groups add up scores.
             by_logit = config.score != "softmax" and not config.num_groups
             choice_TE = logits_TE if by_logit else scores_TE
-        return best_experts(
+        return assignment.best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )
 
@@ -352,7 +347,11 @@ class _LinearIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        if _sums_in(dtype, x_TD, weight_ED):
+        # On NVIDIA's GPUs torch 2.8 and newer multiplies 16-bit numbers, whose products are exact in fp32,
+        # with fp32 sums; under torch.compile only in later versions.
+        is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
+        is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
+        if is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling():
             return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
@@ -366,15 +365,6 @@ class _LinearIn(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
         return dx_TD, dweight_ED, None
-
-
-def _sums_in(dtype: torch.dtype, x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether torch multiplies 16-bit numbers, whose products are exact in fp32, with sums in `dtype`: from
-    2.8 on, on NVIDIA's GPUs, and under torch.compile only in later versions.
-    """
-    is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
-    is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
-    return is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:

@@ -18,7 +18,7 @@ tensor is counted once, where it is read last:
                      w*V/t logits alone, and while their gradient is made w*V/t for that
 
 With FP8 the input of a product is kept in FP8, a byte each. The grouped GEMM of the experts holds no weights
-of its own (`gemm_packages._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
+of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
 columns, for every micro-batch: 2 bytes per weight. Not compared with a GPU.
 
 The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
@@ -150,10 +150,9 @@ class _Account:
 
     def _loss(self, logits: float) -> float:
         """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""
-        tokens = self._all_tokens
         if self._loss_kind == "megatron":
-            return 4 * logits + 9 * tokens
-        return self._width * logits + 12 * tokens
+            return 4 * logits + 9 * self._all_tokens
+        return self._width * logits + 12 * self._all_tokens
 
     def _loss_work(self, logits: float) -> float:
         """Held beside what is kept while the loss is computed, forward or backward."""
@@ -351,10 +350,8 @@ class _Account:
         config, ways = self._config, 2 if self._config.gated else 1
         mlp = experts = scores = 0.0
         if self._has_dense:
-            mlp = (
-                self._tokens * self._hidden
-                + self._all_tokens * (1 + ways) * config.ffn_hidden_size / self._tp
-            )
+            mlp = self._tokens * self._hidden
+            mlp += self._all_tokens * (1 + ways) * config.ffn_hidden_size / self._tp
         if self._has_moe:
             ffn = config.expert_ffn_size / config.etp
             experts = self._rows * (2 * self._expert_hidden + (1 + ways) * ffn)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import compress
 from typing import TypeVar
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
 from moe_exp.planner.hardware import Hardware
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
     """Entry of `costs` for the value of the setting `name`; a ValueError if it has none."""
     value = getattr(config, name)
     if value not in costs:
-        raise ValueError(problem(name, value, "the planner has no price for it", f"use {', '.join(costs)}"))
+        raise setting_error(name, value, "the planner has no price for it", f"use {', '.join(costs)}")
     return costs[value]
 
 
@@ -42,11 +42,7 @@ def fp8_kept(config: Config) -> tuple[bool, bool]:
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
     """The backend of the experts that is counted: EXPERT_BACKEND, or what `grouped_gemm.choose_backend` makes
     of `auto`; `auto` for all others on GPUs, which depend on what is installed and count the same memory.
-
-    Args:
-        config: the settings.
-        on_cpu: on processors.
-        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`; triton counts as installed.
+    `runs_kernels`: see `Hardware`; triton counts as installed.
     """
     backend = priced(config, "expert_backend", dict(zip(_BACKENDS, _BACKENDS, strict=True)))
     if backend != "auto":

@@ -14,7 +14,6 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
 # Bytes of a train record (metrics.jsonl, log, TensorBoard), of an MoE layer in it, and of an expert; measured
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
-_START_BYTES = 10_000  # the settings in TensorBoard, of each start
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ def disk_use(
     there while one is written. The one that this start resumes from stays as well.
 
     Args:
-        config: SAVE_INTERVAL, SAVE_AT_END, KEEP_LAST, KEEP_EVERY, KEEP_BEST, sizes.
         iteration: that the run resumes from, 0 for none.
         there: iterations of the checkpoints in its folder.
         one_bytes: of one checkpoint, if that was measured.
@@ -55,7 +53,8 @@ def disk_use(
     num_new = max(largest - len(there), min(1, num_saves))
     num_records = max(0, config.train_iters - iteration) // config.log_interval
     per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
-    records = _START_BYTES + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
+    # 10 kB: the settings in TensorBoard, of each start
+    records = 10_000 + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
     return DiskUse(one_bytes, max(largest, len(there)), num_new, records)
 
 

@@ -22,27 +22,17 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
 
     Args:
-        config: the settings.
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
         seq_len: tokens of a sample that counts as several of SEQ_LEN (DATA_STAGES).
     """
+    tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
-        tokens = _tokens(config, batch_size)
         config = config.model_copy(update={"seq_len": seq_len})
-        batch_size = tokens // config.seq_len
-    output_layer = 2 * config.hidden_size * config.padded_vocab_size
-    return 3 * _tokens(config, batch_size) * (_layers(config) + output_layer)
-
-
-def _tokens(config: Config, batch_size: int | None) -> int:
-    return (config.gbsz if batch_size is None else batch_size) * config.seq_len
-
-
-def _layers(config: Config) -> int:
-    """Operations per token in all layers, forward."""
+        tokens = tokens // config.seq_len * config.seq_len
     num_moe = sum(config.moe_layers)
     dense = (config.num_layers - num_moe) * _mlp(config, config.ffn_hidden_size)
-    return config.num_layers * _attention(config) + dense + num_moe * _moe(config)
+    layers = config.num_layers * _attention(config) + dense + num_moe * _moe(config)
+    return 3 * tokens * (layers + 2 * config.hidden_size * config.padded_vocab_size)
 
 
 def _attention(config: Config) -> int:

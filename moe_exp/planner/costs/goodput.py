@@ -24,7 +24,6 @@ from moe_exp.config import Config
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 DISK_BYTES_PER_SECOND = 1e9  # of a node, if the seconds of a save are not given: an assumption
-FORWARD_SHARE = 1 / 3  # of an iteration: a batch of an evaluation has no backward pass
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
@@ -52,26 +51,17 @@ def lost_share(
 
 @dataclass(frozen=True)
 class Goodput:
-    """Expected share of the wall time in which a run makes progress, and what it assumes.
+    """Expected share of the wall time in which a run makes progress, and what it assumes."""
 
-    Args:
-        mtbf_hours: mean time between failures of the job.
-        save_seconds, restart_seconds: of one save; from a failure to the next iteration.
-        evaluation_share: time of evaluations over that of iterations.
-        goodput: with SAVE_INTERVAL; 0 if failures never let the run finish.
-        best_goodput, best_iterations: with the best SAVE_INTERVAL (Daly); `young_iterations` is Young's.
-        wall_seconds: of the run with SAVE_INTERVAL; None if it never finishes.
-    """
-
-    mtbf_hours: float
-    save_seconds: float
-    restart_seconds: float
-    evaluation_share: float
-    goodput: float
-    best_goodput: float
-    best_iterations: int
-    young_iterations: int
-    wall_seconds: float | None
+    mtbf_hours: float  # mean time between failures of the job
+    save_seconds: float  # of one save
+    restart_seconds: float  # from a failure to the next iteration
+    evaluation_share: float  # time of evaluations over that of iterations
+    goodput: float  # with SAVE_INTERVAL; 0 if failures never let the run finish
+    best_goodput: float  # with the best SAVE_INTERVAL (Daly)
+    best_iterations: int  # the best SAVE_INTERVAL
+    young_iterations: int  # the best by Young
+    wall_seconds: float | None  # of the run with SAVE_INTERVAL; None if it never finishes
 
 
 def goodput_of(
@@ -95,17 +85,16 @@ def goodput_of(
     """
     mtbf, restart = node_mtbf_hours * 3600 / config.nnodes, restart_minutes * 60
     save = save_seconds or checkpoint_bytes(config) / (config.nnodes * DISK_BYTES_PER_SECOND)
-    evaluation = FORWARD_SHARE * config.eval_iters / config.eval_interval if config.eval_interval else 0.0
-    one = iteration_seconds * (1 + evaluation)
-    work = training_seconds * (1 + evaluation)
+    # a third of an iteration: a batch of an evaluation has no backward pass
+    evaluation = 1 / 3 * config.eval_iters / config.eval_interval if config.eval_interval else 0.0
+    one, work = iteration_seconds * (1 + evaluation), training_seconds * (1 + evaluation)
 
     def share(interval: float) -> float:
         return 1 / ((1 + evaluation) * (1 + lost_share(interval, save, mtbf, restart)))
 
     best = max(1, round(daly_interval(save, mtbf) / one))
     goodput = share(config.save_interval * one if config.save_interval else work)
-    if goodput < 1e-6:
-        goodput = 0.0
+    goodput = goodput if goodput >= 1e-6 else 0.0
     return Goodput(
         mtbf_hours=mtbf / 3600,
         save_seconds=save,

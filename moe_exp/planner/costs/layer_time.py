@@ -1,17 +1,20 @@
-"""Seconds of one layer, and of the output layer, on one rank for one micro-batch. No torch."""
+"""Seconds of one layer, and of the output layer, on one rank for one micro-batch, and how near its parts come
+to the roofline of a device (Williams et al. 2009). No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, setting_error
 from moe_exp.planner.costs.code_paths import fp8_parts, planned_loss
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass, Shape, num_slots, num_tokens, shared_rows
-from moe_exp.planner.costs.traffic import skew_of
+from moe_exp.planner.costs.traffic import exchange_seconds, skew_of
+from moe_exp.planner.hardware import Hardware
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
@@ -19,45 +22,28 @@ _RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two resid
 _HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
 _SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: rows gathered for the experts, and back
-# share of those that Megatron's all-to-all adds: rows are sorted again by local expert, there and back
-_PERMUTE_SHARE = 0.5
 _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
 _FUSED_LOGIT_BYTES = (4, 6)  # the same of one kernel: logits are read, their gradient is written over them
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
-# FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by columns.
-_CAST_BYTES = 4
-_MAXIMUM_BYTES = 2  # current scaling reads the whole tensor first, for its largest value
 # Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5, 0.5 * 2.5
-# share of the residual bytes above that norms read and write
-_NORMS_OF_RESIDUAL = 0.4
 # Share of the host's seconds of a layer's part that a CUDA graph of a scope saves: estimates, by kernels.
 _GRAPHED = {"attn": 1.0, "mlp": 1.0, "moe_router": 0.3, "moe_preprocess": 0.2}
 _ATTENTION_SHARE = 0.7  # of host_dense, an estimate, by kernels
 # weights of a layer without experts: norms, projections, router or MLP. An expert has two.
 _DENSE_WEIGHTS = 6
-# share of layer_seconds for each expert of a loop: 0.1 ms, from reference runs with and without grouped GEMM
-_LOOPED_EXPERT = 0.125
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a micro-batch, without collectives.
+    """Seconds of a micro-batch, without collectives."""
 
-    Attributes:
-        parts: of a layer: norms, projections, up_projections and core of attention, mlp or router,
-            latent_projections, rows, experts, activation and shared_expert; and the output layer with the
-            loss.
-        starts_dense, starts_moe: of kernels, where they are not counted as those of the host.
-        host_dense, host_moe: seconds of the host for a layer without experts, and for one with them.
-    """
-
-    parts: dict[str, Pass]
-    starts_dense: float
+    parts: dict[str, Pass]  # ATTENTION, MLP and MOE of a layer, and `output`: the output layer with the loss
+    starts_dense: float  # of kernels, where they are not counted as those of the host
     starts_moe: float
-    host_dense: float
-    host_moe: float
+    host_dense: float  # of the host for a layer without experts
+    host_moe: float  # and with them
 
     def layer(self, is_moe: bool) -> Pass:
         starts = self.starts_moe if is_moe else self.starts_dense
@@ -73,7 +59,7 @@ class LayerTimes:
             "moe_act": forward["activation"] if is_moe else 0.0,
             "selective": moe if is_moe else 0.0,  # which leaves the dense layers of an MoE model alone
             "full": self.layer(is_moe).forward,
-            "layernorm": forward["norms"] * _NORMS_OF_RESIDUAL,
+            "layernorm": forward["norms"] * 0.4,  # of the residual bytes, which norms read and write
             "mla_up_proj": forward["up_projections"],
             "core_attn": forward["core"],
             "mlp": 0.0 if is_moe else forward["mlp"],
@@ -87,18 +73,16 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 
 def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
     config, tokens, nothing = job.config, num_tokens(job.config), Pass(0, 0)
+    rule = "the device has no {} peak (dense_flops of its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
-        rule = "the device has no FP8 peak (dense_flops of its profile)"
-        raise ValueError(problem("fp8", config.fp8, rule, "choose another --gpu, or set FP8=none"))
+        raise setting_error("fp8", config.fp8, rule.format("FP8"), "choose another --gpu, or set FP8=none")
     if job.engine.is_nvfp4 and not device.fp4_speedup:
-        rule = "the device has no FP4 peak (dense_flops of its profile)"
-        raise ValueError(problem("precision", "nvfp4", rule, "choose another device or precision"))
+        raise setting_error("precision", "nvfp4", rule.format("FP4"), "choose another device or precision")
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
     parts["core"] = _core(job, device, constants)
-    parts["norms"] = (
-        device.moved(shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES) * elementwise
-    )
+    shared = shared_rows(job, tokens) * config.hidden_size
+    parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
         parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
         elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0
@@ -115,21 +99,20 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)
         if device.is_recent:
+            # Megatron's all-to-all sorts rows again by local expert, there and back: half as much more
             is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
-            extra = _PERMUTE_SHARE if is_sorted else 0.0
-            parts["rows"] *= constants.slot_bytes + extra
+            parts["rows"] *= constants.slot_bytes + (0.5 if is_sorted else 0.0)
             parts["experts"] *= 1 / constants.grouped_matrix
             if job.engine.static_rows:
                 parts |= {name: parts[name] * constants.static_rows for name in ("rows", "activation")}
         skew = skew_of(job, device.hardware, constants)
         parts |= {name: parts[name] * skew for name in ("rows", "experts", "activation")}
-    runs_kernels = device.hardware.runs_kernels
-    loss = planned_loss(config, on_cpu=device.is_cpu, runs_kernels=runs_kernels)
-    is_fused = device.is_recent and loss == "triton"
-    logit_bytes = _FUSED_LOGIT_BYTES if is_fused else _LOGIT_BYTES
+    loss = planned_loss(config, on_cpu=device.is_cpu, runs_kernels=device.hardware.runs_kernels)
+    logit_bytes = _FUSED_LOGIT_BYTES if device.is_recent and loss == "triton" else _LOGIT_BYTES
     parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
     starts = 0.0 if device.is_recent else constants.layer_seconds
-    looped = _LOOPED_EXPERT * config.num_experts / config.ep if config.expert_backend == "loop" else 0
+    # each expert of a loop takes 0.1 ms: from reference runs with and without grouped GEMM
+    looped = 0.125 * config.num_experts / config.ep if config.expert_backend == "loop" else 0
     return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device, constants))
 
 
@@ -161,12 +144,12 @@ def _host_seconds(job: Job, device: Device, constants: TimeConstants) -> tuple[f
 
 def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
     """Products, their gradients, and the weights' gradients added up."""
-    is_fused = job.sharding == "distributed" and not device.is_cpu
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
-    if is_fused:
+    if job.sharding == "distributed" and not device.is_cpu:  # fused
         num_bytes = 2 * job.engine.gradient_bytes
-    is_scaled_by_tensor = device.is_recent and job.config.fp8_recipe == "tensorwise"
-    cast_bytes = _CAST_BYTES + (_MAXIMUM_BYTES if is_scaled_by_tensor else 0)
+    # FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by
+    # columns; current scaling reads the whole tensor first, for its largest value
+    cast_bytes = 6 if device.is_recent and job.config.fp8_recipe == "tensorwise" else 4
     forward = backward = 0.0
     for rows, columns, depth, count, is_fp8 in shapes:
         once, twice = device.linear(rows, columns, depth, count)
@@ -209,3 +192,70 @@ def _core(job: Job, device: Device, constants: TimeConstants) -> Pass:
     if engine.fp8_attention:
         once *= constants.fp8_attention
     return Pass(once * _FLASH_FORWARD + softmax, once * _FLASH_BACKWARD + softmax)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of one layer, or the output layer: forward and backward of one micro-batch on one rank."""
+
+    name: str
+    flops: float  # operations, multiply and add counted as two
+    num_bytes: float  # that a product reads and writes at least; 0 where there are no products
+    seconds: float  # predicted
+    bound: str  # compute, memory, links or host
+    peak: float  # FLOP/s of the device in the type of the products
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+    @property
+    def peak_share(self) -> float:
+        """Share of the peak that is reached."""
+        return self.flops / self.seconds / self.peak if self.seconds else 0.0
+
+
+def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Part]:
+    """Parts of a layer (with experts, where the model has them), and the output layer."""
+    config = job.config
+    device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
+    times = layer_times(job, device, constants)
+    without = MLP if config.use_moe else MOE
+    found = []
+    for name, one in times.parts.items():
+        flops, num_bytes, peak = _products(job, name, device)
+        if name == "core":
+            queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
+            keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp
+            channels = float(config.kv_channels)
+            if config.multi_latent_attention:  # as in `_core`
+                channels = (channels + config.v_head_dim) / 2
+                keys = queries * config.cp
+            flops = 3.5 * 4 * queries * attended_tokens(config) / 2 * channels
+            # queries, result, keys and values, read or written forward and backward
+            num_bytes = 3 * device.num_bytes * channels * (2 * queries + 2 * keys)
+        is_dense = num_bytes and flops / num_bytes > peak / hardware.memory_bytes_per_second
+        bound = "compute" if is_dense else "memory"
+        if name not in without and one.forward:
+            found.append(Part(name, flops, num_bytes, one.forward + one.backward, bound, peak))
+    if config.use_moe and config.ep * config.etp > 1:
+        seconds = 4 * exchange_seconds(job, hardware, constants) * skew_of(job, hardware, constants)
+        found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
+    host = times.host_moe if config.use_moe else times.host_dense
+    if host:
+        found.append(Part("host, beside them", 0.0, 0.0, host, "host", found[0].peak))
+    return found
+
+
+def _products(job: Job, name: str, device: Device) -> tuple[float, float, float]:
+    """Operations, bytes and peak of the products of a part."""
+    flops = num_bytes = 0.0
+    peaks = device.hardware.dense_flops
+    peak = peaks[job.config.dtype]
+    for rows, columns, depth, number, is_fp8 in job.products.get(name, []):
+        width = 1 if is_fp8 else device.num_bytes
+        peak = peaks.get("fp8", peak) if is_fp8 else peak
+        flops += 6 * rows * columns * depth * number
+        num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
+    return flops, num_bytes, peak

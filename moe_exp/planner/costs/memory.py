@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.code_paths import fp8_parts
-from moe_exp.planner.costs.constants import constant
+from moe_exp.planner.costs.constants import free
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import (
     RankParameters,
@@ -31,17 +31,13 @@ _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets: for 16-bit gradients, and with
 class MemoryConstants:
     """Constants that no formula gives; fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = constant(
+    context_bytes: float = free(
         3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures"
     )
-    cached_share: float = constant(
-        0.3, 0.4, "bytes that the allocator keeps beside, by those of the activations"
-    )
-    flat_bytes: float = constant(
-        0.4, 0.4, "DeepSpeed's flat copies and padding, bytes per parameter of a rank"
-    )
-    bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
-    load_spread: float = constant(
+    cached_share: float = free(0.3, 0.4, "bytes that the allocator keeps beside, by those of the activations")
+    flat_bytes: float = free(0.4, 0.4, "DeepSpeed's flat copies and padding, bytes per parameter of a rank")
+    bf16_copy_bytes: float = free(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
+    load_spread: float = free(
         0.5, 0.2, "dropless: how much experts' loads differ, by their mean, to have room for"
     )
 
@@ -87,7 +83,7 @@ def memory_of(
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
-    per_parameter = _bytes_per_parameter(job, constants)
+    weight, gradient, dense_state, expert_state, table_state = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     of_experts = max(1, sum(part.expert for part in parameters))
     num_moe = [part.expert * sum(config.moe_layers) // of_experts for part in parameters]
@@ -102,7 +98,7 @@ def memory_of(
     usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
     stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
-        count, num_dense = part.dense + part.expert, job.stage_layers[stage] - num_moe[stage]
+        num_dense = job.stage_layers[stage] - num_moe[stage]
         parts = _kept_by_layers(kept, num_dense, num_moe[stage])
         parts |= {"embedding": kept.embedding} if stage == 0 else {}
         parts |= {"stage outputs": kept.hidden} if keeps_outputs and stage < last else {}
@@ -111,18 +107,17 @@ def memory_of(
         _add(parts, _widest_moment(kept, weight_gradients, is_last=stage == last))
         activations = sum(parts.values())
         own = _held_parameters(job, part, stage)
-        weights, gradients = per_parameter.weights * own, per_parameter.gradients * own
+        weights, gradients = weight * own, gradient * own
         if fp8_parts(config)[1]:  # Transformer Engine keeps them by rows and by columns, too
             weights += 2 * (part.dense - tables[stage])
-        optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
-        optimizer += per_parameter.table_state * tables[stage]
-        buffers = handed_on + min(bucket_bytes, 2.0 * count)
+        optimizer = dense_state * part.dense + expert_state * part.expert + table_state * tables[stage]
+        buffers = handed_on + min(bucket_bytes, 2.0 * part.total)
         needed = weights + gradients + optimizer + activations + buffers + overhead
         # The allocator (torch's, or malloc) holds half of what is free beside if it wants as much, nearly all
         # that it wants if much more is free.
         wanted = (_SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share) * activations
-        free = max(0.0, usable - needed)
-        cached = wanted * free / (wanted + free) if free else 0.0
+        room = max(0.0, usable - needed)
+        cached = wanted * room / (wanted + room) if room else 0.0
         held = (weights, gradients, optimizer, activations, buffers, overhead)
         stages.append(StageMemory(*held, cached, workspace, parts))
     return stages
@@ -203,35 +198,23 @@ def _held_parameters(job: Job, part: RankParameters, stage: int) -> float:
     return own + 2 * part.total / max(2, job.stage_layers[stage])
 
 
-@dataclass(frozen=True)
-class _BytesPerParameter:
-    """Bytes per parameter of a rank; `table_state` is what embedding and output layer have beside
-    `dense_state`.
+def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> tuple[float, float, float, float, float]:
+    """Bytes per parameter of a rank: weights, gradients, and the optimizer's state by its sharding: of dense
+    and expert parameters, and what embedding and output layer have beside.
     """
-
-    weights: float
-    gradients: float
-    dense_state: float
-    expert_state: float
-    table_state: float = 0.0
-
-
-def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
-    """Megatron's weights, fp32 gradients, and optimizer state by its sharding."""
     if job.of_deepspeed:
         return _deepspeed_bytes(job, constants)
-    config, width, engine = job.config, width_of(job), job.engine
+    config, engine = job.config, job.engine
     dense_shards, expert_shards = 1, 1
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
     state = optimizer_state_bytes(config) if engine.state_bytes is None else engine.state_bytes
     tables = embedding_moment_bytes(config) / dense_shards
-    of_engine = (engine.gradient_bytes, state / dense_shards, state / expert_shards, tables)
-    return _BytesPerParameter(width, *of_engine)
+    return width_of(job), engine.gradient_bytes, state / dense_shards, state / expert_shards, tables
 
 
-def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
+def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> tuple[float, float, float, float, float]:
     """DeepSpeed of 2022: 16-bit optimizers, by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and
     BF16_Optimizer.
 
@@ -242,6 +225,6 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
     shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
     weights = 2 + constants.flat_bytes
     if job.precision == "bf16_fp32grad":
-        return _BytesPerParameter(weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards)
+        return weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards, 0.0
     state = 20.0 if job.sharding == "none" else 18 / shards
-    return _BytesPerParameter(weights, 2, state, state)
+    return weights, 2, state, state, 0.0

@@ -1,5 +1,4 @@
-"""Exact parameter counts of a Config, for the whole model and for one rank, and the bytes of weights and
-optimizer.
+"""Exact parameter counts of a model and of one rank, and the bytes of weights and optimizer.
 
 Counts are of trained parameters; buffers (the expert bias, rotary frequencies) are left out. Every function
 takes a config that passed `moe_exp.config.checks.checks`: sizes that do not divide are rounded down here.
@@ -17,7 +16,6 @@ from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
 
 MEBIBYTE = 2**20
-QUANTIZED_BLOCK = 256  # values that share a scale
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def optimizer_state_bytes(config: Config) -> float:
     """
     main_weight = 0 if config.dtype == "fp32" else 4
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
-    each = {"adam": of_adam, "adam8bit": 1 + 4 / QUANTIZED_BLOCK, "muon": 4.0, "sgd": 4.0}
+    each = {"adam": of_adam, "adam8bit": 1 + 4 / 256, "muon": 4.0, "sgd": 4.0}
     moments = num_moments(config) * priced(config, "optimizer", each)
     return main_weight + moments + average_bytes(config)
 
@@ -163,10 +161,8 @@ def checkpoint_bytes(config: Config) -> int:
 
 def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
     """Weight, fp32 gradient, and the optimizer's state, over replicas if distributed."""
-    kept = 8 if config.dtype == "fp32" else 6
-    return kept + optimizer_state_bytes(config) / (
-        max(1, num_replicas) if config.distributed_optimizer else 1
-    )
+    kept, shards = 8 if config.dtype == "fp32" else 6, num_replicas if config.distributed_optimizer else 1
+    return kept + optimizer_state_bytes(config) / max(1, shards)
 
 
 def _chunk_bounds(config: Config, stage_layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,9 +15,6 @@ from moe_exp.planner.hardware import Hardware
 if TYPE_CHECKING:
     from moe_exp.planner.costs.job import Job
 
-# Output tiles of the products of large matrices on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background
-# User's Guide).
-_TILES = ((128, 256), (256, 128))
 # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
 _ALIGNMENT = 8
 
@@ -26,14 +23,11 @@ _ALIGNMENT = 8
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
     """Elements of the output, those of the idle multiprocessors of the last wave with them."""
     least = math.inf
-    for height, width in _TILES:
+    # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
+    for height, width in ((128, 256), (256, 128)):
         tiles = math.ceil(m / height) * math.ceil(n / width) * count
         least = min(least, math.ceil(tiles / num_units) * num_units * height * width)
     return least
-
-
-# time of flash attention on Ampere, by that of products of as many operations: an estimate
-_FLASH_COST = 1.3
 
 
 class Pass(NamedTuple):
@@ -49,49 +43,44 @@ class Pass(NamedTuple):
         return Pass(self.forward * factor, self.backward * factor)
 
 
-class _Shares(NamedTuple):
-    """Shares of a device's figures that are reached."""
-
-    matrix: float  # of the peak, by products
-    attention: float  # of the peak, by flash attention
-    memory: float  # of the bandwidth
-    depth: float  # half_depth of products
-    narrow: float = 1.0  # share of FP8 and NVFP4, by that of their constants
-
-
-def _shares(hardware: Hardware, constants: TimeConstants) -> _Shares:
+def _shares(hardware: Hardware, constants: TimeConstants) -> tuple[float, float, float, float, float]:
+    """Shares that are reached: of the peak, by products and by flash attention; of the bandwidth; half_depth
+    of products; and the share of FP8 and NVFP4, by that of their constants.
+    """
     if not hardware.is_recent:
         matrix = constants.matrix_efficiency
         matrix *= constants.v100_share if hardware.architecture == "volta" else 1.0
-        return _Shares(matrix, matrix / _FLASH_COST, constants.memory_efficiency, constants.half_depth)
+        # an estimate: flash attention takes 1.3 times as long as products of as many operations
+        return matrix, matrix / 1.3, constants.memory_efficiency, constants.half_depth, 1.0
     matrix, memory, narrow = constants.recent_matrix, constants.recent_memory, 1.0
     if hardware.architecture in ("blackwell", "blackwell_ultra"):
         matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
         memory *= constants.blackwell_memory
         matrix *= constants.ultra_matrix if hardware.architecture == "blackwell_ultra" else 1.0
         narrow = constants.blackwell_fp8
-    return _Shares(matrix, constants.attention_share, memory, constants.recent_depth, narrow)
+    return matrix, constants.attention_share, memory, constants.recent_depth, narrow
 
 
 class Device:
     """Seconds of matrix products and memory traffic on a device under given constants."""
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
-        shares, peak = _shares(hardware, constants), hardware.dense_flops[dtype]
+        matrix, attention, memory, depth, narrow = _shares(hardware, constants)
+        peak = hardware.dense_flops[dtype]
         volta = hardware.architecture == "volta"
         self.hardware, self.is_cpu, self.is_recent = hardware, hardware.is_cpu, hardware.is_recent
         # More processes than cores take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
-        self.flops = peak * hardware.matrix_share * shares.matrix / crowd
-        self.attention_flops = peak * hardware.matrix_share * shares.attention / crowd
-        self.bandwidth = hardware.memory_bytes_per_second * shares.memory / crowd
+        self.flops = peak * hardware.matrix_share * matrix / crowd
+        self.attention_flops = peak * hardware.matrix_share * attention / crowd
+        self.bandwidth = hardware.memory_bytes_per_second * memory / crowd
         # how much faster FP8 and NVFP4 products are; 0: there are none
-        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / peak * constants.fp8_matrix * shares.narrow
-        self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * shares.narrow
+        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / peak * constants.fp8_matrix * narrow
+        self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * narrow
         self.cast_share = constants.cast_bytes if self.is_recent else 1.0
         self.host_share = constants.host_grace if hardware.name.startswith("GB") else 1.0
         self.num_units = hardware.num_units
-        self.half_depth = 0.0 if self.is_cpu else shares.depth
+        self.half_depth = 0.0 if self.is_cpu else depth
         self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
         self.num_bytes = 4 if dtype == "fp32" else 2
 
@@ -110,10 +99,8 @@ class Device:
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
         """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""
-        return Pass(
-            self.product(m, n, k, count),
-            self.product(m, k, n, count) + self.product(k, n, m, count, sums_over_rows=True),
-        )
+        by_weight = self.product(k, n, m, count, sums_over_rows=True)
+        return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
         """Reading and writing this number of bytes per element; figures are of 2-byte types."""
@@ -162,13 +149,10 @@ def products(job: Job) -> dict[str, list[Shape]]:
         rows, width = shared_rows(job, tokens), config.expert_hidden_size
         found["router"] = [Shape(rows, config.num_router_outputs, hidden)]
         if config.moe_latent_size:
-            sizes = ((width, hidden), (hidden, width))
-            found["latent_projections"] = [Shape(rows, *size, 1, others_in_fp8) for size in sizes]
-        first, second = (ways * ffn, width), (width, ffn)
-        found["experts"] = [
-            Shape(each, *first, local, experts_in_fp8),
-            Shape(each, *second, local, experts_in_fp8),
-        ]
+            down_and_up = ((width, hidden), (hidden, width))
+            found["latent_projections"] = [Shape(rows, *size, 1, others_in_fp8) for size in down_and_up]
+        sizes = ((ways * ffn, width), (width, ffn))
+        found["experts"] = [Shape(each, columns, depth, local, experts_in_fp8) for columns, depth in sizes]
     return found
 
 

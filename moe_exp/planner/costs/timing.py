@@ -20,15 +20,9 @@ from moe_exp.planner.costs.products import Device, hidden_bytes, num_tokens, pro
 from moe_exp.planner.costs.traffic import Group, exchange_seconds, skew_of
 from moe_exp.planner.hardware import Hardware
 
-__all__ = ["IterationTime", "TimeConstants", "time_of"]
-
 # Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter
 # whose state is here.
 _STEP_BYTES, _STATE_BYTES = 8, 40
-# iteration_seconds of devices newer than Ampere: an estimate, which published runs do not determine
-_ITERATION_SECONDS = 0.01
-# share of the gradients that nothing hides, even where reduce and gather overlap: the last bucket to be ready
-_FIRST_BUCKET = 0.1
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,8 @@ def time_of(
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
     hidden = max(totals) * (1.0 if hardware.is_recent else 0.5) if _overlaps(job, hardware) else 0.0
-    once = _ITERATION_SECONDS if hardware.is_recent else constants.iteration_seconds
+    # newer than Ampere: an estimate, which published runs do not determine
+    once = 0.01 if hardware.is_recent else constants.iteration_seconds
     step = _optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)
     return IterationTime(
         **seconds,
@@ -259,7 +254,8 @@ def _data_parallel(
     if engine.shards_parameters:  # layer by layer for every micro-batch, forward and backward
         per_microbatch = (2 * per_parameter - engine.reduced_bytes) / per_parameter
         return total * per_microbatch * job.num_microbatches * constants.sharded_exposed
-    return max(total - hidden, _FIRST_BUCKET * total) if hidden else total
+    # even where reduce and gather overlap nothing hides the last bucket to be ready
+    return max(total - hidden, 0.1 * total) if hidden else total
 
 
 def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
@@ -272,16 +268,15 @@ def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
     return (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
 
 
-# Muon orthogonalizes every matrix (`moe_exp.engine.muon`) by five steps of Newton and Schulz on an [r, c]
-# matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, for whole
-# matrices, though TP ranks have a part each. Ranks that hold the same matrices share them.
-_NUM_STEPS = 5
-
-
 def muon_seconds(
     config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
 ) -> float:
-    """Seconds of the slowest stage's products, of layers (without, with experts); 0 for other optimizers."""
+    """Seconds of the slowest stage's products, of layers (without, with experts); 0 for other optimizers.
+
+    Muon orthogonalizes every matrix (`moe_exp.engine.muon`) by five steps of Newton and Schulz on an [r, c]
+    matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, for
+    whole matrices, though TP ranks have a part each. Ranks that hold the same matrices share them.
+    """
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
@@ -307,7 +302,7 @@ def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
     for rows, columns, count in shapes:
         short, long = min(rows, columns), max(rows, columns)
         gram, square = device.product(short, short, long, count), device.product(short, short, short, count)
-        total += _NUM_STEPS * (gram + square + device.product(short, long, short, count))
+        total += 5 * (gram + square + device.product(short, long, short, count))
     return total
 
 

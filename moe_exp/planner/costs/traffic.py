@@ -135,11 +135,9 @@ def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConsta
         inside = slots * (config.ep / nodes - 1) / config.ep
         outside, link_share = slots * (nodes - 1) / nodes, constants.link_all_to_all
     hardware = experts.hardware
-    seconds = max(
-        inside / hardware.node_bytes_per_second / link_share,
-        outside / hardware.network_bytes_per_second / constants.network_exchange,
-    )
-    return slots, seconds + constants.exchange_seconds
+    in_nodes = inside / hardware.node_bytes_per_second / link_share
+    between = outside / hardware.network_bytes_per_second / constants.network_exchange
+    return slots, max(in_nodes, between) + constants.exchange_seconds
 
 
 def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:

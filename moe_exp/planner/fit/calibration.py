@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from moe_exp.planner.costs.constants import OWN
+from moe_exp.planner.costs.constants import OWN, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants, memory_of
-from moe_exp.planner.costs.timing import TimeConstants, time_of
+from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import Constants, predict
@@ -27,7 +27,6 @@ LogRatio = Callable[[MeasuredRun, T], float]
 _NOISE = 0.02  # relative error of a good row; sets the weight of priors
 # The same on devices newer than Ampere: runs of clusters that were left out of a fit are predicted within 7%.
 NOISE_OF_RECENT = 0.08
-_MACHINES = 0.2  # how much constants differ between machines, by the spread of what is known before any run
 
 
 def log_memory_ratio(run: MeasuredRun, constants: MemoryConstants) -> float:
@@ -68,7 +67,7 @@ def fit(
     noise: float = _NOISE,
     hold: Mapping[str, float] | None = None,
 ) -> Fit[T]:
-    """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
+    """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
     Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
     further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
@@ -100,12 +99,10 @@ def fit(
     at = space.point(start) if start else [0.0] * space.size
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
-    without = _steps_without_each(solution.jac, solution.fun, len(runs))
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
-    left_out = {
-        run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
-        for run, step in zip(runs, without, strict=True)
-    }
+    left_out, steps = {}, _steps_without_each(solution.jac, solution.fun, len(runs))
+    for run, step in zip(runs, steps, strict=True):
+        left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)
 
 
@@ -117,7 +114,8 @@ class _Space(Generic[T]):
         self._scales = {}
         for of in fields(kind):  # type: ignore[arg-type]
             center = getattr(prior, of.name) if prior else of.metadata["prior"]
-            spread = of.metadata["spread"] * (_MACHINES if prior else 1.0)
+            # machines differ by a fifth of what is not known before any run
+            spread = of.metadata["spread"] * (0.2 if prior else 1.0)
             self._scales[of.name] = math.log(center), spread
         self._fixed: dict[str, float] = {}
 
@@ -192,19 +190,16 @@ def calibrate(
     )
 
 
-_FAR, _POOR = 3.0, 0.15
-
-
 def doubts(calibration: Calibration) -> Iterator[str]:
     """Lines on problems of a fit: large errors, and constants over three spreads from their prior."""
     for name, part in (("memory", calibration.memory), ("time", calibration.time)):
         errors = [abs(error) for error in part.errors.values()]
-        if errors and (mean := sum(errors) / len(errors)) > _POOR:
+        if errors and (mean := sum(errors) / len(errors)) > 0.15:
             fix = "check the columns of the rows with the largest error"
             yield f"{name}: predictions are {mean:.0%} off on average; {fix}"
         for of in fields(part.constants):
             value, prior = getattr(part.constants, of.name), of.metadata["prior"]
-            if abs(math.log(value / prior)) > _FAR * of.metadata["spread"]:
+            if abs(math.log(value / prior)) > 3 * of.metadata["spread"]:
                 far = f"{of.name}={value:.3g} is far from the {prior:.3g} expected"
                 yield f"{far}: {of.metadata['meaning']}"
 
@@ -212,11 +207,10 @@ def doubts(calibration: Calibration) -> Iterator[str]:
 def profile_text(calibration: Calibration, source: Path) -> str:
     """JSON for `prediction.load_constants`."""
     parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
-    constants = {
-        name: {field: float(f"{value:.5g}") for field, value in asdict(part.constants).items()}
-        for name, part in parts.items()
-    }
-    summary = {name: _summary(part) for name, part in parts.items()}
+    constants, summary = {}, {}
+    for name, part in parts.items():
+        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
+        summary[name] = _summary(part)
     head = {"source": source.name, "hardware": list(calibration.hardware)}
     return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 

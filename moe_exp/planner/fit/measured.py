@@ -14,6 +14,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -130,11 +131,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         raise ValueError(f"{path}: has no column {', '.join(absent)}. Fix: {fix}.")
     if not rows:
         raise ValueError(f"{path}: has no rows. Fix: give one line per run after the names of the columns.")
-    problems = [
-        line
-        for number, row in enumerate(rows, start=2)
-        for line in _problems(row, f"{path}, row {row['row_id'] or number}")
-    ]
+    problems: list[str] = []
+    for number, row in enumerate(rows, start=2):
+        problems += _problems(row, f"{path}, row {row['row_id'] or number}")
     counts = Counter(row["row_id"] for row in rows)
     for name in [name for name, count in counts.items() if count > 1]:
         where = f"{path}, row {name}, column row_id"
@@ -306,14 +305,6 @@ def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepsp
     return [min(most, max(0, num_layers - most * stage)) for stage in range(num_stages)]
 
 
-def _is_cpu(device: str) -> bool:
-    """False for a device without a profile, which a sweep may record."""
-    try:
-        return load_hardware(device).is_cpu
-    except ValueError:
-        return False
-
-
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     def number(name: str, default: int) -> int:
         return int(row.get(name) or 0) or default
@@ -335,7 +326,10 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "distributed_optimizer": row.get("zero_stage") == _OF_MEGATRON[True],
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }  # fmt: skip
-    if not _is_cpu(row["gpu"]):
+    is_cpu = False
+    with suppress(ValueError):  # a device without a profile, which a sweep may record
+        is_cpu = load_hardware(row["gpu"]).is_cpu
+    if not is_cpu:
         # runs of other programs, and of versions without other backends
         settings |= {"cross_entropy": "megatron"} | ({"expert_backend": _UNFUSED} if experts > 1 else {})
     if of_deepspeed:

@@ -26,9 +26,7 @@ _ONE: dict[str, Any] = {
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0), "pipeline_layers": "", "vpp": None,
     "recompute": "none",
 }  # fmt: skip
-_MIN_TOKENS_PER_CP_RANK = 8192  # with fewer, communication outweighs computation
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
-_LARGE_VOCABULARY = 0.5  # in layers; an output layer worth less is closer to none than to one
 OUT_OF_MEMORY = "out of memory"
 NOT_NEEDED = "recomputes more than the memory asks for"
 TOO_SLOW = "layers and bubble alone take 1.5 times the best iteration"
@@ -67,7 +65,7 @@ class Space:
         """The usual values for a model, with those of `fixed` in their place."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
-        sequence = config.seq_len // _MIN_TOKENS_PER_CP_RANK
+        sequence = config.seq_len // 8192  # with fewer tokens per rank, communication outweighs computation
         chosen: dict[str, Sequence[Any]] = {
             "tp": _divisors(per_node, per_node),
             "pp": _divisors(world, min(config.num_layers, world)),
@@ -193,22 +191,19 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
         for vpp, sizes in batches.items():
             ep, etp = experts[0]
             inner = config.model_copy(update={"mbsz": mbsz, "vpp": vpp, "ep": ep, "etp": etp})
-            if _chunks_do_not_fit(config, vpp, mbsz):
+            # check_config's rules on VPP, faster, as many layouts fail them
+            chunks_fit = vpp is None or (
+                config.pp > 1
+                and not any(n % vpp for n in config.stage_layers)
+                and not config.num_microbatches // mbsz % config.pp
+            )
+            if not chunks_fit:
                 rejected[_REASONS["vpp"]] += weight
             elif reason := _reason(inner):
                 rejected[reason] += weight
             else:
                 sizes.append(mbsz)
     return Family(config, experts, batches)
-
-
-def _chunks_do_not_fit(config: Config, vpp: int | None, mbsz: int) -> bool:
-    """check_config's rules on VPP, faster, as many layouts fail them."""
-    return vpp is not None and (
-        config.pp == 1
-        or any(n % vpp for n in config.stage_layers)
-        or bool(config.num_microbatches // mbsz % config.pp)
-    )
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
@@ -222,7 +217,7 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     layer = (count.active_per_token - count.embedding) / config.num_layers
     weight = count.embedding / (1 if config.tie_embeddings else 2) / layer
     splits = [split_layers(config.num_layers, num_stages)]
-    if weight >= _LARGE_VOCABULARY:
+    if weight >= 0.5:  # an output layer worth less is closer to none than to one
         splits.append(split_layers(config.num_layers, num_stages, count_ends=True))
     if (output := round(weight)) > 1:  # the output layer counts as so many layers, the embedding as one
         last = max(0, round((config.num_layers + 1 + output) / num_stages) - output)
@@ -234,6 +229,5 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
 
 def notes(config: Config) -> list[str]:
     """Short notes on what is allowed but slow."""
-    if config.use_moe and config.etp * config.ep > config.gpus_per_node:
-        return ["experts over nodes"]
-    return []
+    crosses = config.use_moe and config.etp * config.ep > config.gpus_per_node
+    return ["experts over nodes"] if crosses else []

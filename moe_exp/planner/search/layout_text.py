@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, get_args
 
-from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem, setting_error
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
 T = TypeVar("T")
@@ -15,7 +15,6 @@ _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
 # at most four digits, so that a typo does not become a list of millions
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
-_SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
 _MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -44,7 +43,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
     for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
-        name = _SYNONYMS.get(name, name)
+        name = "mbsz" if name in ("mbs", "micro_batch_size") else name
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
             fix = f"write TP=4,PP=12; there are {', '.join(LAYOUT_SETTINGS).upper()}"
             rule = "is not one of the settings of a layout with its value"
@@ -77,12 +76,11 @@ def _value(name: str, text: str) -> Any:
     text = text.strip()
     if name == "recompute":
         if text not in _RECOMPUTE:
-            raise ValueError(problem(name, text, "is not known", "use " + ", ".join(_RECOMPUTE)))
+            raise setting_error(name, text, "is not known", "use " + ", ".join(_RECOMPUTE))
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            rule, fix = "must be the layers of every stage", "give for instance 8,9*10,8"
-            raise ValueError(problem(name, text, rule, fix))
+            raise setting_error(name, text, "must be the layers of every stage", "give for instance 8,9*10,8")
         return text
     if name == "vpp" and text.lower() == "none":
         return None
@@ -90,7 +88,7 @@ def _value(name: str, text: str) -> Any:
     if not text.isdecimal() or int(text) < smallest:
         words = "a whole number of at least" if name != "vpp" else "none, or a whole number of at least"
         fix = f"give for instance {name.upper()}={max(2, smallest)}"
-        raise ValueError(problem(name, text, f"must be {words} {smallest}", fix))
+        raise setting_error(name, text, f"must be {words} {smallest}", fix)
     return int(text)
 
 
@@ -109,15 +107,14 @@ def parse_count(name: str, text: str) -> int:
     count = number_in(number) * _SUFFIXES.get(suffix, 1)
     if not 1 <= count <= _MOST_TOKENS:
         rule = f"must be a number of tokens, more than 0 and at most {_MOST_TOKENS:.0e}"
-        raise ValueError(problem(name, text, rule, "give for instance 300B or 3e11"))
+        raise setting_error(name, text, rule, "give for instance 300B or 3e11")
     return int(count)
 
 
 def _price(text: str) -> float:
     price = number_in(text)
     if not 0 <= price < float("inf"):
-        rule = "must be a number of at least 0"
-        raise ValueError(problem("price", text, rule, "give the price of a GPU-hour"))
+        raise setting_error("price", text, "must be a number of at least 0", "give the price of a GPU-hour")
     return price
 
 
@@ -133,22 +130,17 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
     """NNODES and GPUS_PER_NODE for a number of GPUs; ValueError if they are not whole nodes."""
     if num_gpus < 1 or gpus_per_node < 1:
         name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
-        rule = "must be a whole number of at least 1"
-        raise ValueError(problem(name, value, rule, "give the number of GPUs"))
+        raise setting_error(name, value, "must be a whole number of at least 1", "give the number of GPUs")
     if num_gpus < gpus_per_node:
         return {"nnodes": 1, "gpus_per_node": num_gpus}
     if num_gpus % gpus_per_node:
         below = num_gpus // gpus_per_node * gpus_per_node
         rule = f"are not whole nodes of GPUS_PER_NODE={gpus_per_node}"
         fix = f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
-        raise ValueError(problem("gpus", num_gpus, rule, fix))
+        raise setting_error("gpus", num_gpus, rule, fix)
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
 
 
-# A layout as environment variables.
-
-
-_OF_THE_HOST = ("master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
 _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 
 
@@ -156,31 +148,25 @@ def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Settings with which `moe-exp train` runs a layout: those of the layout, and what else was given, as it
-    differs from `defaults`, the preset's; none of a node or host.
-
-    Args:
-        overrides: for environment variables: also layout settings that the layout does not use, empty, to
-            override an earlier layout's.
-
-    Raises:
-        ValueError: a setting of the preset would be empty, and an empty variable counts as unset.
+    differs from `defaults`, the preset's; none of a node or host. `overrides`, for environment variables:
+    also layout settings that the layout does not use, empty, to override an earlier layout's. ValueError if
+    a setting of the preset would be empty: an empty variable counts as unset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
-    usual = defaults.model_dump() | {
-        name: getattr(schedule, name) for name in ("warmup_iters", "decay_iters")
-    }
+    usual = defaults.model_dump()
+    usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
     always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS}
+    others = ("preset", "master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
     for name in type(config).model_fields:
         value = getattr(config, name)
-        is_usual = name not in always and value == usual[name]
-        if is_usual or name in ("preset", *_OF_THE_HOST):
+        if name in others or (name not in always and value == usual[name]):
             continue
         if value == "" and getattr(defaults, name):
             rule = f"an empty variable would leave what PRESET={config.preset} has"
             fix = f"leave the preset's, and train with --{name.replace('_', '-')}="
-            raise ValueError(problem(name, "", rule, fix))
+            raise setting_error(name, "", rule, fix)
         yield name.upper(), setting_text(value)
 
 

@@ -1,4 +1,4 @@
-"""Finds the layout that trains a model fastest on given GPUs. No torch.
+"""Finds the layout that trains a model fastest on given GPUs, and explains others. No torch.
 
 Memory only grows with the micro-batch and model chunks, and only shrinks with recompute. So each split of the
 model tries micro-batches from the smallest, each with the least recompute that fits, as more would be slower.
@@ -11,20 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
-from moe_exp.planner.search.layout_rules import (
-    NOT_NEEDED,
-    OUT_OF_MEMORY,
-    TOO_SLOW,
-    Family,
-    Space,
-    families,
-    model_problems,
-    notes,
-)
+from moe_exp.planner.search import layout_rules as rules
 
 RUNNER_UP = 0.02  # relative to the best: below the precision of predictions
 _HOPELESS = 1.5  # skip layouts whose layers and bubble alone take this multiple of the best iteration so far
@@ -50,12 +42,9 @@ class Candidate:
     @property
     def notes(self) -> list[str]:
         """Short notes on what is allowed but worth knowing."""
-        unfilled = self.config.gbsz < self.filling_batch
-        return [
-            *notes(self.config),
-            *["memory within the error"] * self.prediction.is_close,
-            *["pipeline never full"] * unfilled,
-        ]
+        found = rules.notes(self.config)
+        found += ["memory within the error"] if self.prediction.is_close else []
+        return found + (["pipeline never full"] if self.config.gbsz < self.filling_batch else [])
 
 
 @dataclass(frozen=True)
@@ -87,15 +76,15 @@ def search(
     """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration. `fixed` maps settings
     to their allowed values; the layout of `config` is ignored. ConfigError with all `model_problems`.
     """
-    if problems := model_problems(config):
+    if problems := rules.model_problems(config):
         raise ConfigError(problems)
-    space, constants, rejected = Space.of(config, fixed), constants or load_constants(), Counter[str]()
+    space, constants, rejected = rules.Space.of(config, fixed), constants or load_constants(), Counter[str]()
     work = _Evaluation(hardware, constants, space.recompute, rejected)
-    for family in families(config, space, rejected):
+    for family in rules.families(config, space, rejected):
         work.add(family)
 
     def order(one: Candidate) -> tuple[float, int, int]:
-        return one.seconds, len(notes(one.config)), one.config.tp * one.config.pp * one.config.cp
+        return one.seconds, len(rules.notes(one.config)), one.config.tp * one.config.pp * one.config.cp
 
     ranked = sorted(work.fitting, key=order)
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
@@ -115,14 +104,14 @@ class _Evaluation:
         self.fitting: list[Candidate] = []
         self.smallest: Candidate | None = None
 
-    def add(self, family: Family) -> None:
+    def add(self, family: rules.Family) -> None:
         """Tries experts' parallelism and model chunks; no chunks, which take least memory, come first."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
                 hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
-                self._rejected[TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
+                self._rejected[rules.TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
                 needed = self._add_batches(config, hopeful, levels)
                 levels = levels or ({} if vpp else needed)
 
@@ -142,9 +131,9 @@ class _Evaluation:
                 level += candidate is None
             needed[mbsz] = level
             self._last_fitted = candidate is not None
-            self._rejected[OUT_OF_MEMORY] += level
+            self._rejected[rules.OUT_OF_MEMORY] += level
             if candidate:
-                self._rejected[NOT_NEEDED] += num_levels - level - 1
+                self._rejected[rules.NOT_NEEDED] += num_levels - level - 1
                 self.fitting.append(candidate)
         return needed
 
@@ -171,3 +160,77 @@ class _Evaluation:
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
     """All that the layers' total time depends on, except recompute, which only adds: no PP and VPP."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How the wanted settings compare with the best layout, or why they are refused."""
+
+    wanted: Mapping[str, Any]  # requested layout settings
+    candidate: Candidate | None  # fastest valid layout with them, if any
+    fits: bool  # whether it fits in memory
+    place: int  # its rank among all layouts, from 1; 0 if there is none
+    losses: dict[str, float]  # part of the iteration to seconds lost against the best layout
+    problems: list[str]  # lines on why no layout is valid
+
+
+def explain(
+    found: Search,
+    config: Config,
+    hardware: Hardware,
+    wanted: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Sequence[Any]] | None = None,
+    constants: Constants | None = None,
+) -> Explanation:
+    """Why the settings `wanted` are refused, or the rank and losses of the fastest layout with them. The
+    other arguments are those of the search that returned `found`.
+    """
+    narrowed = {**(fixed or {}), **{name: (value,) for name, value in wanted.items()}}
+    inner = search(config, hardware, fixed=narrowed, constants=constants)
+    if inner.ranked:
+        candidate = inner.ranked[0]
+        best = found.ranked[0] if found.ranked else candidate
+        place = found.place_of(candidate.seconds)
+        mine, other = candidate.prediction.time.parts(), best.prediction.time.parts()
+        losses = sorted(((name, mine[name] - other[name]) for name in mine), key=lambda item: -item[1])
+        return Explanation(wanted, candidate, True, place, dict(losses), [])
+    if inner.smallest is not None:
+        return Explanation(wanted, inner.smallest, False, 0, {}, [memory_line(inner.smallest)])
+    given = {name: values[0] for name, values in (fixed or {}).items() if len(values) == 1} | dict(wanted)
+    return Explanation(wanted, None, False, 0, {}, _problems_of(config, given, inner))
+
+
+def bound_by(time: IterationTime) -> str:
+    """`IterationTime.bound` with its share of the iteration."""
+    return f"{time.bound.replace('_', ' ')} {time.parts()[time.bound] / time.total:.0%}"
+
+
+def memory_line(candidate: Candidate) -> str:
+    """Line on a layout that breaks no rule but does not fit in memory."""
+    prediction, config = candidate.prediction, candidate.config
+    rule = f"needs {prediction.peak_bytes / 2**30:.1f} of {prediction.memory_bytes / 2**30:.1f} GiB"
+    rule += f" on stage {prediction.peak_stage} with MBSZ={config.mbsz} and RECOMPUTE={config.recompute}"
+    return problem("layout", layout_words(config), rule, "raise TP, PP or EP, or use more or larger GPUs")
+
+
+def _problems_of(config: Config, given: Mapping[str, Any], inner: Search) -> list[str]:
+    """Lines on given settings that are invalid regardless of the others."""
+    layout = dict(given)
+    if "pp" in layout and not layout.keys() & set(rules.SPLIT_SETTINGS):
+        layout |= rules.stage_splits(config, layout["pp"])[0]
+    lines = rules.layout_problems(rules.with_layout(config, **layout))
+    # problems with the number of ranks or the batch may come from other sizes, which are 1 here
+    if not {"tp", "pp"} <= given.keys():
+        lines = [line for line in lines if line.partition("=")[0].lower() in given]
+    reasons = "; ".join(f"{reason} ({count:,})" for reason, count in inner.rejected.most_common())
+    words = ",".join(f"{name.upper()}={value}" for name, value in given.items())
+    rule = f"no layout is left, these are refused: {reasons}"
+    return lines or [problem("layout", words, rule, "leave some of it open")]
+
+
+def layout_words(config: Config) -> str:
+    """The parallel sizes as text: TP4,PP12,DP8."""
+    sizes = {name: getattr(config, name) or 1 for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+    words = [f"{name.upper()}{size}" for name, size in sizes.items() if size > 1 or name in ("tp", "pp")]
+    return ",".join([*words, f"DP{config.data_parallel_size}"])

@@ -19,7 +19,6 @@ _RATIOS = {
     "hidden_size": 2.0, "num_layers": 1.0, "num_experts": 1.0, "topk": 1.0, "expert_ffn_size": 1.0, "tp": 0.7,
     "pp": 0.5, "ep": 0.7, "cp": 0.7, "mbsz": 0.5, "seq_len": 0.5, "world_size": 0.2,
 }  # fmt: skip
-_OTHER_KIND, _OTHER_ARCHITECTURE, _OTHER_DEVICE, _OTHER_TYPE = 10.0, 3.0, 1.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ def _distance(config: Config, hardware: Hardware, other: Job, device: Hardware) 
         theirs = getattr(other.config, name)
         if mine and theirs:
             total += weight * abs(math.log2(mine / theirs))
-    total += _OTHER_KIND * (config.use_moe != other.config.use_moe)
-    total += _OTHER_ARCHITECTURE * (hardware.architecture != device.architecture)
-    total += _OTHER_DEVICE * (hardware.name != device.name)
-    return total + _OTHER_TYPE * (config.fp8 != other.config.fp8)
+    total += 10.0 * (config.use_moe != other.config.use_moe)
+    total += 3.0 * (hardware.architecture != device.architecture)
+    return total + (hardware.name != device.name) + (config.fp8 != other.config.fp8)

@@ -57,7 +57,7 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
     """Runs every stage's order of passes, each as soon as its input is there."""
     stages = len(passes)
     orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[tuple[int, str, int, int], float] = {}
+    done: dict[tuple[int, Kind, int, int], float] = {}
     free, places = [0.0] * stages, [0] * stages
     events: list[Event] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -65,13 +65,13 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 kind, chunk, microbatch = order[places[stage]]
-                ready = _ready(done, stage, kind, chunk, microbatch, stages, chunks)
-                if ready is None:
+                needed = _input(stage, kind, chunk, microbatch, stages, chunks)
+                if needed and needed not in done:
                     break
                 of = passes[stage]
                 seconds = (of.forward if kind == "forward" else of.backward) / chunks
                 share = of.forward_exchange if kind == "forward" else of.backward_exchange
-                start = max(free[stage], ready)
+                start = max(free[stage], done[needed] if needed else 0.0)
                 free[stage] = done[stage, kind, chunk, microbatch] = start + seconds
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
                 places[stage] += 1
@@ -79,24 +79,14 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
     return events
 
 
-def _ready(
-    done: dict[tuple[int, str, int, int], float],
-    stage: int,
-    kind: Kind,
-    chunk: int,
-    microbatch: int,
-    stages: int,
-    chunks: int,
-) -> float | None:
-    """When the input of a pass is there, None if that is not known yet."""
-    place, of = chunk * stages + stage, kind
-    if place == 0 and kind == "forward":
-        return 0.0
-    if place == chunks * stages - 1 and kind == "backward":
-        at, of = place, "forward"
-    else:
-        at = place - 1 if kind == "forward" else place + 1
-    return done.get((at % stages, of, at // stages, microbatch))
+def _input(
+    stage: int, kind: Kind, chunk: int, microbatch: int, stages: int, chunks: int
+) -> tuple[int, Kind, int, int] | None:
+    """The pass whose result a pass takes in; None for the first."""
+    at = chunk * stages + stage + (-1 if kind == "forward" else 1)
+    if at == chunks * stages:
+        return stage, "forward", chunk, microbatch
+    return (at % stages, kind, at // stages, microbatch) if at >= 0 else None
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:

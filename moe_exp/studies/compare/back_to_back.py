@@ -19,25 +19,13 @@ from moe_exp.planner.estimate import cost_of
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.report.page import write_report
 from moe_exp.runs.records import last_records
-from moe_exp.studies.child_runs import (
-    MEASURED_ONLY,
-    Case,
-    at_work,
-    clear,
-    median_seconds,
-    records_after,
-    run_environment,
-    run_to_end,
-    wait_until_free,
-)
+from moe_exp.studies import child_runs
+from moe_exp.studies.child_runs import Case, median_seconds, records_after, run_to_end, why_it_failed
 from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep, known_pace
 from moe_exp.studies.compare.results import Ended, as_json, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.compare.variants import Variant
-from moe_exp.studies.failures import why_it_failed
 
-# Longer than a record of up to a few thousand experts.
-_TAIL_BYTES = 1 << 17
 PAGE = "report.html"
 _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 
@@ -64,10 +52,7 @@ def check_planned_files(comparison: Comparison) -> None:
 
 
 def run_comparison(comparison: Comparison) -> int:
-    """Runs what is left of a comparison.
-
-    Returns:
-        Exit code: 1 if a run failed or timed out.
+    """Runs what is left of a comparison; returns the exit code, 1 if a run failed or timed out.
 
     Raises:
         ConfigError: settings that cannot run, here or in this folder.
@@ -78,8 +63,14 @@ def run_comparison(comparison: Comparison) -> int:
         need_packages("repeats", "scipy")
     check_runs(comparison.runs(), check_config)
     compare_with_before(comparison)
-    _check_place(comparison)
-    with at_work(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"):
+    folder = comparison.folder
+    if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
+        rule = f"{folder} is the folder of a run, not of a comparison"
+        raise ConfigError([problem("run_name", folder.name, rule, "give another RUN_NAME")])
+    first = comparison.runs()[0].config.model_copy(update={"run_name": ".new", "master_port": free_port()})
+    if problems := check_environment(first):  # of the folder, too, that is to be created
+        raise ConfigError(problems)
+    with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
         return _run_all(comparison)
 
 
@@ -94,7 +85,7 @@ def _run_all(comparison: Comparison) -> int:
     print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
     runs = comparison.runs()
     for run in runs:
-        wait_until_free(run.folder)
+        child_runs.wait_until_free(run.folder)
     check_runs([run for run in runs if not is_finished(run)])
     ended: dict[str, Ended] = {}
     text, warnings, page = "", list[str](), comparison.folder / PAGE
@@ -114,9 +105,9 @@ def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
     if is_finished(run):
         return read_ended(run)
     before = run.log.stat().st_size if run.log.exists() else 0
-    timeout = comparison.options.timeout or None
+    timeout, environ = comparison.options.timeout or None, child_runs.run_environment()
     with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
-        code = run_to_end(run.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
+        code = run_to_end(run.flags, run.log, timeout=timeout, environ=environ, saving=True)
     if code is None:
         reason = f"had not ended after --timeout {comparison.options.timeout:g} s"
         return read_ended(run, status="timeout", reason=reason)
@@ -139,15 +130,14 @@ def ended_line(ended: Ended, name: str) -> str:
 def _iteration(run: Case) -> int:
     """Latest logged iteration; reads only the last lines, as it is called every second."""
     with suppress(OSError):
-        records = last_records(run.folder.metrics, _TAIL_BYTES)
+        records = last_records(run.folder.metrics, 1 << 17)  # more than a record of a few thousand experts
         return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
     return 0
 
 
 def predicted_seconds(variant: Variant) -> float | None:
     """The planner's prediction per iteration on this host's device; None if it has no profile."""
-    profile = profile_of(device_name())
-    if not profile:
+    if not (profile := profile_of(device_name())):
         return None
     cost = cost_of(variant.config, load_hardware(profile))
     return cost.seconds / cost.num_iterations
@@ -164,11 +154,11 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
     with progress("measuring the pace", len(left), unit="variants") as advance:
         for variant in left:
             place = {"run_dir": str(folder), "run_name": variant.name, "train_iters": _PACE_ITERATIONS}
-            flags = {**variant.flags, **MEASURED_ONLY, **place}
+            flags = {**variant.flags, **child_runs.MEASURED_ONLY, **place}
             log = comparison.folder / "logs" / f"{variant.name}.pace.log"
             case = Case(variant.name, flags, load_config(flags, {}), log)
-            clear(case)
-            if code := run_to_end(flags, log, timeout=None, environ=run_environment()):
+            child_runs.clear(case)
+            if code := run_to_end(flags, log, timeout=None, environ=child_runs.run_environment()):
                 _, reason = why_it_failed(log.read_text(encoding="utf-8", errors="replace"), code)
                 fix = f"see {log}, and fix or leave out the variant"
                 raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: {fix}.")
@@ -211,15 +201,3 @@ def check_runs(
     ]
     if lines:
         raise ConfigError(lines)
-
-
-def _check_place(comparison: Comparison) -> None:
-    """Raises ConfigError if the folder cannot be created or the environment does not fit."""
-    folder = comparison.folder
-    if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
-        rule = f"{folder} is the folder of a run, not of a comparison"
-        raise ConfigError([problem("run_name", folder.name, rule, "give another RUN_NAME")])
-    first = comparison.runs()[0]
-    config = first.config.model_copy(update={"run_name": ".new", "master_port": free_port()})
-    if problems := check_environment(config):
-        raise ConfigError(problems)

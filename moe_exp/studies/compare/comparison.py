@@ -18,70 +18,58 @@ from typing import Any
 from moe_exp.config import TRAITS, ConfigError, load_config, problem
 from moe_exp.host.files import read_json, write_json
 from moe_exp.studies.child_runs import Case, given_settings
-from moe_exp.studies.compare.matching import MATCHES, Match, match_sizes, with_iterations
-from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
+from moe_exp.studies.compare.variants import (
+    MATCHES,
+    Match,
+    Variant,
+    make_variants,
+    match_sizes,
+    reference_of,
+    with_iterations,
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a comparison besides training settings.
+    """Options of a comparison besides training settings."""
 
-    Attributes:
-        runs: comma-separated names, see `make_variants`.
-        variants: others, NAME:SETTING=VALUE,...
-        match: what is equal for all.
-        repeats: runs per variant, each with another seed.
-        seconds: with `time`, training time of each; 0: as long as the reference takes for TRAIN_ITERS.
-        timeout: seconds after which a run is ended; 0: never.
-    """
-
-    runs: str = ""
-    variants: tuple[str, ...] = ()
-    match: Match = "flops"
-    repeats: int = 1
-    seconds: float = 0.0
-    timeout: float = 0.0
+    runs: str = ""  # comma-separated names, see `make_variants`
+    variants: tuple[str, ...] = ()  # others, NAME:SETTING=VALUE,...
+    match: Match = "flops"  # what is equal for all
+    repeats: int = 1  # runs per variant, each with another seed
+    seconds: float = 0.0  # with `time`, training time of each; 0: as long as the reference for TRAIN_ITERS
+    timeout: float = 0.0  # seconds after which a run is ended; 0: never
 
     def problems(self) -> list[str]:
         found = []
+
+        def refuse(name: str, rule: str, fix: str) -> None:
+            found.append(problem(name, getattr(self, name), rule, fix))
+
         if self.match not in MATCHES:
-            fix = f"use one of {', '.join(MATCHES)}"
-            found.append(problem("match", self.match, "is nothing to match by", fix))
+            refuse("match", "is nothing to match by", f"use one of {', '.join(MATCHES)}")
         if self.repeats < 1:
-            fix = "give the number of runs of each variant"
-            found.append(problem("repeats", self.repeats, "must be at least 1", fix))
+            refuse("repeats", "must be at least 1", "give the number of runs of each variant")
         for name in ("seconds", "timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                rule = "must be a number from 0 on"
-                found.append(problem(name, getattr(self, name), rule, "leave it out for none"))
+                refuse(name, "must be a number from 0 on", "leave it out for none")
         if self.seconds > 0 and self.match != "time":
-            rule = f"is a budget of time, but --match is {self.match}"
-            found.append(problem("seconds", self.seconds, rule, "add --match time"))
+            refuse("seconds", f"is a budget of time, but --match is {self.match}", "add --match time")
         return found
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of matched size, and where their runs are kept.
-
-    Attributes:
-        folder: see the top of this file.
-        variants: in order; with `time`, TRAIN_ITERS is set once the pace is known.
-    """
+    """Variants of matched size, and where their runs are kept."""
 
     options: Options
-    folder: Path
-    variants: tuple[Variant, ...]
+    folder: Path  # see the top of this file
+    variants: tuple[Variant, ...]  # in order; with `time`, TRAIN_ITERS is set once the pace is known
 
     @classmethod
     def of(cls, options: Options, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Comparison:
-        """Reads all settings and chooses the sizes. Touches no disk.
-
-        Args:
-            flags: settings of the runs, by field name; None counts as not given.
-
-        Raises:
-            ConfigError: lists all problems.
+        """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
+        `flags`: settings of the runs, by field name; None counts as not given.
         """
         if problems := options.problems():
             raise ConfigError(problems)
@@ -126,11 +114,8 @@ class Comparison:
 
 def known_pace(comparison: Comparison) -> dict[str, float]:
     """Seconds per iteration by variant name, as measured by earlier calls."""
-    return {
-        name: entry["seconds_per_iteration"]
-        for name, entry in _kept(comparison).items()
-        if entry.get("seconds_per_iteration")
-    }
+    paces = {name: entry.get("seconds_per_iteration") for name, entry in _kept(comparison).items()}
+    return {name: seconds for name, seconds in paces.items() if seconds}
 
 
 def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from moe_exp.host.files import read_json
-from moe_exp.report.comparison import (
-    NATS,
-    Group,
-    Overview,
-    Parity,
-    parity,
-    smoothed,
-    why_not_compared,
-    window_of,
-)
+from moe_exp.report.comparison import NATS, Overview, smoothed, why_not_compared, window_of
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
@@ -28,27 +19,19 @@ from moe_exp.studies.compare.comparison import Comparison
 from moe_exp.studies.compare.variants import differences
 
 Axis = Literal["tokens", "flops", "seconds"]
-AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")
+AXES: tuple[Axis, ...] = get_args(Axis)
 _KEYS = {"tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds"}
-_REPORTED = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Current state of a run of the comparison.
-
-    Attributes:
-        status: finished, stopped, failed, oom (out of memory), timeout, or left (not started).
-        recorded: content of its folder.
-        numbers: as on the page; NaN for what was not measured.
-        reason: why it failed.
-    """
+    """Current state of a run of the comparison."""
 
     run: Case
-    status: str
-    recorded: Recorded
-    numbers: Overview
-    reason: str = ""
+    status: str  # finished, stopped, failed, oom (out of memory), timeout, or left (not started)
+    recorded: Recorded  # content of its folder
+    numbers: Overview  # as on the page; NaN for what was not measured
+    reason: str = ""  # why it failed
 
     @property
     def final_loss(self) -> float | None:
@@ -77,11 +60,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Losses at the end of the shortest run, smoothed over the same number of tokens for all.
-
-    Returns:
-        x on `axis`, and the loss of each run, interpolated linearly (None without one); None if less than
-        two runs can be compared.
+    """x on `axis` at the end of the shortest run, and the loss of each run there, interpolated linearly (None
+    without one), smoothed over the same number of tokens; None if less than two runs can be compared.
     """
     window = window_of([one.recorded for one in ended])
     curves = {}
@@ -101,6 +81,7 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
 def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
     """Results of each run by variant, with the settings in which the variants differ."""
     different = differences(comparison.variants)
+    reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
     return {
         variant.name: {
             "settings": {name: values[index] for name, values in different.items()},
@@ -108,7 +89,7 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
                 {
                     "seed": one.run.config.seed,
                     "status": one.status,
-                    **{name: json_value(getattr(one.numbers, name)) for name in _REPORTED},
+                    **{name: json_value(getattr(one.numbers, name)) for name in reported},
                 }
                 for one in ended
                 if one.run.variant == variant.name
@@ -116,8 +97,3 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
         }
         for index, variant in enumerate(comparison.variants)
     }
-
-
-def compared(ended: Ended, other: Ended) -> Parity:
-    """Compares the two as the page does."""
-    return parity(Group((ended.recorded,)), Group((other.recorded,)))

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 
+from moe_exp.config import Config
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words
+from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words, parity
 from moe_exp.report.headline import opposite_text, pair_text, ranking
 from moe_exp.studies.compare.comparison import Comparison
-from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token
-from moe_exp.studies.compare.results import AXES, Axis, Ended, compared, losses_at_shared_end
-from moe_exp.studies.compare.variants import Variant, differences
+from moe_exp.studies.compare.results import AXES, Axis, Ended, losses_at_shared_end
+from moe_exp.studies.compare.variants import active_parameters, apart, differences, flops_per_token
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
-_OF_SEEDS = " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
 _MOST_PAIRED = 4  # variants of which all pairs are compared
 _MOST_COLUMNS = 6  # variants; more of them are rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """The variants, their sizes, how well these match, and expected duration.
-
-    Args:
-        seconds: per iteration by name; None if unknown.
-        measured: whether `seconds` were measured or come from the planner.
+    """The variants, their sizes, how well these match, and expected duration. `seconds`: per iteration by
+    name, None if unknown; `measured`, or else from the planner.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -61,15 +58,14 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
         "parameters": [count_text(count_parameters(one.config).total) for one in variants],
         "active per token": [count_text(active_parameters(one.config)) for one in variants],
         "FLOPs per token": [flops_text(flops_per_token(one.config)) for one in variants],
-        "MLP width": [_width_words(one) for one in variants],
+        "MLP width": [_width_words(one.config) for one in variants],
         f"{_MATCHED_BY[match]} against {reference.name}": [
             "-" if one is reference else f"{share:+.2%}" for one, share in zip(variants, aparts, strict=True)
         ],
     }
 
 
-def _width_words(variant: Variant) -> str:
-    config = variant.config
+def _width_words(config: Config) -> str:
     if not config.use_moe:
         return str(config.ffn_hidden_size)
     shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
@@ -85,8 +81,10 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
     by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
+    # means are of finished seeds: a run that was cut short has another loss
+    counted = [[one for one in of if len(of) == 1 or one.status == "finished"] for of in by_name.values()]
     for label, value, text in _RESULTS:
-        rows[label] = [_spread([value(one) for one in _counted(runs)], text) for runs in by_name.values()]
+        rows[label] = [_spread([value(one) for one in runs], text) for runs in counted]
     rows[f"validation loss against {comparison.reference.name}"] = _differences(comparison, by_name)
     for axis in AXES:
         if found := losses_at_shared_end(ended, axis):
@@ -104,12 +102,9 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
         "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are"
         " compared of the shortest run's; times are without evaluation and saves."
     )
-    return "\n".join([*lines, "", note + (_OF_SEEDS if comparison.options.repeats > 1 else ""), ""])
-
-
-def _counted(runs: Sequence[Ended]) -> list[Ended]:
-    """The seeds of a variant that means are of: a run that was cut short has another loss."""
-    return [one for one in runs if len(runs) == 1 or one.status == "finished"]
+    if comparison.options.repeats > 1:
+        note += " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
+    return "\n".join([*lines, "", note, ""])
 
 
 def _differences(comparison: Comparison, by_name: Mapping[str, Sequence[Ended]]) -> list[str]:
@@ -142,7 +137,8 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         measured = [pair for pair in pairs if all(one.recorded.num_records for one in pair)]
         # of seeds: one that was cut short has another lowest loss
         finished = [pair for pair in measured if all(one.status == "finished" for one in pair)]
-        found = [compared(one, two) for one, two in finished or measured]
+        groups = ([Group((one.recorded,)) for one in pair] for pair in finished or measured)
+        found = [parity(*pair) for pair in groups]
         known = [one for one in found if not one.reason]
         if validated := [one for one in known if one.what == VALIDATION]:
             known = validated
@@ -171,10 +167,8 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
 
 
 def _statuses(runs: Sequence[Ended]) -> str:
-    words = dict.fromkeys(one.status for one in runs)
-    return ", ".join(
-        word if len(words) == 1 else f"{sum(one.status == word for one in runs)} {word}" for word in words
-    )
+    counts = Counter(one.status for one in runs)
+    return ", ".join(f"{count} {word}" if len(counts) > 1 else word for word, count in counts.items())
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
@@ -182,9 +176,8 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
-    return text(statistics.fmean(known)) + (
-        f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
-    )
+    spread = f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
+    return text(statistics.fmean(known)) + spread
 
 
 def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -192,18 +185,16 @@ def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""
-    mean, degrees = statistics.fmean(known), len(known) - 1
-    if not degrees:
+    mean = statistics.fmean(known)
+    if len(known) == 1:
         return text(mean)
-    half = half_interval(statistics.stdev(known), len(known), degrees)
+    half = half_interval(statistics.stdev(known), len(known), len(known) - 1)
     return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Half the width of the 90% interval of a mean of `count` values, by Student's t.
-
-    Args:
-        deviation: standard deviation of the values, estimated with `degrees` of freedom.
+    """Half the width of the 90% interval of a mean of `count` values, by Student's t: `deviation` is their
+    standard deviation, estimated with `degrees` of freedom.
     """
     from scipy.stats import t
 
@@ -216,10 +207,8 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Lines of a Markdown table, readable in a terminal, too: the first row is the head.
-
-    Args:
-        num_left: columns at the left that are aligned left; the others are aligned right.
+    """Lines of a Markdown table, readable in a terminal, too: the first row is the head, the first `num_left`
+    columns are aligned left, the others right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = [str.ljust] * num_left + [str.rjust] * (len(widths) - num_left)

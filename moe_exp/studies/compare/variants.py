@@ -1,14 +1,19 @@
-"""The models of a comparison: from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2` to settings. No torch."""
+"""The models of a comparison, from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2` to settings; sizes and
+lengths that make them equal in FLOPs or active parameters per token, or in time. No torch.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
+from moe_exp.config.parsers import scaled_points
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.params import count_parameters
 
 # Settings by name in --runs. A dropless run rejects CAPACITY_FACTOR, one with capacity TOKEN_ROUNDING.
 KINDS: dict[str, dict[str, str]] = {
@@ -31,19 +36,12 @@ _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: M
 
 @dataclass(frozen=True)
 class Variant:
-    """One model.
+    """One model."""
 
-    Attributes:
-        name: of its folder and its column.
-        own: settings on top of the shared ones, by field name.
-        flags: all settings that are not defaults, as `moe-exp train` takes them.
-        config: the resulting configuration.
-    """
-
-    name: str
-    own: dict[str, str]
-    flags: dict[str, Any]
-    config: Config
+    name: str  # of its folder and its column
+    own: dict[str, str]  # settings on top of the shared ones, by field name
+    flags: dict[str, Any]  # all settings that are not defaults, as `moe-exp train` takes them
+    config: Config  # the resulting configuration
 
     @classmethod
     def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
@@ -57,16 +55,13 @@ class Variant:
 
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
-    """The variants of a comparison, in the order given.
+    """The variants of a comparison, in order; ConfigError with all that cannot be read.
 
     Args:
         runs: comma-separated names of KINDS; empty: the MoE layer of the settings, and dense, unless two are
             `written`.
         written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
-
-    Raises:
-        ConfigError: lists every name, setting and value that cannot be read.
     """
     if not runs and len(written) < 2:
         runs = f"{load_config(given, {}).moe_type},dense"
@@ -107,26 +102,20 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
     for part in _NEXT_SETTING.split(settings):
         key, equals, value = part.partition("=")
         field = key.strip().lower().replace("-", "_")
-        if found := _setting_problem(text, key, field, equals):
-            problems.append(found)
+        if not equals or field not in Config.model_fields:
+            near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
+            fix = "moe-exp train --help has all settings"
+            if near:
+                fix = f"write {near[0].upper()}, if that is meant"
+            rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
+            problems.append(problem("variant", text, rule, fix))
+        elif field in _SAME_FOR_ALL:
+            rule = f"{field.upper()} is the same for all runs of a comparison"
+            problems.append(problem("variant", text, rule, "set it for all of them"))
         own[field] = value.strip()
     if problems:
         raise ConfigError(problems)
     return name, own
-
-
-def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
-    if not equals or field not in Config.model_fields:
-        near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-        fix = (
-            f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
-        )
-        rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
-        return problem("variant", text, rule, fix)
-    if field in _SAME_FOR_ALL:
-        rule = f"{field.upper()} is the same for all runs of a comparison"
-        return problem("variant", text, rule, "set it for all of them")
-    return ""
 
 
 def reference_of(variants: Sequence[Variant]) -> Variant:
@@ -138,11 +127,8 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
     """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
     settings = [_said(variant.config) for variant in variants]
     rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
-    return {
-        name: values
-        for name, values in rows.items()
-        if len({str(value) for value in values if value is not None}) > 1
-    }
+    distinct = {name: {str(value) for value in values if value is not None} for name, values in rows.items()}
+    return {name: values for name, values in rows.items() if len(distinct[name]) > 1}
 
 
 def _said(config: Config) -> dict[str, Any]:
@@ -151,3 +137,100 @@ def _said(config: Config) -> dict[str, Any]:
         name: value if config.use_moe or TRAITS[name].part != "experts" else None
         for name, value in config.model_dump().items()
     }
+
+
+Match = Literal["flops", "active-params", "time"]
+MATCHES: tuple[Match, ...] = get_args(Match)
+
+# Settings that name points of the schedule, as iterations or as shares.
+POINTS = ("lr_decay_style", "wsd_decay_ends")
+# GEMMs are faster at round widths; an error up to this share is fine.
+_ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
+
+
+def flops_per_token(config: Config) -> float:
+    """Model FLOPs per token, forward and backward."""
+    return flops_per_iteration(config, 1) / config.seq_len
+
+
+def active_parameters(config: Config) -> float:
+    """Parameters that one token uses; all in a dense model."""
+    return count_parameters(config).active_per_token
+
+
+def measure_of(match: Match) -> Callable[[Config], float]:
+    """Quantity by which sizes are matched; with `time`, FLOPs per token, too."""
+    return active_parameters if match == "active-params" else flops_per_token
+
+
+def apart(config: Config, reference: Config, match: Match) -> float:
+    """Relative difference to the reference in what `measure_of` measures."""
+    return measure_of(match)(config) / measure_of(match)(reference) - 1
+
+
+def width_setting(config: Config) -> str:
+    """The setting that changes a model's size: width of the dense MLP, or of a routed expert."""
+    return "moe_ffn_hidden_size" if config.use_moe else "ffn_hidden_size"
+
+
+def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
+    """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%; 0 if the model
+    is larger even without any MLP. FLOPs and parameters are linear in the width, so two widths determine it.
+    """
+    name, unit = width_setting(config), config.etp if config.use_moe else config.tp
+
+    def measured(width: int) -> float:
+        return measure(config.model_copy(update={name: width}))
+
+    slope = (measured(2 * unit) - measured(unit)) / unit
+    exact = (target - measured(unit)) / slope + unit
+    if exact < unit / 2:
+        return 0
+    for step in (*(width * unit for width in _ROUND_WIDTHS), unit):
+        width = max(1, round(exact / step)) * step
+        if abs(measured(width) / target - 1) <= _CLOSE:
+            break
+    return width
+
+
+def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
+    """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
+    ConfigError if a variant cannot be made that small.
+    """
+    reference, measure = reference_of(variants), measure_of(match)
+    target, matched, problems = measure(reference.config), [], []
+    for variant in variants:
+        name = width_setting(variant.config)
+        if name in variant.own or abs(apart(variant.config, reference.config, match)) <= _CLOSE:
+            matched.append(variant)
+            continue
+        if width := matched_width(variant.config, target, measure):
+            matched.append(variant.having(**{name: width}))
+        else:
+            unit = "active parameters" if match == "active-params" else "FLOPs per token"
+            rule = f"has more than the {target:.4g} {unit} of {reference.name} by its other settings alone"
+            fix = f"set its {name.upper()} yourself, or make it smaller"
+            problems.append(problem("variant", variant.name, rule, fix))
+    if problems:
+        raise ConfigError(problems)
+    return matched
+
+
+def with_iterations(variant: Variant, iterations: int) -> Variant:
+    """The variant with this TRAIN_ITERS, and the learning rate decay scaled in proportion."""
+    before = variant.config
+    if iterations == before.train_iters:
+        return variant
+
+    def scaled(value: int) -> int:
+        return max(1, round(value * iterations / before.train_iters)) if value else 0
+
+    decay = scaled(before.decay_iters)
+    last = decay or iterations
+    warmup = min(before.warmup_iters, last - 1)
+    wsd = min(scaled(before.wsd_decay_iters), last)
+    texts = {name: scaled_points(getattr(before, name), iterations / before.train_iters) for name in POINTS}
+    texts = {name: text for name, text in texts.items() if text != getattr(before, name)}
+    return variant.having(
+        train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd, **texts
+    )

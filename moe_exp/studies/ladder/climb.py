@@ -16,40 +16,27 @@ from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
 from moe_exp.studies.child_runs import Case, at_work, wait_until_free
-from moe_exp.studies.compare.back_to_back import (
-    check_planned_files,
-    check_runs,
-    ended_line,
-    ended_with,
-    need_packages,
-    run_one,
-)
+from moe_exp.studies.compare import back_to_back
+from moe_exp.studies.compare.back_to_back import check_runs, run_one
 from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep
 from moe_exp.studies.compare.results import Ended, is_finished, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
 from moe_exp.studies.ladder.table import page, plan_text, result_text
-from moe_exp.studies.sweep.outcome import TIME_LIMIT
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
+from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
-_DAY_SECONDS = 86_400
 _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Where runs are started.
+    """Where runs are started."""
 
-    Attributes:
-        name: of EXECUTORS.
-        sbatch: options of the SLURM jobs.
-        timeout: seconds of a run; 0: none, with SLURM a day.
-    """
-
-    name: str = "local"
-    sbatch: tuple[str, ...] = ()
-    timeout: float = 0.0
+    name: str = "local"  # of EXECUTORS
+    sbatch: tuple[str, ...] = ()  # options of the SLURM jobs
+    timeout: float = 0.0  # seconds of a run; 0: none, with SLURM a day
 
     def problems(self) -> list[str]:
         found = []
@@ -62,7 +49,7 @@ class Executor:
 
 def check(ladder: Ladder) -> None:
     """ConfigError with all problems of the settings, or if the folder's runs were started with others."""
-    need_packages("ladder", "scipy", "matplotlib")
+    back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)
         compare_with_before(comparison)
@@ -76,15 +63,13 @@ def dry_run(ladder: Ladder) -> str:
     """Describes what a ladder would do; touches no file. ConfigError for what cannot run."""
     check(ladder)
     for comparison in ladder.rungs:
-        check_planned_files(comparison)
+        back_to_back.check_planned_files(comparison)
     return plan_text(ladder)
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
-    """Runs what is left of a ladder, and writes its reports after each run.
-
-    Returns:
-        Exit code: 1 if a run failed, timed out or diverged, else that of a stopped run if one has stopped.
+    """Runs what is left of a ladder, and writes its reports after each run; returns the exit code: 1 if a run
+    failed, timed out or diverged, else that of a stopped run if one has stopped.
 
     Raises:
         ConfigError: settings that cannot run, here or in this folder.
@@ -114,9 +99,8 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
     last = ladder.rungs[-1]
     stopped: list[str] = []
     for rungs in (ladder.rungs[:-1], (last,)):
-        waiting = [
-            (comparison, run) for comparison in rungs for run in comparison.runs() if not is_finished(run)
-        ]
+        pairs = ((comparison, run) for comparison in rungs for run in comparison.runs())
+        waiting = [pair for pair in pairs if not is_finished(pair[1])]
         if rungs == (last,) and stopped:
             print(f"The last rung does not start before the end of {', '.join(stopped)}.", flush=True)
             break
@@ -135,7 +119,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
             if done < len(left) and executor.name == "local":  # one after another, by the FLOPs of both
                 seconds = (flops_of_all / flops_done - 1) * (time.monotonic() - started)
                 when = f"; about {duration(seconds)} left"
-            print(f"{done}/{len(left)} {ended_line(ended, name)}{when}", flush=True)
+            print(f"{done}/{len(left)} {back_to_back.ended_line(ended, name)}{when}", flush=True)
             write_reports(ladder, reasons)
     return reasons
 
@@ -146,7 +130,7 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
         for comparison, run in waiting:
             yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
-    seconds = math.ceil(executor.timeout) or _DAY_SECONDS
+    seconds = math.ceil(executor.timeout) or 86_400  # a day
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
     by_name = {run_name(run).replace("/", "_"): run for _, run in waiting}
@@ -161,7 +145,7 @@ def _ended_job(run: Case, code: int | None) -> Ended:
     if code is None and (ended := _ENDED_BY_SLURM.search(text)):
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
         return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
-    return ended_with(run, code, text)
+    return back_to_back.ended_with(run, code, text)
 
 
 def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:

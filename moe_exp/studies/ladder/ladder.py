@@ -26,14 +26,9 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.child_runs import given_settings
 from moe_exp.studies.compare.comparison import Comparison, Options
-from moe_exp.studies.compare.matching import POINTS, apart, with_iterations
-from moe_exp.studies.compare.variants import Variant
+from moe_exp.studies.compare.variants import POINTS, Variant, apart, with_iterations
 
 PUBLISHED = Path(__file__).parents[1] / "ladders"
-# Largest relative difference in FLOPs per token within a rung.
-_LARGEST_APART = 0.02
-_LR_EXPONENT = -0.5
-_WIDTH_UNIT = 8
 
 RULE = (
     "width, depth, MLP widths and heads in proportion, tokens and warm-up in proportion to the parameters"
@@ -56,37 +51,22 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Definition:
-    """Models and sizes of a ladder; a YAML file has these fields, and no others.
+    """Models and sizes of a ladder; a YAML file has these fields, and no others."""
 
-    Attributes:
-        name: part of the default RUN_NAME; by default the file's.
-        about: which claim it checks, and its source.
-        settings: training settings of all runs, by name.
-        runs: comma-separated names, see `make_variants`.
-        variants: others, NAME:SETTING=VALUE,...
-        baseline: the variant that the others are compared with; empty: dense, else the first.
-        rungs: settings of each size, by name.
-        sizes: instead of `rungs`, the HIDDEN_SIZE of each, scaled by RULE.
-        repeats: runs of each variant at each rung.
-        asymptote: E of the laws, nats per token; None: fitted.
-    """
-
-    name: str = ""
-    about: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    runs: str = ""
-    variants: tuple[str, ...] = ()
-    baseline: str = ""
-    rungs: tuple[dict[str, Any], ...] = ()
-    sizes: tuple[int, ...] = ()
-    repeats: int = 3
-    asymptote: float | None = None
+    name: str = ""  # part of the default RUN_NAME; by default the file's
+    about: str = ""  # which claim it checks, and its source
+    settings: dict[str, Any] = field(default_factory=dict)  # training settings of all runs, by name
+    runs: str = ""  # comma-separated names, see `make_variants`
+    variants: tuple[str, ...] = ()  # others, NAME:SETTING=VALUE,...
+    baseline: str = ""  # the variant that the others are compared with; empty: dense, else the first
+    rungs: tuple[dict[str, Any], ...] = ()  # settings of each size, by name
+    sizes: tuple[int, ...] = ()  # instead of `rungs`, the HIDDEN_SIZE of each, scaled by RULE
+    repeats: int = 3  # runs of each variant at each rung
+    asymptote: float | None = None  # E of the laws, nats per token; None: fitted
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """The definition in the file `name`, or in the package's own file of this name; ConfigError if there
-        is no such file, or it does not hold a definition.
-        """
+        """The definition in a file, or in the package's own of this name; ConfigError without a valid one."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -112,9 +92,7 @@ class Definition:
         return cls(**{"name": path.stem, **values, **lists})
 
     def problems(self) -> list[str]:
-        """Why these are no rungs."""
-        found = []
-        number = len(self.rungs or self.sizes)
+        found, number = [], len(self.rungs or self.sizes)
         if self.rungs and self.sizes:
             found.append(problem("sizes", self.sizes, "rungs are given, too", "leave one of them out"))
         elif not number:
@@ -152,15 +130,12 @@ class Ladder:
         *,
         executor: str = "local",
     ) -> Ladder:
-        """Reads all settings and chooses the sizes. Touches no disk.
+        """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
 
         Args:
             flags: settings of the runs, by field name; None counts as not given.
             timeout: seconds after which a run is ended; 0: never.
             executor: local, or slurm: runs of PRESET=cpu, the default without TRAIN_DATA, get CPU nodes.
-
-        Raises:
-            ConfigError: lists all problems.
         """
         if problems := definition.problems():
             raise ConfigError(problems)
@@ -197,9 +172,8 @@ class Ladder:
     def problems(self) -> list[str]:
         """Rungs that do not ascend, variants that were not matched, and a baseline that is none of them."""
         found = []
-        names = self.rungs[0].names
-        if self.baseline not in names:
-            fix = f"use one of {', '.join(names)}"
+        if self.baseline not in self.names:
+            fix = f"use one of {', '.join(self.names)}"
             found.append(problem("baseline", self.baseline, "is no variant", fix))
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
             rule = "makes the FLOPs of a run differ from those of its iterations"
@@ -213,7 +187,7 @@ class Ladder:
             reference = comparison.reference
             for variant in comparison.variants:
                 share = apart(variant.config, reference.config, "flops")
-                if abs(share) > _LARGEST_APART:
+                if abs(share) > 0.02:
                     rule = f"has {share:+.1%} FLOPs per token against {reference.name}"
                     fix = "leave its MLP width to the ladder, or choose one that matches"
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
@@ -244,20 +218,14 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
 
     group = max(1, base.num_heads // (base.num_query_groups or base.num_heads))
     heads = rounded(base.num_heads, group)
-    shape = {
-        "hidden_size": width,
-        "num_layers": rounded(base.num_layers),
-        "num_heads": heads,
-        "num_query_groups": heads // group,
-        **{
-            name: rounded(getattr(base, name), _WIDTH_UNIT)
-            for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size")
-        },
-    }
+    shape = {"hidden_size": width, "num_layers": rounded(base.num_layers)}
+    shape |= {"num_heads": heads, "num_query_groups": heads // group}
+    for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size"):
+        shape[name] = rounded(getattr(base, name), 8)
     config = base.model_copy(update=shape)
     iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
     lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
-    rate = 1.0 if base.parametrization == "mup" else share**_LR_EXPONENT
+    rate = 1.0 if base.parametrization == "mup" else share**-0.5
     return {
         **shape,
         "lr": float(f"{base.lr * rate:.3g}"),

@@ -21,10 +21,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 COVERED, COVERED_BY_PARAMETERS = 0.90, 0.95  # shares of the intervals
-_NUM_DRAWS = 400
-_START_SHARES = (0.2, 0.5, 0.8, 0.95)  # of the lowest loss, as first guesses of E
-_SMALLEST_SLOPE = 1e-3  # of a first guess
-_LARGEST_EXP = 700.0  # whose exponential is a float
 _LARGEST_LOG = 50.0  # of E and A; keeps a step of the fit from overflowing
 _LOG_EXPONENTS = (math.log(1e-3), math.log(5.0))  # of alpha; a plateau has no largest
 _LARGEST_RATIO = 1e6  # of a speedup, for the trend
@@ -32,15 +28,10 @@ _LARGEST_RATIO = 1e6  # of a speedup, for the trend
 
 @dataclass(frozen=True)
 class Points:
-    """Losses of one variant.
+    """Losses of one variant."""
 
-    Attributes:
-        compute: model FLOPs of each rung, ascending, shape (rungs,).
-        losses: nats per token, shape (rungs, seeds); NaN for a run that is missing.
-    """
-
-    compute: Floats
-    losses: Floats
+    compute: Floats  # model FLOPs of each rung, ascending, shape (rungs,)
+    losses: Floats  # nats per token, shape (rungs, seeds); NaN for a run that is missing
 
     @property
     def means(self) -> Floats:
@@ -69,7 +60,7 @@ class Law:
         if loss <= self.asymptote:
             return math.inf
         log = math.log(self.coefficient / (loss - self.asymptote)) / self.exponent
-        return math.exp(log) if log < _LARGEST_EXP else math.inf
+        return math.exp(log) if log < 700 else math.inf
 
 
 @dataclass(frozen=True)
@@ -131,21 +122,14 @@ def fit_laws(
     *,
     asymptote: float | None = None,
     is_shared: bool = True,
-    num_draws: int = _NUM_DRAWS,
+    num_draws: int = 400,
     seed: int = 0,
 ) -> Fit:
     """Fits the variants by least squares in the losses, jointly if they share the asymptote.
 
     A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;
-    without two seeds anywhere there are no draws.
-
-    Args:
-        variants: see `fit_problem` for the fewest points.
-        asymptote: E in nats per token; None: fitted.
-        is_shared: whether all variants have the same asymptote.
-
-    Raises:
-        ValueError: too few points, see `fit_problem`.
+    without two seeds anywhere there are no draws. `asymptote`: E in nats per token; None: fitted. ValueError
+    for too few points, see `fit_problem`.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -153,22 +137,13 @@ def fit_laws(
     compute = {name: points.compute for name, points in variants.items()}
 
     def fitted(means: Mapping[str, Floats], start: Mapping[str, Law] | None = None) -> dict[str, Law]:
-        groups = [list(means)] if is_shared else [[name] for name in means]
-        return {
-            name: law
-            for group in groups
-            for name, law in _fit_means(
-                {name: compute[name] for name in group},
-                {name: means[name] for name in group},
-                asymptote,
-                start,
-            ).items()
-        }
+        laws: dict[str, Law] = {}
+        for group in [list(means)] if is_shared else [[name] for name in means]:
+            laws |= _fit_means(compute, {name: means[name] for name in group}, asymptote, start)
+        return laws
 
-    laws = fitted(means)
-    noise = Noise.of(variants)
-    generator = np.random.default_rng(seed)
-    draws = []
+    laws, draws = fitted(means), []
+    noise, generator = Noise.of(variants), np.random.default_rng(seed)
     for _ in range(num_draws if noise.freedom else 0):
         drawn = {name: noise.drawn(points, generator) for name, points in variants.items()}
         draws.append(fitted(drawn, start=laws))
@@ -177,15 +152,10 @@ def fit_laws(
 
 @dataclass(frozen=True)
 class Noise:
-    """Deviation of losses between seeds, pooled over the rungs of all variants.
+    """Deviation of losses between seeds, pooled over the rungs of all variants."""
 
-    Attributes:
-        deviation: standard deviation of one run, nats per token.
-        freedom: its degrees of freedom; 0 without two seeds anywhere.
-    """
-
-    deviation: float
-    freedom: int
+    deviation: float  # standard deviation of one run, nats per token
+    freedom: int  # its degrees of freedom; 0 without two seeds anywhere
 
     @classmethod
     def of(cls, variants: Mapping[str, Points]) -> Noise:
@@ -252,16 +222,16 @@ def _fit_means(
         for index in range(len(names)):
             own = which == index
             slope, intercept = np.polyfit(logs[own], np.log(losses[own] - floor), 1)
-            values += [float(intercept), math.log(max(-float(slope), _SMALLEST_SLOPE))]
+            values += [float(intercept), math.log(max(-float(slope), 1e-3))]
         return values
 
     def guess_of(laws: Mapping[str, Law]) -> list[float]:
         values = [] if asymptote is not None else [math.log(laws[names[0]].asymptote)]
-        for law in (laws[name] for name in names):
+        for law in map(laws.__getitem__, names):
             values += [math.log(law.coefficient) - law.exponent * scale, math.log(law.exponent)]
         return values
 
-    floors = [asymptote] if asymptote is not None else [share * losses.min() for share in _START_SHARES]
+    floors = losses.min() * np.array([0.2, 0.5, 0.8, 0.95]) if asymptote is None else [asymptote]
     guesses = [guess_of(start)] if start else [guess(float(floor)) for floor in floors]
     fits = [least_squares(residuals, one, jac=jacobian, method="lm") for one in guesses]
     floor, coefficients, exponents = unpacked(min(fits, key=lambda one: one.cost).x)
@@ -283,15 +253,11 @@ def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> 
 
 @dataclass(frozen=True)
 class Speedup:
-    """Effective speedup of a variant over the baseline.
+    """Effective speedup of a variant over the baseline."""
 
-    Attributes:
-        rungs: per rung, NaN for one without a loss.
-        trend: slope of log(speedup) over log(C): above 0, the gain grows with scale. A speedup counts there
-            as a million at most, as that of a loss which the baseline never reaches.
-    """
-
-    rungs: list[Estimate]
+    rungs: list[Estimate]  # per rung, NaN for one without a loss
+    # slope of log(speedup) over log(C): above 0, the gain grows with scale. A speedup counts there as a
+    # million at most, as that of a loss which the baseline never reaches.
     trend: Estimate
 
 
@@ -304,13 +270,11 @@ def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str,
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)
     drawn = [_ratios(laws[baseline], points.compute, noise.drawn(points, generator)) for laws in fit.draws]
-    rungs = [
-        estimate(values[rung], [one[rung] for one in drawn] if math.isfinite(values[rung]) else [])
-        for rung in range(len(means))
-    ]
-    return Speedup(
-        rungs, estimate(_slope(points.compute, values), [_slope(points.compute, one) for one in drawn])
-    )
+    rungs = []
+    for rung, value in enumerate(values):
+        rungs.append(estimate(value, [one[rung] for one in drawn] if math.isfinite(value) else []))
+    slopes = [_slope(points.compute, one) for one in drawn]
+    return Speedup(rungs, estimate(_slope(points.compute, values), slopes))
 
 
 def _ratios(law: Law, compute: Floats, losses: Floats) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,8 +16,6 @@ from moe_exp.studies.child_runs import Case
 from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.laws import Estimate, Fit, Noise, Points, Speedup, fit_laws, fit_problem, speedups
-
-_DIVERGED = 1.1  # times the loss of guessing; a run that has hardly begun is close to that
 
 
 @dataclass(frozen=True)
@@ -39,25 +36,15 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a ladder so far.
+    """Results of a ladder so far."""
 
-    Attributes:
-        points: losses by variant.
-        left_out: runs that failed or diverged, with the reason.
-        training_seconds: of all runs together.
-        num_left: runs that have not finished yet.
-        is_validated: whether losses are of validation at the end; else means over the last 5% of training.
-        fit: None if there are too few rungs, see `missing`.
-        missing: what to add for a fit or for intervals.
-    """
-
-    points: dict[str, Points]
-    left_out: list[str]
-    training_seconds: float
-    num_left: int
-    is_validated: bool
-    fit: Fit | None
-    missing: list[str]
+    points: dict[str, Points]  # losses by variant
+    left_out: list[str]  # runs that failed or diverged, with the reason
+    training_seconds: float  # of all runs together
+    num_left: int  # runs that have not finished yet
+    is_validated: bool  # whether losses are of validation at the end; else means over the last 5% of training
+    fit: Fit | None  # None if there are too few rungs, see `missing`
+    missing: list[str]  # what to add for a fit or for intervals
     speedups: dict[str, Speedup]
     predicted: Predicted | None
 
@@ -68,10 +55,16 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
     everything = [one for rung in ended for one in rung]
     is_validated = all(_validated(one) is not None for one in everything if one.status == "finished")
     left_out = [text for one in everything if (text := _why_left_out(one, reasons or {}, is_validated))]
+
+    def counted(one: Ended) -> float:
+        """NaN for a run that is not finished, or has diverged."""
+        is_left_out = one.status != "finished" or _has_diverged(one, is_validated)
+        return math.nan if is_left_out else _loss(one, is_validated)
+
     points = {
         name: Points(
             np.array([_compute(ladder, rung, name) for rung in range(len(ladder.rungs))]),
-            np.array([_losses(rung, name, validated=is_validated) for rung in ended]),
+            np.array([[counted(one) for one in rung if one.run.variant == name] for rung in ended]),
         )
         for name in ladder.names
     }
@@ -99,15 +92,6 @@ def _compute(ladder: Ladder, rung: int, name: str) -> float:
     return compute_of(next(one.config for one in ladder.rungs[rung].variants if one.name == name))
 
 
-def _losses(rung: Sequence[Ended], name: str, *, validated: bool) -> list[float]:
-    """NaN for a run that is not finished, or has diverged."""
-    return [
-        math.nan if one.status != "finished" or _has_diverged(one, validated) else _loss(one, validated)
-        for one in rung
-        if one.run.variant == name
-    ]
-
-
 def _loss(ended: Ended, validated: bool) -> float:
     """NaN if there is none."""
     loss = _validated(ended) if validated else ended.final_loss
@@ -123,8 +107,8 @@ def _validated(ended: Ended) -> float | None:
 
 
 def _has_diverged(ended: Ended, validated: bool) -> bool:
-    """Whether the loss is no number, or well above that of guessing."""
-    limit = _DIVERGED * math.log(ended.run.config.vocab_size)
+    """Whether the loss is no number, or well above that of guessing; one that has hardly begun is close."""
+    limit = 1.1 * math.log(ended.run.config.vocab_size)
     return ended.status == "finished" and not _loss(ended, validated) <= limit
 
 

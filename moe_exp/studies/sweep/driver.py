@@ -30,28 +30,12 @@ from moe_exp.host.processes import free_port
 from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.studies.child_runs import (
-    MEASURED_ONLY,
-    Case,
-    at_work,
-    clear,
-    given_settings,
-    run_environment,
-    run_to_end,
-)
-from moe_exp.studies.sweep.outcome import Result, result_of
+from moe_exp.studies import child_runs
+from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, clear, given_settings
+from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
-from moe_exp.studies.sweep.table import (
-    CPU,
-    Row,
-    by_rule,
-    draw_sweep,
-    is_oom,
-    prediction_of,
-    to_csv,
-    to_markdown,
-)
+from moe_exp.studies.sweep.table import CPU, Result, Row, by_rule, result_of, to_markdown
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {
@@ -105,40 +89,29 @@ def default_lists(base: Config) -> dict[str, str]:
 
 
 def case_name(config: Config) -> str:
-    """Name of the layout; ETP, CP and the number of nodes are included only if they are not 1."""
-    vpp = "" if config.vpp is None else f"_VPP_{config.vpp}"
-    extra = "".join(
-        f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
-    )
+    """Name of the layout; VPP is included if it is set, ETP, CP and the number of nodes if they are not 1."""
     nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
-    ranks = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}{vpp}_EP_{config.ep}"
-    return f"{ranks}{extra}_MBS_{config.mbsz}"
+    name = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}"
+    name += "" if config.vpp is None else f"_VPP_{config.vpp}"
+    name += f"_EP_{config.ep}"
+    name += f"_ETP_{config.etp}" if config.etp > 1 else ""
+    name += f"_CP_{config.cp}" if config.cp > 1 else ""
+    return f"{name}_MBS_{config.mbsz}"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as requested.
-
-    Attributes:
-        given: settings of the runs that are not defaults.
-        folder: see the top of this file.
-        device: on which cases are expected to run; empty if unknown.
-    """
+    """A sweep as requested."""
 
     settings: SweepSettings
-    given: dict[str, Any]
-    folder: Path
-    device: str
+    given: dict[str, Any]  # settings of the runs that are not defaults
+    folder: Path  # see the top of this file
+    device: str  # on which cases are expected to run; empty if unknown
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
-        """Reads all settings. Touches no disk.
-
-        Args:
-            flags: of the command line, for the sweep and its runs, by field name; None counts as not given.
-
-        Raises:
-            ConfigError: lists every value that cannot be read.
+        """Reads all settings, without touching the disk; ConfigError with every value that cannot be read.
+        `flags`: of the command line, for the sweep and its runs, by field name; None counts as not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields
@@ -203,8 +176,8 @@ class Sweep:
         if case.problems:
             status, reason = "rejected", " ".join(case.problems)
         else:
-            prediction = prediction_of(case.config, device, gpu)
-            if not self.settings.run_oom and (reason := is_oom(case.config, device, gpu)):
+            prediction = table.prediction_of(case.config, device, gpu)
+            if not self.settings.run_oom and (reason := table.is_oom(case.config, device, gpu)):
                 status = "predicted-oom"
         if result:
             status, reason = result.status, result.reason
@@ -263,10 +236,8 @@ def _about(row: Row) -> str:
 
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
-    """Runs the cases that are left, and writes the tables; returns 0 if any case of the table was measured.
-
-    Args:
-        retry_failed: also run cases that failed, ran out of memory or timed out before.
+    """Runs the cases that are left, with `retry_failed` also those that failed, ran out of memory or timed
+    out before, and writes the tables; returns 0 if any case of the table was measured.
 
     Raises:
         ConfigError: data or folders with which no case can run.
@@ -305,13 +276,8 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
             ended = run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options, clear)
             advance(0, "SLURM jobs")
         for number, (case, code) in enumerate(ended, start=1):
-            result = result_of(
-                case,
-                code,
-                timeout=settings.case_timeout if is_local else 0,
-                num_warmup=settings.sweep_warmup,
-                num_iterations=settings.sweep_iters,
-            )
+            counts = {"num_warmup": settings.sweep_warmup, "num_iterations": settings.sweep_iters}
+            result = result_of(case, code, timeout=settings.case_timeout if is_local else 0, **counts)
             result.write(sweep.result(case.name))
             write_tables(sweep, cases)
             about = _about(sweep.row(case))
@@ -324,20 +290,20 @@ def _local_cases(
 ) -> Iterator[tuple[Case, int | None]]:
     """Runs the cases, and yields them as they end, with the launcher's exit code, None after a timeout."""
     # a sweep's lists would look like misspelt settings of a run
-    environ = run_environment(also_without=SweepSettings.model_fields)
+    environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
         report(case.name)
         clear(case)
-        yield case, run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
+        yield case, child_runs.run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
     """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
-    write_atomically(sweep.folder / "sweep.csv", to_csv(rows, sweep.folder.name))
+    write_atomically(sweep.folder / "sweep.csv", table.to_csv(rows, sweep.folder.name))
     write_atomically(sweep.folder / "sweep.md", to_markdown(rows, _title(sweep)))
     partial_picture = sweep.folder / ".sweep.png.partial"
-    if draw_sweep(rows, partial_picture, _title(sweep)):
+    if table.draw_sweep(rows, partial_picture, _title(sweep)):
         partial_picture.replace(sweep.folder / "sweep.png")
 
 

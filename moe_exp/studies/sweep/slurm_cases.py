@@ -22,21 +22,15 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 10.0
 _PATIENCE_SECONDS = 900.0  # with a SLURM that does not answer
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # a port derived from the job id, as jobs may share a node
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """sbatch options of all jobs of a study.
+    """sbatch options of all jobs of a study."""
 
-    Attributes:
-        sbatch: the user's options.
-        on_gpus: whether to request a GPU per rank, unless `sbatch` has such an option.
-    """
-
-    sbatch: Sequence[str]
+    sbatch: Sequence[str]  # the user's options
     time_limit_seconds: int
-    on_gpus: bool
+    on_gpus: bool  # whether to request a GPU per rank, unless `sbatch` has such an option
 
 
 def run_jobs(
@@ -45,15 +39,13 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits all cases without a job from an earlier call, and yields them as their jobs end.
+    """Submits all cases without a job from an earlier call, and yields them as their jobs end, each with the
+    exit code of its launchers: None if the job ended without one.
 
     Args:
         cases: by name of their jobs.
         jobs: folder of NAME.sh, the script, NAME.id, the job id, and NAME.code, the exit code.
         prepare: called before a case is submitted.
-
-    Yields:
-        The case, and the exit code of its launchers: None if the job ended without one.
     """
     waiting = {}
     for name, case in cases.items():
@@ -88,8 +80,8 @@ def _forget(jobs: Path, name: str) -> None:
 def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
     """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
     num_nodes = case.config.nnodes
-    # a single node takes a free one
-    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))" if num_nodes > 1 else "0"
+    # derived from the job id, as jobs may share a node; a single node takes a free one
+    port = "$((20000 + SLURM_JOB_ID % 10000))" if num_nodes > 1 else "0"
     by_job = ("node_rank", "master_addr", "master_port")
     launcher = shlex.join(train_command({key: case.flags[key] for key in case.flags if key not in by_job}))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'

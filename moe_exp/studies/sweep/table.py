@@ -1,4 +1,6 @@
-"""The table of a sweep: CSV that `moe-exp plan calibrate` reads, Markdown, and a plot. No torch."""
+"""Results of a sweep's cases, and its table: CSV that `moe-exp plan calibrate` reads, Markdown, and a plot.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,20 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe_exp.config import Config
-from moe_exp.host.files import count_text
+from moe_exp.host.files import count_text, read_json, write_json
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.fit.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.studies.child_runs import Case
-from moe_exp.studies.sweep.outcome import Result
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import LONGEST, Case, last_line, median_seconds, records_after, why_it_failed
 
 CPU = "CPU"
 _FIRST = (
@@ -33,26 +35,87 @@ _MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 
+Status = Literal["ok", "failed", "oom", "timeout"]
+
+TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a case that has run."""
+
+    status: Status
+    reason: str = ""  # unless ok, the last useful line of its log
+    seconds: float | None = None  # per iteration, median after the warm-up; None: not measured
+    # maximum over ranks, allocated on a GPU, resident on a CPU; None: not measured
+    memory_bytes: float | None = None
+    device: str = ""  # it ran on; empty if it did not get that far
+    flags: dict[str, str] = field(default_factory=dict)  # the settings it ran with
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Reads such a file; ValueError if it is invalid."""
+        try:
+            return cls(**read_json(path))
+        except (ValueError, TypeError):
+            rule = "is no result of a case. Fix: remove it, the case then runs again"
+            raise ValueError(f"{path}: {rule}.") from None
+
+
+def result_of(
+    case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
+) -> Result:
+    """The result of a case whose processes are gone.
+
+    Args:
+        code: exit code of its launcher; None if it timed out, or ended without one.
+        timeout: seconds after which it was ended here; 0: its SLURM job has another limit.
+        num_warmup: iterations at the start that are not measured.
+        num_iterations: that it had to run.
+    """
+    text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
+    status: Status
+    measured: dict[str, float] = {}
+    if code is None and (timeout or TIME_LIMIT.search(text)):
+        limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
+        status, reason = "timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST]
+    elif code != 0:
+        status, reason = why_it_failed(text, code)
+    else:
+        records = records_after(case.folder, num_warmup)
+        if len(records) == num_iterations - num_warmup:
+            memory = max(record["peak_memory_bytes"] for record in records)
+            status, reason = "ok", ""
+            measured = {"seconds": median_seconds(records), "memory_bytes": memory}
+        else:
+            status = "failed"
+            reason = f"ended with {len(records) + num_warmup} of {num_iterations} iterations measured"
+    return Result(status, reason, device=_device(case.folder), flags=dict(case.flags), **measured)
+
+
+def _device(folder: RunFolder) -> str:
+    """As recorded by the run's own node."""
+    try:
+        return str(read_json(folder.provenance)["starts"][-1].get("device", ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a case, its result and its prediction.
-
-    Attributes:
-        status: of its result, or `rejected`, `predicted-oom`, or `left` (not yet run).
-        reason: why it is not ok.
-        result: None if it has not run.
-        prediction: None if the device is unknown, or the layout invalid.
-        device: as the run named it, else as this host does; empty if unknown.
-        gpu: its profile; empty if there is none.
-    """
+    """A row of the table: a case, its result and its prediction."""
 
     case: Case
-    status: str
-    reason: str
-    result: Result | None
-    prediction: Prediction | None
-    device: str
-    gpu: str
+    status: str  # of its result, or `rejected`, `predicted-oom`, or `left` (not yet run)
+    reason: str  # why it is not ok
+    result: Result | None  # None if it has not run
+    prediction: Prediction | None  # None if the device is unknown, or the layout invalid
+    device: str  # as the run named it, else as this host does; empty if unknown
+    gpu: str  # its profile; empty if there is none
 
     @property
     def short_reason(self) -> str:
@@ -105,10 +168,8 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
     needed, there = sharing * found.needed_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     if needed <= there:
         return ""
-    return (
-        f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB. Fix: set RUN_OOM=true to see for"
-        " yourself"
-    )
+    rule = f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB"
+    return f"{rule}. Fix: set RUN_OOM=true to see for yourself"
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
@@ -154,31 +215,24 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    optional = [
-        name
-        for name in ("etp", "cp", "vpp")
-        if any(getattr(row.case.config, name) not in (1, None) for row in rows)
-    ]
+    configs = [row.case.config for row in rows]
+    is_set = {name: {getattr(one, name) for one in configs} - {1, None} for name in ("etp", "cp", "vpp")}
+    optional = [name for name, values in is_set.items() if values]
     heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS"]
     heads += ["memory GiB", "predicted GiB", "s per iteration", "predicted s", "TFLOP/s per GPU"]
-    heads += ["status", "reason"]
-    lines = [_shown(row, optional) for row in rows]
-    ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
-    return ["| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]]
+    ruler = ["---:"] * len(heads) + ["---", "---"]
+    lines = [[*heads, "status", "reason"], ruler, *(_shown(row, optional) for row in rows)]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rejected cases by the first rule that they break, in words without numbers."""
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.status == "rejected":
-            found.setdefault(_rule(row.case.problems[0]), []).append(row)
+    for row in (row for row in rows if row.status == "rejected"):
+        # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`
+        rule = re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", row.case.problems[0].partition(". Fix: ")[0])
+        found.setdefault(rule, []).append(row)
     return found
-
-
-def _rule(line: str) -> str:
-    """`PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`."""
-    return re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", line.partition(". Fix: ")[0])
 
 
 def _order(row: Row) -> tuple[int, int, float]:
@@ -207,10 +261,8 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     """
     from matplotlib.figure import Figure
 
-    measured = sorted(
-        (row for row in rows if row.seconds is not None),
-        key=lambda row: (row.case.config.world_size, row.seconds),
-    )
+    measured = [row for row in rows if row.seconds is not None]
+    measured.sort(key=lambda row: (row.case.config.world_size, row.seconds))
     if not measured:
         return False
     is_predicted = any(row.prediction for row in measured)

@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moe_exp.checkpoint.hf.config_json import architecture_of, fields_of, settings_of
+from moe_exp.checkpoint.hf.exporting import fields_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
-from moe_exp.checkpoint.hf.importing import _config
+from moe_exp.checkpoint.hf.importing import _config, architecture_of, settings_of
 
 COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
 LLAMA = {

@@ -11,10 +11,9 @@ import torch
 
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import run_on_ranks
-from moe_exp.checkpoint.hf.config_json import fields_of, settings_of
-from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.exporting import fields_of, to_hf
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
-from moe_exp.checkpoint.hf.importing import _config, from_hf
+from moe_exp.checkpoint.hf.importing import _config, from_hf, settings_of
 from moe_exp.checkpoint.hf.model_folder import Entry, ShardWriter
 from moe_exp.checkpoint.hf.tensor_rules import pieces
 

@@ -26,7 +26,11 @@ from helpers.ranks import start_process
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
-from moe_exp.data.convert.benchmarks import _answers, _question, benchmarks_of, write_contamination_index
+from moe_exp.data.convert.benchmarks import (
+    _questions_with_answers,
+    benchmarks_of,
+    write_contamination_index,
+)
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.convert.filters import Counts, Filter, filter_by
@@ -429,8 +433,7 @@ def test_a_task_whose_choices_are_what_comes_before_the_answer():
         doc_to_choice=lambda document: ["The cat hid because the dog", "The cat hid because the storm"],
         doc_to_target=lambda document: "was so loud.",
     )
-    assert _question(task, {}) == "The cat hid because the storm"
-    assert _answers(task, {}) == ["was so loud."]
+    assert _questions_with_answers(task, {}) == ["The cat hid because the storm was so loud."]
 
 
 LM_EVAL = """

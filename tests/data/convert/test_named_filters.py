@@ -14,8 +14,7 @@ from helpers.jsonl import read_jsonl, write_parts
 from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates
-from moe_exp.data.convert.filters import NOTHING_LEFT, Counts
-from moe_exp.data.convert.named_filters import NamedFilter
+from moe_exp.data.convert.filters import NOTHING_LEFT, Counts, NamedFilter
 from moe_exp.data.documents import Tally
 from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 from moe_exp.data.tasks.execution import Execution

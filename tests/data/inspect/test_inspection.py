@@ -22,9 +22,8 @@ from moe_exp.data.inspect.inspection import (
     length_summary,
     token_blocks,
 )
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter
+from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter, TokenFiles
 
 VOCAB_SIZE = 1000
 DOCUMENTS = [[5, 6, 7], [], [5, 6, 7], [999], [5, 0, 6], [5, 6, 7], [1] * 100]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moe_exp.cli import main
 from moe_exp.data.documents import Tally
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.hashes import Hashes, difference
+from moe_exp.data.inspect.inspection import Hashes, difference
 from moe_exp.data.inspect.verification import compare, find_manifest, verify
 from moe_exp.data.stage import run_stage
 from moe_exp.data.tokens.tokens import BinIdxWriter

@@ -9,10 +9,15 @@ import pytest
 
 from helpers.jsonl import read_jsonl, write_jsonl
 from moe_exp.commands.data import main
-from moe_exp.data.mixture.mix import Mixing
-from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights, read_mixture
+from moe_exp.data.mixture.mix import (
+    MixedSource,
+    Mixing,
+    Mixture,
+    effective_weights,
+    read_mixture,
+)
 from moe_exp.data.prepare import raw_folder
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokens import TokenFiles
 
 pytest.importorskip("datatrove")
 

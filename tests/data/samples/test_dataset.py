@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 
 from helpers.token_files import write_distinct
 from moe_exp.data.samples import dataset
-from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.corpus import permuted, shuffled
-from moe_exp.data.samples.dataset import SampleStream, blend_position, content_of, fingerprint_of
+from moe_exp.data.samples.dataset import (
+    SampleStream,
+    blend_position,
+    content_of,
+    context_part,
+    fingerprint_of,
+    split_batch,
+)
 from moe_exp.layers.megatron.documents import document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 

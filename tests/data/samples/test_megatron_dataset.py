@@ -17,7 +17,7 @@ from helpers.ranks import run_on_ranks
 from helpers.token_files import write_distinct
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
-from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
+from moe_exp.data.tokens.tokens import TokenFiles, parse_split, share_range
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (

@@ -16,11 +16,10 @@ from helpers.token_files import write_distinct
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspect.inspection import inspect_path
-from moe_exp.data.samples import packing
+from moe_exp.data.samples import corpus as packing
+from moe_exp.data.samples.corpus import attended_share, best_fit, cut_documents, piece_counts
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.samples.packing import attended_share, best_fit, cut_documents, piece_counts
-from moe_exp.data.tokens.files import TokenFiles
-from moe_exp.data.tokens.tokens import EOD_ID
+from moe_exp.data.tokens.tokens import EOD_ID, TokenFiles
 from moe_exp.host.exit_codes import BAD_INPUT
 
 LENGTHS = [5, 2, 17, 9, 1, 3, 40, 12, 8, 26, 3, 35] * 10

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from helpers.ranks import run_on_ranks
 from helpers.token_files import samples_of
-from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.samples.dataset import (
+    SampleStream,
+    SkippingSamples,
+    merged,
+    skipped_from,
+    stream_number,
+    stream_ranges,
+)
 from moe_exp.data.samples.prefetch import ReadAhead
-from moe_exp.data.samples.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 RANGES = st.lists(

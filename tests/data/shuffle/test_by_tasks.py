@@ -21,8 +21,8 @@ from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import scatter, write
+from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.shuffle import Memory, shuffle, shuffle_documents
-from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.data.tasks.execution import Execution
 

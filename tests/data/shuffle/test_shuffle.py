@@ -473,7 +473,7 @@ def test_a_piece_of_short_documents_does_not_keep_the_buffer_of_one_of_long_docu
 
     def read_lines(lines, path, places, begins, ends):
         read(lines, path, places, begins, ends)
-        used.append((lines.num_bytes + len(ends) * DOCUMENT_BYTES, len(ends)))
+        used.append((len(lines.view) + len(ends) * DOCUMENT_BYTES, len(ends)))
 
     read = LineBuffer.read
     monkeypatch.setattr(LineBuffer, "read", read_lines)

@@ -20,10 +20,10 @@ from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.config import Config, load_config
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import with_prepared_text
-from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.data.tokens.tokens import TokenFiles, other_tokenizer
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.generate import GenerateRequest, plan_generation
 from moe_exp.inference.text import tokenizer_for

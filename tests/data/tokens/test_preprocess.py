@@ -33,12 +33,12 @@ from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
 from moe_exp.data.tokens.preprocess import dry_run, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -384,7 +384,7 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
     texts = probe_texts(tokenizer)
     odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
-    part = Part(0, write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6)
+    part = Part(write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6, 0)
     with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend token"):
         PartEncoder(PartSettings(tokenizer), "gigatoken").encode(part, tmp_path, lambda num_bytes: None)
     assert not list(tmp_path.glob("part.*"))
@@ -420,12 +420,12 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 KILLER = """
 import os, pathlib, signal
 from moe_exp.data import stage
-from moe_exp.data.tokens import joined_parts, parts as token_parts, preprocess
+from moe_exp.data.tokens import parts as token_parts, preprocess
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 corpus, tokenizer, output, owner, name, needle, countdown = {arguments}
-owners = dict(Path=pathlib.Path, stage=stage, token_parts=token_parts, joined_parts=joined_parts)
+owners = dict(Path=pathlib.Path, stage=stage, token_parts=token_parts)
 owner = owners[owner]
 original, left = getattr(owner, name), int(countdown)
 
@@ -452,8 +452,8 @@ def kill(*arguments):
     [
         ("Path", "replace", "part.000000", 1),  # the tokens of the first part are written
         ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
-        ("joined_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
-        ("joined_parts", "write_index", "", 1),  # all parts are joined
+        ("token_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
+        ("token_parts", "write_index", "", 1),  # all parts are joined
         ("Path", "replace", "out.partial/out.idx", 1),  # the .bin has its place, the .idx not
         ("stage", "write_json", "out.manifest.json", 1),  # both have, the manifest is missing
         ("stage", "sync_folder", "", 1),  # the manifest is there, the working folder too
@@ -479,7 +479,7 @@ def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):
 
 
 def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
-    kill(folder / "corpus.jsonl", folder, tmp_path / "out", "joined_parts", "write_index", "", 1)
+    kill(folder / "corpus.jsonl", folder, tmp_path / "out", "token_parts", "write_index", "", 1)
     joined = tmp_path / "out.partial" / "out.bin"
     content = bytearray(joined.read_bytes())
     content[len(content) // 2] ^= 1

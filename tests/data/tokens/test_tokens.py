@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from moe_exp.data.inspect.inspection import inspect_path
 from moe_exp.data.tokens import tokens
-from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.merge import merge_token_files
-from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
+from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 

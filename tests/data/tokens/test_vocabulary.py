@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_exp.config import Config, load_config, to_yaml
-from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.launch.launch import train
 from moe_exp.studies.child_runs import given_settings
 

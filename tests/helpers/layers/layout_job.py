@@ -18,12 +18,11 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import Experts, SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, tokens_in_group
-from moe_exp.layers.shared import SharedExpert
 
 HIDDEN, FFN, EXPERTS, SHARED_FFN = 10, 8, 8, 6
 LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 2

@@ -14,12 +14,11 @@ from helpers.relative_error import relative_errors
 from moe_exp.host.megatron_versions import build_moe_spec
 from moe_exp.layers.dispatcher import AllToAllDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import Experts, SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.shared import SharedExpert
 
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.

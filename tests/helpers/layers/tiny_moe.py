@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import group_size
@@ -15,6 +14,7 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
+from moe_exp.layers.router.decision import count_per_expert
 
 HIDDEN, FFN, EXPERTS = 6, 4, 4
 

@@ -12,7 +12,7 @@ from helpers.layers.tiny_moe import decide, random
 from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_activation
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import loop
-from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
+from moe_exp.layers.experts.loop import expert_loop
 
 SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), (1, 1, 1, 1)]
 HIDDEN, FFN = 6, 4
@@ -41,9 +41,8 @@ def gradients(y, tensors, dy):
 
 
 def by_loop(x, weights_R, *parameters, splits, activation="swiglu", order=None, start=0):
-    weights = ExpertWeights(*parameters, bias2_start=start)
-    rows_L = torch.tensor(splits)
-    return expert_loop(x, weights_R, weights, rows_per_expert_L=rows_L, activation=activation, order=order)
+    options = {"rows_per_expert_L": torch.tensor(splits), "activation": activation, "order": order}
+    return expert_loop(x, weights_R, *parameters, bias2_start=start, **options)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from moe_exp.layers.experts.threads import _is_balanced, for_each_group
+from moe_exp.layers.experts.loop import _is_balanced, for_each_group
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -13,7 +13,7 @@ import torch
 from test_gemm_packages import GroupedLinear
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
-from moe_exp.layers.experts import fp8, gemm_packages
+from moe_exp.layers.experts import fp8, grouped_gemm
 from moe_exp.layers.experts.fp8 import RECIPES, check_fp8, pad_rows, padded_splits, unpad_rows
 from moe_exp.layers.experts.grouped_gemm import BACKENDS
 
@@ -42,11 +42,11 @@ def autocast(monkeypatch):
             module = types.ModuleType(name)
             module.__dict__.update(contents)
             monkeypatch.setitem(sys.modules, name, module)
-        gemm_packages._te_module.cache_clear()
+        grouped_gemm._te_module.cache_clear()
         return seen
 
     yield enter
-    gemm_packages._te_module.cache_clear()
+    grouped_gemm._te_module.cache_clear()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

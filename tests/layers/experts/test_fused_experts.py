@@ -21,7 +21,7 @@ from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher, sort_slots
 from moe_exp.layers.experts import Experts, fused
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
-from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
+from moe_exp.layers.experts.loop import expert_loop
 from moe_exp.layers.kernels import launch
 
 FP32 = torch.float32
@@ -148,7 +148,7 @@ def test_rows_against_the_loop_over_experts(counts, activation, bias):
     dy_RD = random(sum(counts), 7, seed=7)
     expected = with_gradients(
         lambda x, w, *ps: expert_loop(
-            x, w, ExpertWeights(*ps), rows_per_expert_L=torch.tensor(counts), activation=activation
+            x, w, *ps, rows_per_expert_L=torch.tensor(counts), activation=activation
         ),
         doubles(leaves),
         dy_RD,
@@ -167,9 +167,8 @@ def test_twins_against_the_loop_over_experts(activation, bias, twins):
     dy_TD = random(13, 24, seed=7)
 
     def loop(x, weights, *parameters):
-        given = x, order.weights(weights), ExpertWeights(*parameters)
         options = {"rows_per_expert_L": slots.rows_per_expert_E, "activation": activation, "order": order}
-        return expert_loop(*given, **options)
+        return expert_loop(x, order.weights(weights), *parameters, **options)
 
     actual = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
     # The router weights are computed with in fp32.

@@ -15,9 +15,8 @@ import pytest
 import torch
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
-from moe_exp.layers.experts import gemm_packages
-from moe_exp.layers.experts.gemm_packages import PACKAGES, check_package
-from moe_exp.layers.experts.grouped_gemm import BACKENDS, choose_backend
+from moe_exp.layers.experts import grouped_gemm
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, PACKAGES, check_package, choose_backend
 from moe_exp.layers.kernels import launch
 
 
@@ -63,9 +62,9 @@ def stand_ins(monkeypatch):
         module = types.ModuleType(name)
         module.__dict__.update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    gemm_packages._te_module.cache_clear()
+    grouped_gemm._te_module.cache_clear()
     yield
-    gemm_packages._te_module.cache_clear()
+    grouped_gemm._te_module.cache_clear()
 
 
 def run(backend, x_RD, w_LDF, dy_RF, splits, known_splits):

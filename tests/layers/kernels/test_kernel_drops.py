@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
-from moe_exp.layers.capacity import keep_full_tiles, keep_within_capacity
 from moe_exp.layers.kernels import drops
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_order, padded_order_torch
+from moe_exp.layers.microbatch import keep_full_tiles, keep_within_capacity
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 

@@ -19,13 +19,12 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.activations import quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import Experts, SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
-from moe_exp.layers.megatron.attention_parts import latent_attention_spec
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
-from moe_exp.layers.megatron.latent_projections import Linear, latent_projections
 from moe_exp.layers.megatron.moe_parts import (
+    Linear,
     MegatronMoELayer,
     MegatronRouter,
     _dispatcher,
@@ -33,14 +32,14 @@ from moe_exp.layers.megatron.moe_parts import (
     activation_name,
     balancing_losses,
     ffn_per_rank,
+    latent_projections,
     router_config,
 )
 from moe_exp.layers.megatron.norm import Norm
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.shared import SharedExpert
-from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
+from moe_exp.layers.spec import decoder_spec, latent_attention_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
 from megatron.core import tensor_parallel

@@ -77,7 +77,13 @@ def exchange(
 
     from megatron.core import dist_checkpointing
 
-    place = ExpertPlace.of(ep_group=groups.ep, etp_group=groups.expt_tp, edp_group=groups.expt_dp)
+    place = ExpertPlace(
+        groups.ep.rank(),
+        groups.ep.size(),
+        groups.expt_tp.rank(),
+        groups.expt_tp.size(),
+        groups.expt_dp.rank(),
+    )
     ours = part_of(full_tensors(gated), gated, place)
     if not bias:
         del ours["bias1"], ours["bias2"]

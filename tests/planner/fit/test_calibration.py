@@ -11,9 +11,9 @@ from statistics import fmean
 import pytest
 
 from helpers import ROOT
-from moe_exp.planner.costs.constants import OWN, RECENT
+from moe_exp.planner.costs.constants import OWN, RECENT, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants
-from moe_exp.planner.costs.timing import TimeConstants, time_of
+from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.fit.calibration import (
     Calibration,
     calibrate,

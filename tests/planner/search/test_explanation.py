@@ -5,7 +5,6 @@ import pytest
 from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner.search.explanation import bound_by, explain, layout_words
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 from moe_exp.planner.search.layout_text import (
     exported_settings,
@@ -14,7 +13,7 @@ from moe_exp.planner.search.layout_text import (
     parse_wanted,
     world_of,
 )
-from moe_exp.planner.search.topology import search
+from moe_exp.planner.search.topology import bound_by, explain, layout_words, search
 
 
 def told(wanted, *, hardware=A100, fixed=None, **settings):

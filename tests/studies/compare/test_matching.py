@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.studies.compare.matching import (
+from moe_exp.studies.compare.variants import (
+    Variant,
     active_parameters,
     apart,
     flops_per_token,
+    make_variants,
     match_sizes,
     matched_width,
+    reference_of,
     with_iterations,
 )
-from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
 CPU = SMALL
 

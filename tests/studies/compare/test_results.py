@@ -11,11 +11,11 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
-from moe_exp.report.comparison import parities, parity_text
+from moe_exp.report.comparison import Group, parities, parity, parity_text
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
 from moe_exp.studies.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import as_json, compared, is_finished, losses_at_shared_end, read_ended
+from moe_exp.studies.compare.results import as_json, is_finished, losses_at_shared_end, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 
 
@@ -24,6 +24,10 @@ def record(iteration: int, loss: float | None, **more) -> dict:
         "kind": "train", "iteration": iteration, "consumed_tokens": 100 * iteration, "lm_loss": loss,
         "consumed_flops": 1000 * iteration, "elapsed_time_per_iteration_ms": 500.0, **more,
     }  # fmt: skip
+
+
+def _compared(one, other):
+    return parity(Group((one.recorded,)), Group((other.recorded,)))
 
 
 FLAGS = SMALL | {"run_name": "mine", "train_iters": 4, "decay_iters": 4, "warmup_iters": 1}
@@ -98,7 +102,7 @@ def test_a_seed_that_was_cut_short_is_in_no_mean(comparison):
     assert re.search(r"[+-]1\.0000 +\|", line) and "[" not in line
     assert "1 finished, 1 timeout" in text
     # neither of the pairs of one seed: dense at 3.0, which dmoe reaches with three quarters of the tokens
-    assert parity_text(compared(ended[0], ended[1])) in text and "means of 2 seeds" not in text
+    assert parity_text(_compared(ended[0], ended[1])) in text and "means of 2 seeds" not in text
 
 
 def test_pairs_are_compared_by_validation_where_there_is_one(comparison):
@@ -120,11 +124,11 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     write_run(dmoe2, [6.0, 5.0, 4.0, 1.0], seconds=2.0, valid=1.5)
     ended = [*map(read_ended, (dmoe, dense, dmoe2)), read_ended(dense2, status="failed", reason="it is gone")]
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
-    way = compared(ended[0], ended[1])
+    way = _compared(ended[0], ended[1])
     # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at
     # 4 s.
     assert (way.loss, way.tokens, way.flops, way.seconds) == (3.0, 0.75, 0.75, 1.5)
-    assert compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
+    assert _compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
     text = result_text(comparison, ended)
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:-1]]

@@ -10,8 +10,8 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
-from moe_exp.studies.compare.matching import flops_per_token
 from moe_exp.studies.compare.results import read_ended
+from moe_exp.studies.compare.variants import flops_per_token
 from moe_exp.studies.ladder import climb, results
 from moe_exp.studies.ladder.climb import write_reports
 from moe_exp.studies.ladder.ladder import Definition, Ladder, compute_of, scaled

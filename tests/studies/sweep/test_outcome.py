@@ -9,10 +9,9 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import Case
-from moe_exp.studies.failures import why_it_failed
+from moe_exp.studies.child_runs import Case, why_it_failed
 from moe_exp.studies.sweep import slurm_cases
-from moe_exp.studies.sweep.outcome import Result, result_of
+from moe_exp.studies.sweep.table import Result, result_of
 
 TORCHRUN_KILLED = """
 E1121 api.py:882] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python

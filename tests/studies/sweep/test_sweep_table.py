@@ -16,9 +16,9 @@ from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.studies.sweep.driver import case_of
-from moe_exp.studies.sweep.outcome import Result
 from moe_exp.studies.sweep.table import (
     CPU,
+    Result,
     Row,
     by_rule,
     draw_sweep,

@@ -10,18 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.fp8.quantize import BLOCK
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
 
 # Not tuned: one tile, of which the products and the sums of a step are both in registers.
@@ -76,7 +68,6 @@ def block_matmul_torch(
     bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch twin of `block_matmul`."""
     x = x_RI.float() * x_scale_RC.repeat_interleave(BLOCK, dim=1)[:, : x_RI.size(1)]
     scale_LOC = w_scale_LCC.repeat_interleave(BLOCK, dim=1)[:, : w_LOI.size(1)]
     w = w_LOI.float() * scale_LOC.repeat_interleave(BLOCK, dim=2)[:, :, : w_LOI.size(2)]
@@ -86,7 +77,7 @@ def block_matmul_torch(
     return grouped_matmul_torch(x, w.transpose(1, 2), offsets_L1, bias_LO, weights_R).to(dtype)
 
 
-@compilable(
+@launch.compilable(
     "fp8_block_matmul",
     lambda x_RI, _x, w_LOI, _w, _offsets, dtype, *_: x_RI.new_empty(x_RI.size(0), w_LOI.size(1), dtype=dtype),
 )
@@ -105,21 +96,20 @@ def block_matmul(
     Args:
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
         w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         dtype: of the result.
         bias_LO: added to each row times its weight; None for 0.
         weights_R: fp32, of the bias; None for 1.
     """
-    if not runs_kernel(x_RI):
+    if not launch.runs_kernel(x_RI):
         return block_matmul_torch(x_RI, x_scale_RC, w_LOI, w_scale_LCC, offsets_L1, dtype, bias_LO, weights_R)
     (num_rows, depth), (num_experts, width, _) = x_RI.shape, w_LOI.shape
     y_RO = x_RI.new_empty(num_rows, width, dtype=dtype)
     if num_rows:
-        offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
-        most_tiles = (cdiv(num_rows, BLOCK) + num_experts) * cdiv(width, BLOCK)
+        offsets_L1, bias_LO, weights_R = launch.contiguous(offsets_L1, bias_LO, weights_R)
+        most_tiles = (launch.cdiv(num_rows, BLOCK) + num_experts) * launch.cdiv(width, BLOCK)
         _kernel[(most_tiles,)](
             x_RI, x_scale_RC, w_LOI, w_scale_LCC, y_RO, bias_LO, weights_R, offsets_L1, num_experts, width,
-            depth, BLOCK=BLOCK, EVEN_K=depth % BLOCK == 0, BLOCK_E=power_of_2(num_experts),
-            INTERPRET=INTERPRETED, **LAUNCH,
+            depth, BLOCK=BLOCK, EVEN_K=depth % BLOCK == 0, BLOCK_E=launch.power_of_2(num_experts),
+            INTERPRET=launch.INTERPRETED, **LAUNCH,
         )  # fmt: skip
     return y_RO

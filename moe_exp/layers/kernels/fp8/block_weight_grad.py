@@ -9,18 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.fp8.block_matmul import LAUNCH
 from moe_exp.layers.kernels.fp8.quantize import BLOCK
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile_ends
 from moe_exp.layers.kernels.weight_grad import weight_grad_torch
 
@@ -67,7 +59,6 @@ def block_weight_grad_torch(
     offsets_L1: Tensor,
     adds: bool,
 ) -> None:
-    """Plain-torch twin of `block_weight_grad`."""
     a, b = (
         (q.float() * scale.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
         for q, scale in ((a_BMR, a_scale_BM), (b_BNR, b_scale_BN))
@@ -81,7 +72,7 @@ def block_weight_grad_torch(
         out_LMN.copy_(sums_LMN)
 
 
-@compilable("fp8_block_weight_grad", lambda *_: None, mutates=["out_LMN"])
+@launch.compilable("fp8_block_weight_grad", lambda *_: None, mutates=["out_LMN"])
 def block_weight_grad(
     out_LMN: Tensor,
     a_BMR: Tensor,
@@ -97,16 +88,15 @@ def block_weight_grad(
         out_LMN: the result, any dtype, last dimension contiguous.
         a_BMR, a_scale_BM: from `quantize_columns`.
         b_BNR, b_scale_BN: the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         adds: add to `out`, which stays unchanged for an expert without rows; else these get zeros.
     """
-    if not runs_kernel(a_BMR):
+    if not launch.runs_kernel(a_BMR):
         return block_weight_grad_torch(out_LMN, a_BMR, a_scale_BM, b_BNR, b_scale_BN, offsets_L1, adds)
     num_experts, size_m, size_n = out_LMN.shape
-    (offsets_L1,) = contiguous(offsets_L1)
-    _kernel[(num_experts * cdiv(size_m, BLOCK) * cdiv(size_n, BLOCK),)](
+    (offsets_L1,) = launch.contiguous(offsets_L1)
+    _kernel[(num_experts * launch.cdiv(size_m, BLOCK) * launch.cdiv(size_n, BLOCK),)](
         a_BMR, a_scale_BM, b_BNR, b_scale_BN, out_LMN, offsets_L1, num_experts, size_m, size_n,
-        out_LMN.stride(0), out_LMN.stride(1), BLOCK=BLOCK, ADDS=adds, BLOCK_E=power_of_2(num_experts),
-        INTERPRET=INTERPRETED, **LAUNCH,
+        out_LMN.stride(0), out_LMN.stride(1), BLOCK=BLOCK, ADDS=adds, BLOCK_E=launch.power_of_2(num_experts),
+        INTERPRET=launch.INTERPRETED, **LAUNCH,
     )  # fmt: skip
     return None

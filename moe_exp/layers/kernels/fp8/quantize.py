@@ -12,17 +12,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    last_contiguous,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.rows import gather_rows_torch
 from moe_exp.layers.kernels.tiles import row_tile, row_tile_ends
 
@@ -127,7 +118,6 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_torch(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_rows`."""
     x_RD = x if index_R is None else gather_rows_torch(x, index_R)
     padded = torch.nn.functional.pad(x_RD.float(), (0, -x_RD.size(1) % BLOCK))
     q_RCB, scale_RC = _quantized(padded.unflatten(1, (-1, BLOCK)))
@@ -137,10 +127,10 @@ def quantize_rows_torch(x: Tensor, index_R: Tensor | None = None) -> tuple[Tenso
 def _empty_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     num_rows = (x if index_R is None else index_R).size(0)
     q_RD = x.new_empty(num_rows, x.size(1), dtype=E4M3)
-    return q_RD, x.new_empty(num_rows, cdiv(x.size(1), BLOCK), dtype=torch.float32)
+    return q_RD, x.new_empty(num_rows, launch.cdiv(x.size(1), BLOCK), dtype=torch.float32)
 
 
-@compilable("fp8_quantize_rows", _empty_rows)
+@launch.compilable("fp8_quantize_rows", _empty_rows)
 def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
 
@@ -148,20 +138,19 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
         x: [R, D], or the source [T, D] of the rows.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
-    if not runs_kernel(x):
+    if not launch.runs_kernel(x):
         return quantize_rows_torch(x, index_R)
-    (q_RD, scale_RC), x = _empty_rows(x, index_R), last_contiguous(x)
-    (index_R,), num_rows = contiguous(index_R), q_RD.size(0)
+    (q_RD, scale_RC), x = _empty_rows(x, index_R), launch.last_contiguous(x)
+    (index_R,), num_rows = launch.contiguous(index_R), q_RD.size(0)
     if num_rows:
-        _kernel[cdiv(num_rows, _ROWS), scale_RC.size(1), 1](
+        _kernel[launch.cdiv(num_rows, _ROWS), scale_RC.size(1), 1](
             x, index_R, q_RD, scale_RC, num_rows, x.size(0), x.size(1), 0, x.stride(0), 1,
-            ROWS=_ROWS, SQUARE=False, INTERPRET=INTERPRETED,
+            ROWS=_ROWS, SQUARE=False, INTERPRET=launch.INTERPRETED,
         )  # fmt: skip
     return q_RD, scale_RC
 
 
 def quantize_blocks_torch(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_blocks`."""
     _, height, width = w_LOI.shape
     padded = torch.nn.functional.pad(w_LOI.float(), (0, -width % BLOCK, 0, -height % BLOCK))
     blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
@@ -172,23 +161,25 @@ def quantize_blocks_torch(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
 
 def _empty_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
     num_experts, height, width = w_LOI.shape
-    scale_LCC = w_LOI.new_empty(num_experts, cdiv(height, BLOCK), cdiv(width, BLOCK), dtype=torch.float32)
+    scale_LCC = w_LOI.new_empty(
+        num_experts, launch.cdiv(height, BLOCK), launch.cdiv(width, BLOCK), dtype=torch.float32
+    )
     return w_LOI.new_empty(num_experts, height, width, dtype=E4M3), scale_LCC
 
 
-@compilable("fp8_quantize_blocks", _empty_blocks)
+@launch.compilable("fp8_quantize_blocks", _empty_blocks)
 def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
     """Each matrix, any strides, in blocks of 128 x 128: e4m3 [L, O, I] and fp32 scales [L, O / 128, I / 128].
 
     A transposed matrix has the same blocks, so both passes of a layer compute with the same values.
     """
-    if not runs_kernel(w_LOI):
+    if not launch.runs_kernel(w_LOI):
         return quantize_blocks_torch(w_LOI)
     q_LOI, scale_LCC = _empty_blocks(w_LOI)
     _, height, width = w_LOI.shape
     _kernel[scale_LCC.size(1), scale_LCC.size(2), scale_LCC.size(0)](
         w_LOI, None, q_LOI, scale_LCC, height, height, width, *w_LOI.stride(), ROWS=BLOCK, SQUARE=True,
-        INTERPRET=INTERPRETED,
+        INTERPRET=launch.INTERPRETED,
     )  # fmt: skip
     return q_LOI, scale_LCC
 
@@ -196,7 +187,6 @@ def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_columns_torch(
     x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain-torch twin of `quantize_columns`."""
     x_RM = (x if index_R is None else gather_rows_torch(x, index_R)).float()
     ends, place = offsets_L1.tolist(), 0
     blocks_BMR = x_RM.new_zeros(num_blocks_of_rows(x_RM.size(0), len(ends) - 1), x_RM.size(1), BLOCK)
@@ -215,7 +205,7 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
     return x.new_empty(num_blocks, x.size(1), BLOCK, dtype=E4M3), scale_BM
 
 
-@compilable("fp8_quantize_columns", _empty_columns)
+@launch.compilable("fp8_quantize_columns", _empty_columns)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each column in blocks of 128 rows of one expert, which follow each other: e4m3 [B, M, 128] and fp32
     scales [B, M]. The rest of an expert's last block is zero; blocks after the last are undefined.
@@ -224,15 +214,14 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
 
     Args:
         x: [R, M] sorted by expert, or the source [T, M] of the rows.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
-    if not runs_kernel(x):
+    if not launch.runs_kernel(x):
         return quantize_columns_torch(x, offsets_L1, index_R)
-    (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), last_contiguous(x)
-    (offsets_L1, index_R), num_experts = contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
-    _columns_kernel[q_BMR.size(0), cdiv(x.size(1), _COLUMNS)](
+    (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), launch.last_contiguous(x)
+    (offsets_L1, index_R), num_experts = launch.contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
+    _columns_kernel[q_BMR.size(0), launch.cdiv(x.size(1), _COLUMNS)](
         x, index_R, q_BMR, scale_BM, offsets_L1, num_experts, x.size(0), x.size(1), x.stride(0),
-        BLOCK_E=power_of_2(num_experts), COLUMNS=_COLUMNS, INTERPRET=INTERPRETED,
+        BLOCK_E=launch.power_of_2(num_experts), COLUMNS=_COLUMNS, INTERPRET=launch.INTERPRETED,
     )  # fmt: skip
     return q_BMR, scale_BM

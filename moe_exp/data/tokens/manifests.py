@@ -1,48 +1,49 @@
-"""Documents of token files: tokens that begin and end them, and how long they are. No torch."""
+"""Vocabulary and documents of a run's token files: tokens that begin and end them, lengths. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, problem
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.config.data_stages import stage_blends
-from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.config.loading import recorded_settings
+from moe_exp.config.setting_types import blend_members, is_text, names_text
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.samples.packing import attended_share
-from moe_exp.data.tokens.files import (
+from moe_exp.data.own_text.settings import find_prepared_text, fitting_vocab_size
+from moe_exp.data.samples.corpus import attended_share
+from moe_exp.data.tokens.ranged import prefix_of
+from moe_exp.data.tokens.tokenizer import (
+    TextTokenizer,
+    is_tokenizer_of,
+    load_named_tokenizer,
+    tokenizer_vocab_size,
+)
+from moe_exp.data.tokens.tokens import (
     TokenFiles,
     manifest_of,
     other_tokenizer,
+    parse_blend,
     tokenizer_fact,
     tokenizer_facts,
 )
-from moe_exp.data.tokens.ranged import prefix_of
-from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, load_named_tokenizer
-from moe_exp.data.tokens.tokens import parse_blend
 
 _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
 
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """Ids with which the documents of a training end (None: the tokenizer names none) and begin (None: no
-    BOS).
-    """
+    """Ids with which documents of a training end (None: the tokenizer names none) and begin (None: none)."""
 
     eod_id: int | None = None
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """The tokenizer `name`, as of `load_named_tokenizer`, with these tokens.
-
-        Raises:
-            ValueError: it is no tokenizer, or lacks the end of a document.
-        """
+        """The tokenizer `name` with these tokens; ValueError if it is no tokenizer, or lacks the end."""
         found = load_named_tokenizer(name, allow_special=allow_special)
         if self.eod_id not in (None, found.eod_id):
             if (token := found.token(self.eod_id)) is None:
@@ -66,9 +67,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
     """The tokens of the documents that a run was trained on; None if they are not known.
 
-    Args:
-        config: settings of the run.
-        order: `SampleOrder.facts` of its checkpoint; without the tokens, the files may have them.
+    `order`: `SampleOrder.facts` of its checkpoint; without the tokens, the files may have them.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -133,10 +132,55 @@ def with_document_tokens(config: Config, blend: str) -> Config:
     """`config` with DOCUMENT_TOKENS as the token files of `blend` have it, if it is needed and not given."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
-    members = parse_blend(blend)
-    shares = [
-        (weight, attended_share(TokenFiles(prefix), config.seq_len, config.document_packing))
-        for weight, prefix in members
-    ]
-    mean = sum(weight * share for weight, share in shares) / sum(weight for weight, _ in shares)
+    weights, prefixes = zip(*parse_blend(blend), strict=True)
+    how = config.seq_len, config.document_packing
+    shares = [attended_share(TokenFiles(prefix), *how) for prefix in prefixes]
+    mean = sum(weight * share for weight, share in zip(weights, shares, strict=True)) / sum(weights)
     return config.model_copy(update={"document_tokens": max(1.0, mean * config.seq_len)})
+
+
+def with_vocab_size(
+    config: Config, given: Container[str], recorded: Path | None = None
+) -> tuple[Config, str]:
+    """`config` with the vocabulary of its data, and the reason in words; unchanged, and '', if VOCAB_SIZE is
+    `given` or the data's vocabulary is not known. Every rank and node gets the same.
+
+    Args:
+        given: names of the settings that do not come from a preset or a default.
+        recorded: config.yaml of the run folder; if it exists, its VOCAB_SIZE is used, as the run resumes.
+    """
+    if "vocab_size" in given or (found := _of_data(config)) is None:
+        return config, ""
+    size, reason = found[0], f"vocabulary of {found[1]}"
+    if recorded is not None:
+        with suppress(ValueError):  # a new run, or the checks of the run folder name it
+            if isinstance(before := recorded_settings(recorded).get("vocab_size"), int) and before:
+                size, reason = before, f"recorded in {recorded}"
+    config = config.model_copy(update={"vocab_size": size})
+    padding = f", {config.padded_vocab_size} with padding" if config.padded_vocab_size > size else ""
+    return config, reason + padding
+
+
+def _of_data(config: Config) -> tuple[int, str] | None:
+    """The largest vocabulary of the data and TOKENIZER, and which has it; None if one is unknown."""
+    if size := fitting_vocab_size(config):
+        return size, f"the tokenizer for {config.train_data}"
+    try:
+        blends = [
+            blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
+        ]
+        prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
+        facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
+        sizes = {place: size for place, size in facts.items() if size}
+        if config.tokenizer:
+            sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
+        elif len(sizes) < len(facts):
+            return None
+    except ConnectionError as error:  # else it would be another model
+        raise ConfigError([str(error)]) from None
+    except (OSError, ValueError):
+        return None  # the checks of files name it
+    if sizes and not config.train_data:
+        sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
+    place = max(sizes, key=lambda one: sizes[one], default="")
+    return (sizes[place], place) if place and 0 < sizes[place] <= 10**9 else None
