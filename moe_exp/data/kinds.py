@@ -166,8 +166,8 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
         for number, batch in read_table(path, text_field=text_field, columns=[text_field]):
             type_ = str(batch.schema.field(text_field).type)
             if "string" not in type_ and type_ != "null":
-                rule = f"the column {text_field!r} is {type_}, not text"
-                raise input_error(path, rule, "name the column with the text")
+                not_text = f"the column {text_field!r} is {type_}, not text"
+                raise input_error(path, not_text, "name the column with the text")
             try:
                 yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
             except UnicodeDecodeError as error:  # pyarrow does not check strings when it reads them

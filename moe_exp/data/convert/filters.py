@@ -268,7 +268,8 @@ class NamedFilter:
                 value = yaml.safe_load(given)
             except yaml.YAMLError:
                 value = None
-        name, options = value, {}
+        name: Any = value
+        options: Any = {}
         if isinstance(value, Mapping) and len(value) == 1:
             ((name, options),) = value.items()
         if not isinstance(name, str) or not isinstance(options or {}, dict):

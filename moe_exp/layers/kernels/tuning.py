@@ -279,8 +279,8 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`, a row each, with the `names` of their values. Ours are predicted, not measured: see
-    docs/kernels.md.
+    """Configs for `tuned`, a row each, with the `names` of their values. Ours are predicted, not measured:
+    see docs/kernels.md.
     """
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
