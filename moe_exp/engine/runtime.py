@@ -31,7 +31,6 @@ class Runtime:
     """One rank of a job; `device` is its GPU or the CPU, `groups` Megatron's process groups."""
 
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
     host: str
@@ -55,18 +54,17 @@ def start(config: Config) -> Runtime:
     """
     global _found
     rank, world_size = _place()
-    local_rank = int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node)
     if world_size != config.world_size:
         raise ValueError(
             f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size}"
             f" ranks, torchrun started {world_size}. Fix: give torchrun and the settings the same numbers."
         )
-    device = _device(config, local_rank)
+    device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
         _found = torch.distributed.group.WORLD
     else:
         _init_group(device, rank, world_size)
-    return joined(config, rank, local_rank, device)
+    return joined(config, rank, device)
 
 
 def _init_group(device: torch.device, rank: int, world_size: int) -> None:
@@ -127,7 +125,7 @@ def start_alone(config: Config) -> Runtime:
     """Like `start` for a single-rank program, without launcher or port."""
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
-    return joined(config, 0, 0, device)
+    return joined(config, 0, device)
 
 
 def share_alone(config: Config) -> Runtime:
@@ -145,12 +143,12 @@ def share_alone(config: Config) -> Runtime:
         raise setting_error("world_size", world_size, "a model is loaded by one rank", fix)
     device = _device(config, 0)
     if not parallel_state.model_parallel_is_initialized():
-        return joined(config, 0, 0, device)
+        return joined(config, 0, device)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(0, 0, 1, device, socket.gethostname(), groups)
+    return Runtime(0, 1, device, socket.gethostname(), groups)
 
 
-def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
+def joined(config: Config, rank: int, device: torch.device) -> Runtime:
     """Sets up parallel state and seeds of a rank whose default process group exists, with any backend."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
@@ -163,7 +161,7 @@ def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> 
     )
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(rank, local_rank, config.world_size, device, socket.gethostname(), groups)
+    return Runtime(rank, config.world_size, device, socket.gethostname(), groups)
 
 
 def _device(config: Config, local_rank: int) -> torch.device:

@@ -127,10 +127,6 @@ class _Reading:
     loss_z: float
     norm_z: float
 
-    @property
-    def is_early(self) -> bool:
-        return self.loss_z >= LOSS_EARLY or self.norm_z >= NORM_EARLY
-
 
 class SpikeDetector:
     """Detects the begin and end of spikes, from scratch or from the `state` of an earlier detector."""
@@ -190,7 +186,7 @@ class SpikeDetector:
     def _begin(self, reading: _Reading, grad_norm: float | None) -> Spike:
         first = reading.iteration
         for earlier in reversed(list(self._recent)[:-1]):
-            if not earlier.is_early:
+            if earlier.loss_z < LOSS_EARLY and earlier.norm_z < NORM_EARLY:
                 break
             first = earlier.iteration
         self._since, self._calm, self._highest = first, [], (reading.loss, grad_norm)

@@ -68,7 +68,7 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
     runtime.quiet_third_parties()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
     try:
-        here = runtime.joined(config, rank, 0, torch.device("meta"))
+        here = runtime.joined(config, rank, torch.device("meta"))
         with torch.device("meta"), _MetaInstead():
             settings = transformer_config(config)
             chunks = [
