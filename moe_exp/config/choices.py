@@ -33,17 +33,11 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Loss:
-    """A balancing loss.
+    """A balancing loss."""
 
-    Attributes:
-        text: of what it is a mean, for the help.
-        needs_scores: uses the scores of all experts, not only their sums.
-        state: buffer of the router with what it needs of earlier global batches.
-    """
-
-    text: str = ""
-    needs_scores: bool = False
-    state: str = ""
+    text: str = ""  # of what it is a mean, for the help
+    needs_scores: bool = False  # uses the scores of all experts, not only their sums
+    state: str = ""  # buffer of the router with what it needs of earlier global batches
 
 
 LOSSES = {
@@ -51,9 +45,7 @@ LOSSES = {
     "seq_aux_loss": Loss("over each sequence", needs_scores=True),
     "global_aux_loss": Loss("over the global batch", state="global_tokens_per_expert"),
     "l1": Loss(
-        "of ROUTER_SCORE=relu, with a weight that brings the experts per token to TOPK",
-        needs_scores=True,
-        state="l1_factor",
+        "of ROUTER_SCORE=relu, with a weight that brings the experts per token to TOPK", True, "l1_factor"
     ),
     "entropy": Loss("of the scores, for ROUTER_TOP_P", needs_scores=True),
 }
@@ -64,19 +56,12 @@ NO_LOSS = ("none", "sinkhorn")
 
 @dataclass(frozen=True)
 class ExpertBackend:
-    """Implementation of the expert computation.
+    """Implementation of the expert computation."""
 
-    Attributes:
-        modules: that it imports.
-        install: how to install them.
-        dtypes: supported values of DTYPE; empty: all.
-        row_bytes: the rows of its inputs must be a multiple of this.
-    """
-
-    modules: tuple[str, ...] = ()
-    install: str = ""
-    dtypes: tuple[str, ...] = ()
-    row_bytes: int = 1
+    modules: tuple[str, ...] = ()  # that it imports
+    install: str = ""  # how to install them
+    dtypes: tuple[str, ...] = ()  # supported values of DTYPE; empty: all
+    row_bytes: int = 1  # the rows of its inputs must be a multiple of this
 
     def missing(self) -> list[str]:
         """The modules that are not installed."""
@@ -99,40 +84,23 @@ EXPERT_BACKENDS = {
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """How tokens get to the ranks of their experts.
+    """How tokens get to the ranks of their experts."""
 
-    Attributes:
-        gathers: every rank receives all tokens; else only those for its own experts.
-    """
-
-    gathers: bool = False
+    gathers: bool = False  # every rank receives all tokens; else only those for its own experts
 
 
-DISPATCHERS = {
-    "alltoall": Dispatcher(),
-    "allgather": Dispatcher(gathers=True),
-    "deepep": Dispatcher(),
-    "local": Dispatcher(),
-}
+DISPATCHERS = {name: Dispatcher(name == "allgather") for name in ("alltoall", "allgather", "deepep", "local")}
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer, and what the planner and the checks need to know of it.
+    """An optimizer, and what the planner and the checks need to know of it."""
 
-    Attributes:
-        text: for the help.
-        momentum: setting of its momentum.
-        moments: moments are kept and can be taken over by optimizers of the same word.
-        is_sharded: it works on ranges of values, as ranks have them with DISTRIBUTED_OPTIMIZER.
-        has_bf16: its moments may be in bf16.
-    """
-
-    text: str
-    moments: str
-    momentum: str = ""
-    is_sharded: bool = True
-    has_bf16: bool = False
+    text: str  # for the help
+    moments: str  # moments are kept and can be taken over by optimizers of the same word
+    momentum: str = ""  # setting of its momentum
+    is_sharded: bool = True  # works on ranges of values, as ranks have them with DISTRIBUTED_OPTIMIZER
+    has_bf16: bool = False  # its moments may be in bf16
 
 
 OPTIMIZERS = {
@@ -159,17 +127,11 @@ PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule; config/learning_rate.py takes it apart.
+    """A learning-rate schedule; config/learning_rate.py takes it apart."""
 
-    Attributes:
-        has_final_decay: its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE.
-        needs_it: WSD_DECAY_ITERS must not be 0.
-        ends_at_lr: it never decays.
-    """
-
-    has_final_decay: bool
-    needs_it: bool = True
-    ends_at_lr: bool = False
+    has_final_decay: bool  # its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE
+    needs_it: bool = True  # WSD_DECAY_ITERS must not be 0
+    ends_at_lr: bool = False  # it never decays
 
 
 SCHEDULES = {
@@ -185,12 +147,10 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class MupRule:
-    """A published muP for MoE layers (see parametrization.py).
+    """A published muP for MoE layers (see parameter_groups.py).
 
-    Attributes:
-        text: for the help.
-        expert_down: factor on the initial weights of the experts' second projection, by hidden size, size of
-            an expert and top-k, relative to the base model.
+    `expert_down`: factor on the initial weights of the experts' second projection, by hidden size, size of an
+    expert and top-k, relative to the base model; `text`: for the help.
     """
 
     text: str

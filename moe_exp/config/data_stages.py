@@ -22,19 +22,14 @@ from moe_exp.config.settings import Config
 
 @dataclass(frozen=True)
 class DataStage:
-    """Training data from a sample on.
+    """Training data from a sample on."""
 
-    Args:
-        first_sample: in samples of SEQ_LEN tokens.
-        train_data: as TRAIN_DATA.
-        seq_len: tokens per sample.
-        from_tokens: where it should begin, if it was given in tokens: `first_sample` is of the next batch.
-    """
-
-    first_sample: int
+    first_sample: int  # in samples of SEQ_LEN tokens
     train_data: str
-    seq_len: int
-    from_tokens: int | None = None
+    seq_len: int  # tokens per sample
+    from_tokens: int | None = (
+        None  # where it should begin, if given in tokens; `first_sample`: the next batch
+    )
 
     @property
     def place(self) -> str:

@@ -24,15 +24,11 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Where training starts, of a resumed run at its checkpoint: iterations and samples so far.
-
-    Attributes:
-        skipped_samples: of iterations without a step, which the schedule does not count.
-    """
+    """Where training starts, of a resumed run at its checkpoint: iterations and samples so far."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    skipped_samples: int = 0
+    skipped_samples: int = 0  # of iterations without a step, which the schedule does not count
 
     @property
     def scheduled_samples(self) -> int:
@@ -44,29 +40,19 @@ BEGIN = Start()
 
 
 class Piece(NamedTuple):
-    """A part of a schedule.
+    """A part of a schedule."""
 
-    Attributes:
-        style: one of PIECES.
-        start: number of samples after which it begins.
-        end: number of samples after which the next piece takes over.
-        target: learning rate at its end, as a share of LR; None: MIN_LR, or no change if it is constant.
-    """
-
-    style: str
-    start: int
-    end: int
-    target: float | None
+    style: str  # one of PIECES
+    start: int  # number of samples after which it begins
+    end: int  # number of samples after which the next piece takes over
+    target: float | None  # learning rate at its end, as a share of LR; None: MIN_LR, or no change if constant
 
 
 def pieces_of(config: Config) -> list[Piece]:
     """The pieces after the warm-up, in order. Settings that passed config/checks have at least one.
 
     The first begins where the warm-up ends. A final decay that is longer than what the warm-up leaves of the
-    run has begun before that, as Megatron has it.
-
-    Raises:
-        ValueError: LR_DECAY_STYLE is in SCHEDULES, but not known here.
+    run has begun before that, as Megatron has it. Raises ValueError if LR_DECAY_STYLE is not known here.
     """
     pieces, start = [], config.warmup_iters
     for style, end, target in _parts(config):
@@ -110,8 +96,7 @@ def learning_rate(
     Args:
         config: the settings; they passed config/checks.
         consumed_samples: since the start of the run; with the next iteration's rate as the result.
-        max_lr: LR of a group of parameters, by default LR.
-        min_lr: MIN_LR of that group, likewise.
+        max_lr, min_lr: LR and MIN_LR of a group of parameters, by default of all.
     """
     bounds = (config.lr if max_lr is None else max_lr, config.min_lr if min_lr is None else min_lr)
     pieces, warmup = pieces_of(config), config.warmup_iters * config.gbsz

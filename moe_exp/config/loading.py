@@ -25,14 +25,8 @@ from moe_exp.host.files import expanded, read_yaml
 def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
-    """Adds one flag per setting to `parser`; values stay text, `load_config` checks them.
-
-    Defaults are shown for settings that no preset changes. With all settings of Config, also adds --config.
-
-    Args:
-        parser: gets a group for each section, if all of Config's settings are added.
-        settings: model of the settings.
-        names: a subset of them; all by default.
+    """Adds a flag per setting of `settings`, by default for all `names`; values stay text, for `load_config`.
+    All settings of Config are in a group for each section, with --config.
     """
     if settings is Config and not names:
         about = "settings in a file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -69,16 +63,11 @@ def given_values(
 
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """`flags` that are given, and the settings of the file `flags["config"]` that nothing else gives.
+    """`flags` that are given, and the settings of the file `flags["config"]` that neither they nor `environ`
+    give. The file may have settings of the names of `flags`, too.
 
-    The ranks get the result as flags, so that a file which changes later cannot change a running job.
-
-    Args:
-        flags: field name to value; None counts as not given. The file may have settings of these names, too.
-        environ: its settings win over the file's.
-
-    Raises:
-        ConfigError: the file, or values in it, cannot be read; each line names the file.
+    The ranks get the result as flags, so that a file which changes later cannot change a running job. Raises
+    ConfigError if the file, or values in it, cannot be read; each line names the file.
     """
     given = {name: value for name, value in flags.items() if value is not None and name != "config"}
     if flags.get("config") is None:
@@ -103,8 +92,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         raise ConfigError([problem("preset", preset, rule, f"leave it out, or set {values.get('preset')}")])
     exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
     differing = [name for name in exported if name not in given and exported[name] != values[name]]
-    if differing:
-        ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
+    if ours := ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing):
         complain(f"warning: {ours} of the environment: used instead of what {path} has")
     return {name: value for name, value in values.items() if name not in exported} | given
 
@@ -131,8 +119,7 @@ def load_config(
     given, DECAY_ITERS follows it and WARMUP_ITERS is at most a tenth of the decay.
 
     Args:
-        flags: field name to value, as parsed from the command line; None counts as not given. `config` is
-            the path of a settings file.
+        flags: by field name; None counts as not given. `config` is the path of a settings file.
         environ: os.environ by default.
         nodes: where the run will be, if not on this machine. With GPUs there, PRESET=reference is the default
             with and without TRAIN_DATA.

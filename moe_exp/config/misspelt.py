@@ -21,10 +21,8 @@ _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Prints a line to stderr for each environment variable that looks like a misspelt setting.
-
-    Args:
-        of_command: further settings of a command, by field name.
+    """Prints a line to stderr for each environment variable that looks like a misspelt setting, also of
+    `of_command`, further settings of a command.
     """
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
@@ -52,12 +50,8 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Settings that `name` may mean, at most two: by name (num_exprts), by part of it (hidden), or by
-    description (learning-rate: lr).
-
-    Args:
-        name: of no setting, as a variable, a flag or a field.
-        names: fields to choose from; by default all settings.
+    """Settings that `name`, a variable, flag or field, may mean: at most two of `names`, by default of all,
+    by name (num_exprts), a part of it (hidden), or the description (learning-rate: lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())

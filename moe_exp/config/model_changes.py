@@ -30,20 +30,14 @@ _HINTS = {
 
 
 def refuse_other_model(
-    config: Config,
-    saved: Mapping[str, Any],
-    checkpoint: str,
-    *,
-    with_optimizer: bool = True,
-    instead: str = "",
-) -> None:
+    config: Config, saved: Mapping[str, Any], checkpoint: str,
+    *, with_optimizer: bool = True, instead: str = "",
+) -> None:  # fmt: skip
     """Checks that `config` has the model and optimizer of `saved`, the settings that wrote the checkpoint.
 
     Differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER are logged as warnings.
 
     Args:
-        config: of this run.
-        saved: all settings of the other run.
         checkpoint: its name in messages.
         with_optimizer: it has the optimizer's moments.
         instead: how to begin without the checkpoint, for the fix of a dense against an MoE model.
@@ -52,20 +46,19 @@ def refuse_other_model(
         ConfigError: with a line for every setting that differs.
     """
     always, by_flag = model_changes(config, saved, checkpoint)
-    if config.allow_other_model:
-        for change in by_flag:
-            logger.warning("%s; ALLOW_OTHER_MODEL=true: continuing", change.text(checkpoint))
-        by_flag = []
-    flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
     lines = [c.problem(checkpoint, instead if c.name == "use_moe" else "") for c in always]
-    lines += [c.problem(checkpoint, flag) for c in by_flag]
-    if with_optimizer and (other := optimizer_change(config, saved, checkpoint)):
-        if config.allow_other_optimizer:
-            logger.warning(
-                "%s; ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero", other.text(checkpoint)
-            )
+    flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
+    other = optimizer_change(config, saved, checkpoint) if with_optimizer else None
+    for change in by_flag:
+        if config.allow_other_model:
+            logger.warning("%s; ALLOW_OTHER_MODEL=true: continuing", change.text(checkpoint))
         else:
-            lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
+            lines.append(change.problem(checkpoint, flag))
+    if other and config.allow_other_optimizer:
+        rule = "ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero"
+        logger.warning("%s; %s", other.text(checkpoint), rule)
+    elif other:
+        lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
     if lines:
         raise ConfigError(lines)
 
@@ -73,10 +66,8 @@ def refuse_other_model(
 def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
-    """Settings that change the tensors, and those that change what the model computes with them.
-
-    Raises:
-        ConfigError: `saved` is not valid in this version.
+    """Settings that change the tensors, and those that change what the model computes with them; ConfigError
+    if `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
     shapes = list(_changes(shape_facts(config), shape_facts(before)))
@@ -89,12 +80,8 @@ def model_changes(
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """The setting by which this run's optimizer cannot use the checkpoint's moments, if any.
-
-    adam and adam8bit keep the same two, in any precision. With SGD_MOMENTUM=0 there are none.
-
-    Raises:
-        ConfigError: `saved` is not valid in this version.
+    """The setting by which this run's optimizer cannot use the checkpoint's moments, if any; ConfigError if
+    `saved` is not valid in this version. adam and adam8bit keep the same two, in any precision.
     """
     before = as_config(saved, checkpoint)
     if OPTIMIZERS[config.optimizer].moments != OPTIMIZERS[before.optimizer].moments:
@@ -117,14 +104,12 @@ class Change:
         """How to undo the change."""
         return _HINTS.get(self.name, f"set {self.name.upper()}={self.before}")
 
-    def _rule(self, checkpoint: str) -> str:
-        return f"{checkpoint} has {self.name.upper()}={self.before}"
-
     def text(self, checkpoint: str) -> str:
-        return f"{self.name.upper()}={self.value}: {self._rule(checkpoint)}"
+        return f"{self.name.upper()}={self.value}: {checkpoint} has {self.name.upper()}={self.before}"
 
     def problem(self, checkpoint: str, flag: str = "") -> str:
-        return problem(self.name, self.value, self._rule(checkpoint), self.way_back + flag)
+        rule = f"{checkpoint} has {self.name.upper()}={self.before}"
+        return problem(self.name, self.value, rule, self.way_back + flag)
 
 
 def _values(config: Config, *names: str) -> Facts:

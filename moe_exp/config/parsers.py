@@ -57,7 +57,7 @@ def read_composed(value: str) -> str | None:
     pieces = composed(text)
     if any(not until for _, until, _ in pieces[:-1]):
         raise ValueError("only the last piece may do without the iteration at which it ends")
-    _check_points([until for _, until, _ in pieces])
+    _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
         raise ValueError("a piece may end at most at 100% of LR")
     return text
@@ -69,11 +69,11 @@ def read_points(value: object) -> str:
     points = text.split(",") if text else []
     if not all(re.fullmatch(_POINT, point) for point in points):
         raise ValueError("must be iterations, or shares such as 25%, with commas")
-    _check_points(points)
+    _check_shares(points)
     return text
 
 
-def _check_points(points: list[str]) -> None:
+def _check_shares(points: list[str]) -> None:
     if any(point.endswith("%") and not 0 < float(point[:-1]) <= 100 for point in points):
         raise ValueError("has a share that is not over 0% and up to 100%")
 

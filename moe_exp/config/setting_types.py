@@ -54,23 +54,21 @@ def as_given(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _text(check: Callable[[str], None]) -> BeforeValidator:
-    """Removes the spaces of a setting's text; `check` raises ValueError with the rule that it breaks."""
+def _text(
+    check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
+) -> BeforeValidator:
+    """Removes the spaces of a setting's text; `check` raises ValueError with the rule that it breaks, or it
+    has to match `pattern`, by `rule`.
+    """
 
     def read(value: Any) -> str:
         text = "".join(str(value).split())
         check(text)
+        if pattern and not re.fullmatch(pattern, text):
+            raise ValueError(rule)
         return text
 
     return BeforeValidator(read)
-
-
-def _matching(pattern: str, rule: str) -> BeforeValidator:
-    def check(text: str) -> None:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(rule)
-
-    return _text(check)
 
 
 # Upper bounds: far above any real run, and low enough for checks and reports to stay fast.
@@ -90,7 +88,6 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _layer_pattern(text: str) -> None:
-    """MOE_LAYER_FREQ: a positive number, or a list of 0 and 1 with repetitions."""
     is_number = re.fullmatch(r"[0-9]{1,9}", text)
     if not (int(text) if is_number else re.fullmatch(_PATTERN, text)):
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
@@ -108,20 +105,16 @@ def _losses(text: str) -> None:
 
 
 def _numbers(text: str) -> None:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [-1.0]
-    if not all(0 <= number < float("inf") for number in numbers):
+    if not all(_is_number(part) and 0 <= float(part) < float("inf") for part in text.split(",")):
         raise ValueError("must be a number of at least 0, or several with commas")
 
 
 def _stage_layers(text: str) -> None:
-    """PIPELINE_LAYERS: integers with repetitions."""
     if text and not re.fullmatch(_STAGES, text):
-        rule = "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
-        raise ValueError(rule)
-    if text and (number := sum(times for _, times in _stage_terms(text))) > _MOST_STAGES:
+        raise ValueError(
+            "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
+        )
+    if text and (number := sum(times for _, times in stage_terms(text))) > _MOST_STAGES:
         raise ValueError(f"stands for {number} stages, and there may be {_MOST_STAGES}")
 
 
@@ -136,13 +129,8 @@ def _iterations(text: str) -> None:
 
 
 def _timeout(value: Any) -> str:
-    """Checks HANG_TIMEOUT: auto, none or seconds."""
     text = str(value).strip().lower()
-    try:
-        is_valid = text in ("auto", "none") or 0 < float(text) < float("inf")
-    except ValueError:
-        is_valid = False
-    if not is_valid:
+    if text not in ("auto", "none") and not (_is_number(text) and 0 < float(text) < float("inf")):
         raise ValueError("must be auto, none or a number of seconds above 0")
     return text
 
@@ -164,7 +152,6 @@ def _path(value: str) -> str:
 
 
 def _blend(value: str) -> str:
-    """Checks the paths of TRAIN_DATA and VALID_DATA, to which .bin and .idx are added."""
     for word in value.split():
         _path(f"{word}.bin")
     return value
@@ -219,29 +206,20 @@ KEPT = object()  # of a setting that a measurement leaves as it is given
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a setting besides type, default and description.
+    """Facts about a setting besides type, default and description."""
 
-    Attributes:
-        part: of a run that it belongs to; place: where a run is started and written.
-        costs: whether memory of a rank or time of an iteration depends on it.
-        compared: whether it must be equal in all calls of a comparison, as losses or records depend on it.
-        measured: its value in runs that are only measured, or KEPT.
-    """
-
-    part: Part
-    costs: bool
-    compared: bool
-    measured: Any
+    part: Part  # of a run that it belongs to; place: where a run is started and written
+    costs: bool  # whether memory of a rank or time of an iteration depends on it
+    compared: bool  # must be equal in all calls of a comparison, as losses or records depend on it
+    measured: Any = KEPT  # its value in runs that are only measured
 
 
-def _setting(
-    default: Any, description: str, *, part: Part, costs: bool, compared: bool, measured: Any = KEPT,
-    **options: Any,
-) -> Any:  # fmt: skip
-    """A field with these Traits; `default` is ... if `options` has a `default_factory`."""
+def _setting(default: Any, description: str, **options: Any) -> Any:
+    """A field with the Traits among `options`; `default` is ... if they have a `default_factory`."""
+    own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
-    field.metadata.append(Traits(part, costs, compared, measured))
+    field.metadata.append(Traits(**own))
     return field
 
 
@@ -274,12 +252,10 @@ LayerPattern = Annotated[str, _text(_layer_pattern)]
 LossKinds = Annotated[str, _text(_losses)]
 Numbers = Annotated[str, _text(_numbers)]
 OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
-WholeNumbers = Annotated[
-    str, _matching(rf"({_INT}(,{_INT})*)?", "must be a whole number, or several with commas")
-]
-RankList = Annotated[
-    str, _matching(rf"all|{_INT}(,{_INT})*", "must be ranks with commas such as 0,3, or all")
-]
+_RULE = "must be a whole number, or several with commas"
+WholeNumbers = Annotated[str, _text(pattern=rf"({_INT}(,{_INT})*)?", rule=_RULE)]
+_RULE = "must be ranks with commas such as 0,3, or all"
+RankList = Annotated[str, _text(pattern=rf"all|{_INT}(,{_INT})*", rule=_RULE)]
 StageLayers = Annotated[str, _text(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
 Iterations = Annotated[str, _text(_iterations)]
@@ -309,12 +285,8 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
     return tuple(is_moe and layer >= num_first_dense for layer, is_moe in enumerate(chosen))
 
 
-def expanded_layers(stages: str) -> list[int]:
-    """The layers of every stage, from text such as 8,9*10,8."""
-    return [layers for layers, times in _stage_terms(stages) for _ in range(times)]
-
-
-def _stage_terms(stages: str) -> list[tuple[int, int]]:
+def stage_terms(stages: str) -> list[tuple[int, int]]:
+    """Layers of a stage, and number of such stages, from text such as 8,9*10,8."""
     terms = [term.partition("*") for term in stages.split(",")]
     return [(int(layers), int(times or 1)) for layers, _, times in terms]
 

@@ -8,7 +8,7 @@ torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from moe_exp.config.choices import DECAYS, NO_LOSS, OPTIMIZERS, SCHEDULES, SCORES, one_of
@@ -36,7 +36,6 @@ from moe_exp.config.setting_types import (
     as_given,
     care,
     data,
-    expanded_layers,
     experts,
     layers_of_pattern,
     layout,
@@ -44,6 +43,7 @@ from moe_exp.config.setting_types import (
     output,
     place,
     shown,
+    stage_terms,
     traits,
 )
 from moe_exp.host.devices import count_gpus
@@ -431,6 +431,10 @@ class Config(ModelSettings):
         """A line on setting `name`: its value, the rule that it breaks, and the fix."""
         return problem(name, as_given(getattr(self, name)), rule, fix)
 
+    def problems(self, *rules: tuple[object, str, str, str]) -> Iterator[str]:
+        """A line for each broken rule of `rules`: whether it is broken, setting, rule and fix."""
+        return (self.problem(name, rule, fix) for is_broken, name, rule, fix in rules if is_broken)
+
     # Values that follow from the settings
 
     @property
@@ -460,7 +464,7 @@ class Config(ModelSettings):
     def stage_layers(self) -> list[int]:
         """Layers of every pipeline stage, over all its model chunks."""
         if self.pipeline_layers:
-            return expanded_layers(self.pipeline_layers)
+            return [layers for layers, times in stage_terms(self.pipeline_layers) for _ in range(times)]
         first, last = self.first_stage_layers, self.last_stage_layers
         others = self.pp - bool(first) - bool(last)
         each = (self.num_layers - first - last) // others if others > 0 else 0
@@ -578,8 +582,17 @@ class Config(ModelSettings):
 
     @property
     def name(self) -> str:
-        """RUN_NAME, or the name built from the settings."""
-        return self.run_name or built_name(self)
+        """RUN_NAME, or one of the settings that checkpoints depend on, so that each gets its own folder."""
+        if self.run_name:
+            return self.run_name
+        name = f"moe_{str(self.use_moe).lower()}"
+        if self.use_moe:
+            name += f"_num_experts_{self.num_experts}_topk_{self.topk}_type_{self.moe_type}"
+        name += f"_num_nodes_{self.nnodes}_gpus_per_node_{self.gpus_per_node}"
+        name += f"_TP_{self.tp}_PP_{self.pp}_VPP_{as_given(self.vpp)}_EP_{self.ep}"
+        name += f"_ETP_{self.etp}" if self.etp > 1 else ""
+        name += f"_CP_{self.cp}" if self.cp > 1 else ""
+        return name if self.optimizer == "adam" else f"{name}_OPTIMIZER_{self.optimizer}"
 
 
 TRAITS = {name: traits(Config, name) for name in Config.model_fields}
@@ -605,17 +618,3 @@ def sections() -> dict[str, list[str]]:
             names = found[heading_of[name]] = []
         names.append(name)
     return found
-
-
-def built_name(config: Config) -> str:
-    """Default run name, from the settings that checkpoints depend on, so that each gets its own folder."""
-    vpp = "none" if config.vpp is None else config.vpp
-    name = f"moe_{str(config.use_moe).lower()}"
-    if config.use_moe:
-        name += f"_num_experts_{config.num_experts}_topk_{config.topk}_type_{config.moe_type}"
-    name += f"_num_nodes_{config.nnodes}_gpus_per_node_{config.gpus_per_node}"
-    name += f"_TP_{config.tp}_PP_{config.pp}_VPP_{vpp}_EP_{config.ep}"
-    name += "".join(
-        f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
-    )
-    return name if config.optimizer == "adam" else f"{name}_OPTIMIZER_{config.optimizer}"

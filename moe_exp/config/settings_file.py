@@ -27,17 +27,11 @@ _FIX = "name config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 o
 
 
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
-    """The values of a settings file as text, by field name.
+    """The values of a settings file as text, by field name: YAML, or lines NAME=value quoted as in a shell,
+    by the first line with content; `also`: names of settings besides those of Config.
 
-    Not given, and therefore left out: null in YAML unless the setting can be none, and an empty value in a
-    line NAME=value, as in the environment.
-
-    Args:
-        path: YAML, or lines NAME=value quoted as in a shell; recognized by the first line with content.
-        also: names of settings besides those of Config.
-
-    Raises:
-        ConfigError: the file cannot be read; or a line for each name that is unknown or there twice.
+    Left out: null in YAML unless the setting can be none, and an empty value in a line NAME=value. Raises
+    ConfigError if the file cannot be read, with a line for each name that is unknown or there twice.
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -58,7 +52,9 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
                 problems.append(problem(name, value, "this version does not have this setting", fix))
             continue
         if name not in Config.model_fields and name not in also:
-            problems.append(problem(written.upper(), value, "is not a setting of this command", _fix(name)))
+            near = " or ".join(one.upper() for one in similar_settings(name))
+            fix = f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
+            problems.append(problem(written.upper(), value, "is not a setting of this command", fix))
         elif name in values:
             problems.append(problem(name, value, "is in the file twice", "remove one of the two"))
         values[name] = value
@@ -74,11 +70,6 @@ def is_run_record(values: Iterable[str]) -> bool:
 
 def _field_name(written: str) -> str:
     return written.strip().lower().replace("-", "_")
-
-
-def _fix(name: str) -> str:
-    near = " or ".join(one.upper() for one in similar_settings(name))
-    return f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
 
 
 def _unreadable(path: Path, reason: object) -> ConfigError:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
-from moe_exp.config.parametrization import factors, kind_of
+from moe_exp.config.parameter_groups import factors, kind_of
 from moe_exp.layers.spec import MegatronExperts
 
 from megatron.core.models.gpt import GPTModel

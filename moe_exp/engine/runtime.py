@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, setting_error
-from moe_exp.config.checks.determinism import deterministic_environment, environment_problems
+from moe_exp.config.checks.checks import deterministic_environment, environment_problems
 from moe_exp.host.devices import count_gpus, driver_version
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 from moe_exp.host.megatron_versions import quiet_loggers

@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from moe_exp.host.processes import QuickExit
@@ -76,12 +75,7 @@ _HUNG = "ended by its launcher, as the run hung"
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of one node, round after round.
-
-    Args:
-        rounds: the spec's rendezvous.
-        received: signals that this process got, in order; grows while it runs.
-    """
+    """Runs the ranks of one node, round after round; `received`: signals so far, which grows."""
 
     def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, **options)
@@ -152,8 +146,7 @@ class Agent(LocalElasticAgent):
             if reported_exit_code() == START_AGAIN:
                 self._rounds.move_on()
                 return None
-            self._rounds.mark_done()
-            self._rounds.wait_until_all_are_done()
+            self._rounds.finish()
             return result
         # Without ranks that this agent ended because of them.
         own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
@@ -167,9 +160,8 @@ class Agent(LocalElasticAgent):
         elif reported == BAD_INPUT:  # a restart would fail the same way
             self._rounds.set_closed()
             return False
-        elif reported is not None or self._rounds.is_done:
-            self._rounds.mark_done()
-            self._rounds.wait_until_all_are_done()
+        elif reported is not None or self._rounds.num_done:
+            self._rounds.finish()
             return False
         else:
             self._rounds.fail()
@@ -195,13 +187,18 @@ class Agent(LocalElasticAgent):
         delay = self._report(ended) if self.get_worker_group().group_rank == 0 else 0.0
         if self._rounds.is_over:
             return False
-        self._sleep(delay)
+        deadline = time.monotonic() + delay
+        while time.monotonic() < deadline and not self._received and not self._rounds.is_over:
+            show_alive()
+            time.sleep(0.1)
         self._initialize_workers(self.get_worker_group())
         return True
 
     def _report(self, ended: int) -> float:
         """Writes the events of a finished round; returns the seconds to wait before the next one."""
-        records = self._last_records()
+        records: list[Record] = []
+        with suppress(OSError):  # no file yet, or the file system is gone
+            records = last_records(self._metrics) if self._metrics else []
         trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
         iteration = max(trained, default=0)
         # Not those caused by a lost peer, or by a hang, which has its own event.
@@ -217,7 +214,11 @@ class Agent(LocalElasticAgent):
                 text = f"that was failure {num_failures}, and MAX_RESTARTS={most}"
                 complain(f"the ranks do not start again: {text}")
             return 0.0
-        self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
+        starts = ("start", "resume", "restart")
+        since = (
+            r.get("kind") for r in reversed(records) if r.get("kind") == "train" or r.get("event") in starts
+        )
+        self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
         delay = 0.0
         if self._num_idle:
             delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
@@ -241,19 +242,6 @@ class Agent(LocalElasticAgent):
             complain(f"warning: {what}: it is kept until the next one")
         else:
             self._unwritten = []
-
-    def _last_records(self) -> list[Record]:
-        try:
-            return last_records(self._metrics) if self._metrics else []
-        except OSError:  # no file yet, or the file system is gone
-            return []
-
-    def _sleep(self, seconds: float) -> None:
-        """Less, if there is nothing to wait for any more: a signal, here or on another node."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._received and not self._rounds.is_over:
-            show_alive()
-            time.sleep(0.1)
 
     def _pass_signals_on(self) -> None:
         """Sends every signal once to every rank, also to those that start later."""
@@ -325,29 +313,16 @@ def _quiet_if_explained() -> Iterator[None]:
         logger.disabled = before
 
 
-def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
-    """Whether there is a train record since the last start."""
-    for record in reversed(records):
-        if record.get("kind") == "train":
-            return True
-        if record.get("event") in ("start", "resume", "restart"):
-            return False
-    return False
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this node's ranks by torchrun's command line with a static rendezvous; returns an exit code."""
     received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
 
     def is_stopping() -> bool:  # polled while the agent waits for other nodes
         show_alive()
         return bool(received)
 
     for number in (*STOP_SIGNALS, signal.SIGHUP):
-        signal.signal(number, receive)
+        signal.signal(number, lambda number, _: received.append(number))
     # delivers what was sent during imports
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     args = parse_args(argv)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ from moe_exp.host.exit_codes import (
 )
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
-from moe_exp.launch.data_use import data_warnings
-from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, data_problems
-from moe_exp.launch.room import disk_problems, disk_warnings, memory_warnings
-from moe_exp.launch.source_checks import source_problems, stage_lines, start_of
+from moe_exp.launch.machine_checks import (
+    check_environment,
+    check_files,
+    check_machine,
+    data_problems,
+    disk_problems,
+    disk_warnings,
+    memory_warnings,
+)
+from moe_exp.launch.source_checks import data_warnings, source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
@@ -73,8 +80,13 @@ def train(
         given = with_file(flags, os.environ)
         config = load_config(given)
         sources = {name: str(settings_path(flags["config"])) for name in given if flags.get(name) is None}
-        if sources and not resume:
-            _refuse_same_folder(config, flags["config"])
+        own = RunFolder.of(config)
+        is_old = sources and not resume and own.config.exists()
+        if is_old and own.config.samefile(settings_path(flags["config"])):
+            rule = f"has the settings of {own.path}, which this run would continue"
+            resuming = f"--resume {shlex.quote(str(own.path))}"
+            fix = f"set another RUN_NAME for a new run, or continue with {resuming}"
+            raise ConfigError([problem("config", flags["config"], rule, fix)])
         names, given = set(given_values(given, os.environ)), _without_usual(config, given, sources)
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
@@ -98,10 +110,8 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """`flags` with config.yaml of a run folder as settings file, and with that folder as the one to write.
-
-    Raises:
-        ConfigError: it is no run folder, or `flags` name another one.
+    """`flags` with config.yaml of a run folder as settings file, and with that folder as the one to write;
+    ConfigError if it is no run folder, or `flags` name another one.
     """
     path = expanded(folder)
     path = path if path.name not in ("", "..") else path.resolve()
@@ -122,16 +132,6 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return {**flags, **places, "config": str(RunFolder(path).config)}
 
 
-def _refuse_same_folder(config: Config, file: str) -> None:
-    """A run built from the settings of another must not continue it by chance."""
-    path, folder = settings_path(file), RunFolder.of(config)
-    if folder.config.exists() and folder.config.samefile(path):
-        rule = f"has the settings of {folder.path}, which this run would continue"
-        resume = f"--resume {shlex.quote(str(folder.path))}"
-        fix = f"set another RUN_NAME for a new run, or continue with {resume}"
-        raise ConfigError([problem("config", file, rule, fix)])
-
-
 def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
     """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
     usual = load_config({"preset": config.preset}, {})
@@ -144,21 +144,19 @@ def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable
 def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
-    Args:
-        config: checked settings, which the ranks take as they are.
-        flags: settings of the command line, for the commands that are shown and recorded.
-        command: see `train`.
-
-    Raises:
-        ConfigError: the embedded corpus, the token files of TRAIN_DATA's text, or the key that several nodes
-            share, cannot be made.
+    `config` is checked; `flags`, of the command line, are for the commands that are shown and recorded.
+    Raises ConfigError if a corpus or the key that several nodes share cannot be made.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
-    prepared = _with_text(config)
+    prepared = with_prepared_text(config)  # token files and tokenizer in place of text, if any
+    if prepared is not config:
+        if problems := [*data_problems(prepared), *source_problems(prepared)]:
+            raise ConfigError(problems)
+        _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
     if config.preflight:
@@ -181,8 +179,13 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
         code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
+    settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
+    given = {name: os.environ[name] for name in settings if os.environ.get(name)}
+    program = own_command()
+    typed = command or shlex.join([*program, "train", *module_arguments(flags)])
+    caller = Caller(shlex.join(program), typed, given, lambda c: check_config(c) + check_environment(c))
     with signals_handled(signal.SIG_IGN):  # schedulers send several
-        seconds, caller = time.monotonic() - start, _caller(flags, command)
+        seconds = time.monotonic() - start
         ended = finish_run(config, folder, since=started, wall_seconds=seconds, code=code, caller=caller)
     if ended is None:
         return code
@@ -192,25 +195,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     return FINISHED if status == "finished" else code or FAILED
 
 
-def _caller(flags: Mapping[str, Any], command: str) -> Caller:
-    settings = (name.upper() for name in Config.model_fields)
-    given = {name: os.environ[name] for name in settings if os.environ.get(name) and name not in _OF_THE_NODE}
-    program = own_command()
-    typed = command or shlex.join([*program, "train", *module_arguments(flags)])
-    return Caller(shlex.join(program), typed, given, lambda c: check_config(c) + check_environment(c))
-
-
-_OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
-
-
-def _with_text(config: Config) -> Config:
-    """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
-    prepared = with_prepared_text(config)
-    if prepared is not config:
-        if problems := [*data_problems(prepared), *source_problems(prepared)]:
-            raise ConfigError(problems)
-        _warn(data_warnings(prepared))
-    return prepared
+_OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def _fetch_checkpoints(config: Config) -> None:
@@ -235,8 +220,8 @@ def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
 
 def _warnings(config: Config, start: Start) -> list[str]:
     """Warnings that do not prevent a run from starting."""
-    lines = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
-    return [*lines, *data_warnings(config)]
+    warnings = (schedule_warnings(config, start), disk_warnings(config), memory_warnings(config))
+    return [*chain(*warnings), *data_warnings(config)]
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
@@ -268,12 +253,8 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Merged settings with their sources (none: default), the torchrun command and the start-up report.
-
-    Args:
-        flags: settings of the command line.
-        sources: of settings that are neither from there nor from the environment; they win over those.
-        start: where training starts.
+    """Merged settings with their sources (none: default), the torchrun command and the start-up report;
+    `sources`: of settings that are neither in `flags` nor from the environment; they win over those.
     """
     lines = []
     for name, value in config.model_dump().items():

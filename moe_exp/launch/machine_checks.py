@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,8 @@ from packaging.version import Version
 from moe_exp.checkpoint.format.folders import is_converted, one_checkpoint
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
-from moe_exp.config.checks.determinism import environment_problems
-from moe_exp.config.choices import EXPERT_BACKENDS
+from moe_exp.config.checks.checks import environment_problems
+from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
@@ -34,12 +35,16 @@ from moe_exp.data.tokens.tokens import (
     parse_split,
     part_tokens,
 )
-from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
+from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, device_name, torch_has_cuda
 from moe_exp.host.files import bytes_text, expanded, is_url
-from moe_exp.launch.room import disk_problems
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
-from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
+from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.planner.hardware import load_hardware, profile_of
+from moe_exp.planner.prediction import predict
+from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_problems, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
@@ -52,7 +57,6 @@ def check_machine(config: Config) -> list[str]:
     return [
         *_devices(config),
         *(environment_problems(config, os.environ) if count_gpus() else ()),
-        *_debugging(config),
         *_packages(config),
         *_prometheus(config),
         *_port(config),
@@ -64,7 +68,6 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
     """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
     return [
         *data_problems(config),
-        *_prepend_bos(config),
         *_tokenizer(config),
         *(load_dir := list(_load_dir(config))),
         *([] if load_dir else source_problems(config)),
@@ -88,18 +91,10 @@ def _devices(c: Config) -> Iterator[str]:
     if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield c.problem("gpus_per_node", has, fix)
-
-
-def _debugging(c: Config) -> Iterator[str]:
-    if c.memory_snapshot and not count_gpus():
+    if c.memory_snapshot and not gpus:
         rule = "records the allocations on a CUDA device, this host has none"
         fix = "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU"
         yield c.problem("memory_snapshot", rule, fix)
-    for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
-        package = name.strip().partition(".")[0]  # finding a module inside would import it
-        if not package.isidentifier() or importlib.util.find_spec(package) is None:
-            rule, fix = "no package of that name is installed", "name packages or modules, with commas"
-            yield problem("trace_calls_in", name, rule, fix)
 
 
 def training_problem() -> str:
@@ -121,8 +116,13 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and not has_te:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield c.problem("impl", "transformer_engine is not installed", fix)
-    if c.expert_backend != "auto":
-        yield from _expert_backend(c)
+    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
+    if missing := backend.missing():
+        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
+        yield c.problem("expert_backend", rule, fix)
+    elif backend.modules and count_gpus() == 0:
+        yield c.problem("expert_backend", _NO_CUDA, "set EXPERT_BACKEND=auto")
     yield from _kernels(c)
     # FP8 without its package or a GPU: Megatron silently uses bf16; the layer checks the GPU's generation.
     if c.fp8 != "none" and not c.is_fp8_by_kernels and not has_te:
@@ -137,6 +137,11 @@ def _packages(c: Config) -> Iterator[str]:
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         fix = "pip install wandb, or set WANDB_MODE=disabled"
         yield c.problem("wandb_project", "wandb is not installed", fix)
+    for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
+        package = name.strip().partition(".")[0]  # finding a module inside would import it
+        if not package.isidentifier() or importlib.util.find_spec(package) is None:
+            rule, fix = "no package of that name is installed", "name packages or modules, with commas"
+            yield problem("trace_calls_in", name, rule, fix)
 
 
 def _prometheus(c: Config) -> Iterator[str]:
@@ -151,16 +156,6 @@ def _prometheus(c: Config) -> Iterator[str]:
         yield c.problem("prometheus_file", rule, fix)
 
 
-def _expert_backend(c: Config) -> Iterator[str]:
-    backend = EXPERT_BACKENDS[c.expert_backend]
-    if missing := backend.missing():
-        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
-        yield c.problem("expert_backend", rule, fix)
-    elif backend.modules and count_gpus() == 0:
-        yield c.problem("expert_backend", _NO_CUDA, "set EXPERT_BACKEND=auto")
-
-
 _NO_CUDA = "needs a CUDA device, this host has none"
 OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launch.py
 
@@ -170,23 +165,17 @@ def _kernels(c: Config) -> Iterator[str]:
     asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
-    rule, fix = "", ""
+    rule, fix, version = "", "", OLDEST_TRITON
+    with suppress(importlib.metadata.PackageNotFoundError):  # its package has another name
+        version = Version(importlib.metadata.version("triton"))
     if importlib.util.find_spec("triton") is None:
         rule, fix = "triton is not installed", "pip install triton, or "
-    elif _triton_version() < OLDEST_TRITON:
+    elif version < OLDEST_TRITON:
         rule, fix = f"the kernels need triton {OLDEST_TRITON} or newer", "install a newer torch, or "
     elif compute_capability() < OLDEST_GPU:
         rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
         yield from (c.problem(name, rule, f"{fix}set {name.upper()}=auto") for name in asked)
-
-
-def _triton_version() -> Version:
-    """Of the installed Triton; the oldest that suits the kernels if its package has another name."""
-    try:
-        return Version(importlib.metadata.version("triton"))
-    except importlib.metadata.PackageNotFoundError:
-        return OLDEST_TRITON
 
 
 # The oldest bitsandbytes whose 8-bit kernels support our Adam8bit.
@@ -211,10 +200,8 @@ def _port(c: Config) -> Iterator[str]:
         try:
             probe.bind(("", c.rendezvous_port))
         except OSError as error:
-            is_denied = isinstance(error, PermissionError)
-            rule = (
-                "may not be opened by this user" if is_denied else "is in use by another program on this host"
-            )
+            rule = "is in use by another program on this host"
+            rule = "may not be opened by this user" if isinstance(error, PermissionError) else rule
             yield port_problem(c.rendezvous_port, rule, num_nodes=c.nnodes)
 
 
@@ -306,13 +293,10 @@ def _vocabulary_fix(c: Config, size: int) -> str:
     return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
 
 
-def _prepend_bos(c: Config) -> Iterator[str]:
+def _tokenizer(c: Config) -> Iterator[str]:
     if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *stage_blends(c)))):
         fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
         yield c.problem("prepend_bos", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
-
-
-def _tokenizer(c: Config) -> Iterator[str]:
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
@@ -368,16 +352,14 @@ def _data_of_converted(c: Config) -> Iterator[str]:
                 yield c.problem("train_data", rule, "set TRAIN_DATA, to text or token files")
 
 
-def _upcycle_from(c: Config) -> list[str]:
-    if not c.upcycle_from or not c.use_moe or training_problem():
-        return []
-    from moe_exp.checkpoint.integrity import dense_source, find_source_here
+def _upcycle_from(c: Config) -> Iterator[str]:
+    if c.upcycle_from and c.use_moe and not training_problem():
+        from moe_exp.checkpoint.integrity import dense_source, find_source_here
 
-    try:
-        dense_source(c, find_source_here)
-    except ValueError as error:
-        return str(error).splitlines()
-    return []
+        try:
+            dense_source(c, find_source_here)
+        except ValueError as error:
+            yield from str(error).splitlines()
 
 
 def _data_dir(c: Config) -> Iterator[str]:
@@ -394,3 +376,73 @@ def _data_dir(c: Config) -> Iterator[str]:
         rule = f"{what} there, but {place} is {'not writable' if place.is_dir() else 'a file'}"
         fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
         yield c.problem("data_dir", rule, fix)
+
+
+def memory_warnings(config: Config) -> list[str]:
+    """Warns if the planner expects that a rank needs more memory than this host's GPUs have."""
+    profile = profile_of(device_name()) if count_gpus() else ""
+    if not profile:
+        return []
+    try:
+        expected = predict(Job.of(config), load_hardware(profile))
+    except ValueError:  # settings that the planner does not know
+        return []
+    if not expected.oom:
+        return []
+    needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
+    rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"
+    fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"
+    return [config.problem("gpus_per_node", rule, fix)]
+
+
+def disk_warnings(config: Config) -> list[str]:
+    """Warns if a resumed run has space for its next checkpoint, but not until its end."""
+    there, refused, rest = _room(config)
+    return rest if there and not refused else []
+
+
+def disk_problems(c: Config) -> list[str]:
+    """Space for all new checkpoints, or for one (DISK_CHECK); for a resumed run only for its next one."""
+    there, refused, rest = _room(c)
+    return refused if there else refused or rest
+
+
+def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
+    """Existing checkpoints, and problems if the next one, or all until the end of the run, do not fit."""
+    if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
+        return [], [], []
+    folder = RunFolder.of(c)
+    try:
+        place, there = existing_place(folder.path), folder.checkpoint_iterations()
+        free_bytes = shutil.disk_usage(place).free
+    except OSError:
+        return [], [], []
+    iteration = max(there, default=0)
+    next_save = c.train_iters
+    if c.save_interval:
+        next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
+    until_end = disk_use(c, iteration=iteration, there=there)
+    short = c.model_copy(update={"train_iters": next_save})
+    next_bytes = disk_use(short, iteration=iteration, there=there).needed_bytes
+    if c.disk_check == "one":
+        next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
+    refused, rest = [], []
+    has = f"{place} has {bytes_text(free_bytes)} free and the run needs"
+    larger_disk = "choose a RUN_DIR on a larger disk, or make room"
+    if free_bytes < next_bytes and (there or c.disk_check == "one"):
+        what = " for its next checkpoint, and its records until then" if there else ""
+        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else larger_disk
+        refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
+    if free_bytes < until_end.needed_bytes and c.disk_check == "run":
+        rule, fix = f"{has} {bytes_text(until_end.needed_bytes)}", larger_disk
+        if until_end.num_new > 1:
+            those = f" beside the {len(there)} that are there" if there else ""
+            new = f"{until_end.num_new} checkpoints of {bytes_text(until_end.one_bytes)}"
+            rule += f" until iteration {c.train_iters}: {new}{those}, and its records"
+            by_hand = "; DISK_CHECK=one if you remove checkpoints yourself"
+            if fitting := keep_last_that_fits(c, free_bytes, iteration=iteration, there=there):
+                fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{by_hand}"
+            elif free_bytes >= checkpoint_bytes(c):
+                fix += by_hand
+        rest.append(c.problem("run_dir", rule, fix))
+    return there, refused, rest

@@ -58,15 +58,8 @@ _MOST_CHARACTERS = 2000
 
 
 class RestartRendezvous(RendezvousHandler):
-    """The rendezvous of one node's agent.
-
-    Args:
-        host, port: of node 0's agent; port 0, with one node only: any that is free.
-        num_nodes: nodes in every round.
-        max_restarts: rounds that may fail before the last one.
-        is_stopping: whether this node was asked to stop; polled while waiting for others.
-        join_seconds: timeout for the other nodes in the first round.
-        key: of the job; the same on all nodes.
+    """The rendezvous of one node's agent; `host`, `port`: of node 0's, 0 with one node: any that is free;
+    `is_stopping` is polled while waiting for others, `join_seconds` in the first round; `key`: of the job.
     """
 
     def __init__(
@@ -85,7 +78,7 @@ class RestartRendezvous(RendezvousHandler):
         self._node_rank, self._num_nodes, self._max_restarts = node_rank, num_nodes, max_restarts
         self._is_stopping, self._join_seconds, self._key = is_stopping, join_seconds, key
         self._agents: Store | None = None
-        self._ranks: Store | None = None
+        self._ranks: TCPStore | None = None
         self.round = 0
 
     # torchrun's interface
@@ -117,10 +110,8 @@ class RestartRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Waits until every node has joined the current round.
 
-        Raises:
-            RendezvousTimeoutError: not all nodes came in time.
-            RendezvousClosedError: the job is over, or this node was asked to stop.
-            RendezvousConnectionError: on node 0, the port is taken; on others, node 0 has another key.
+        Raises a RendezvousTimeoutError, RendezvousClosedError (the job is over, or this node was asked to
+        stop) or RendezvousConnectionError (on node 0, the port is taken; on others, node 0 has another key).
         """
         if self._ranks is not None and self._node_rank == 0:
             self._join_seconds = min(_REJOIN_SECONDS, self._join_seconds)
@@ -128,7 +119,15 @@ class RestartRendezvous(RendezvousHandler):
         self._connect(deadline)
         while not self._joined(deadline):
             pass
-        self._ranks = self._store_of_ranks(deadline)
+        self._ranks = None  # ends the last round's store
+        key = f"port/{self.round}"
+        if self._node_rank == 0:
+            self._ranks = self._open(0, serve=True, deadline=deadline)
+            self._store.set(key, str(self._ranks.port))
+        else:
+            while not self._store.check([key]):
+                self._wait(deadline)
+            self._ranks = self._open(int(self._store.get(key)), serve=False, deadline=deadline)
         info = RendezvousStoreInfo(self._host, self._ranks.port)
         return RendezvousInfo(PrefixStore("agents", self._ranks), self._node_rank, self._num_nodes, info)
 
@@ -174,24 +173,17 @@ class RestartRendezvous(RendezvousHandler):
         """Ends the round for all nodes; the next one starts when all have joined."""
         self._store.compare_set("round", str(self.round), str(self.round + 1))
 
-    def mark_done(self) -> None:
-        """Records that this node's ranks have finished."""
-        self._store.add(f"done/{self.round}", 1)
-
     @property
-    def is_done(self) -> bool:
-        """Whether some node's ranks have finished in this round."""
-        return self._num_done > 0
-
-    @property
-    def _num_done(self) -> int:
+    def num_done(self) -> int:
+        """Nodes whose ranks have finished in this round."""
         return int(self._store.add(f"done/{self.round}", 0))
 
-    def wait_until_all_are_done(self) -> None:
-        """Keeps node 0's store for nodes whose ranks finish a little later."""
+    def finish(self) -> None:
+        """Records that this node's ranks have finished; keeps node 0's store for those that finish later."""
+        self._store.add(f"done/{self.round}", 1)
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left
-            while self._num_done < self._num_nodes and time.monotonic() < deadline:
+            while self.num_done < self._num_nodes and time.monotonic() < deadline:
                 self._is_stopping()
                 time.sleep(_POLL_SECONDS)
 
@@ -247,17 +239,6 @@ class RestartRendezvous(RendezvousHandler):
             raise RendezvousClosedError
         return True
 
-    def _store_of_ranks(self, deadline: float) -> TCPStore:
-        self._ranks = None  # ends the last round's store
-        key = f"port/{self.round}"
-        if self._node_rank == 0:
-            store = self._open(0, serve=True, deadline=deadline)
-            self._store.set(key, str(store.port))
-            return store
-        while not self._store.check([key]):
-            self._wait(deadline)
-        return self._open(int(self._store.get(key)), serve=False, deadline=deadline)
-
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
         """Serves a store, or connects to node 0's, which may not have started yet."""
         while True:
@@ -279,7 +260,7 @@ class RestartRendezvous(RendezvousHandler):
         timeout = timedelta(seconds=_CONNECT_SECONDS)
         if not serve or self._num_nodes > 1:
             store = TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
-            if not serve:
+            if not serve and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
                 _limit_silence(port)
             return store
         with socket.socket() as listener:  # TCPStore's own listens on all interfaces
@@ -306,22 +287,18 @@ class RestartRendezvous(RendezvousHandler):
 
 def _limit_silence(port: int) -> None:
     """Limits unacknowledged data and silence on connections to `port`, as torch does not (Linux only)."""
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return
     options = {
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): SILENCE_SECONDS // 2,
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): SILENCE_SECONDS // 4,
     }
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile, or not connected
-            if entry.is_socket():
-                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_tcp and connection.getpeername()[1] == port:
-                        for name, value in options.items():
-                            connection.setsockopt(*name, value)
+    for entry in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and connection.getpeername()[1] == port:  # raises if it is not connected
+                for name, value in options.items():
+                    connection.setsockopt(*name, value)
 
 
 def _failures(text: bytes) -> list[dict[str, Any]]:
@@ -330,10 +307,6 @@ def _failures(text: bytes) -> list[dict[str, Any]]:
         said = json.loads(text)
     except ValueError:
         return []
-
-    def is_valid(failure: object) -> bool:
-        if not isinstance(failure, dict) or {name: type(one) for name, one in failure.items()} != _FAILURE:
-            return False
-        return all(len(str(value)) <= _MOST_CHARACTERS for value in failure.values())
-
-    return [failure for failure in said if is_valid(failure)] if isinstance(said, list) else []
+    found = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
+    found = [one for one in found if {name: type(value) for name, value in one.items()} == _FAILURE]
+    return [one for one in found if all(len(str(value)) <= _MOST_CHARACTERS for value in one.values())]

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from moe_exp.config import Config, problem
-from moe_exp.config.checks.determinism import deterministic_environment
+from moe_exp.config.checks.checks import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain, settings_file
 from moe_exp.host.processes import (
@@ -59,9 +58,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and fewer log lines; `key`: of the
-    rendezvous, shared by all nodes of the job. One node has a key of its own.
-    """
+    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and `key`, that of several nodes."""
     environ = dict(os.environ)
     environ |= deterministic_environment(config, environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -82,11 +79,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its node writes it
 
 
 def shared_key(path: Path) -> str:
-    """The key of a multi-node job, which the first node writes into the run folder, only for its user.
-
-    Raises:
-        ValueError: the file has no key.
-    """
+    """The key of a multi-node job, which the first node writes into the run folder, only for its user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -101,15 +94,8 @@ def shared_key(path: Path) -> str:
 
 
 _STILL_SECONDS = 60.0  # limit for an agent that should end its ranks
-# Time for ranks to save if their agent was killed.
-_SAVE_SECONDS = 600.0
+_SAVE_SECONDS = 600.0  # for ranks whose agent was killed
 _KILL_SECONDS = 30.0  # from SIGKILL until a process ends
-
-# Said at the first signal, by SAVE_AT_END.
-_STOPPING = {
-    True: "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it",
-    False: "stopping: the run ends, and saves nothing with SAVE_AT_END=false; a second Ctrl-C kills it",
-}
 
 
 def run_job(
@@ -123,19 +109,14 @@ def run_job(
 
     If a signal ends the job before its ranks report one, returns 128 + the signal's number, as a shell does.
 
-    Args:
-        config: checked settings of a training run, which its ranks take as they are; None: the ranks have
-            nothing to save, and the first signal kills them.
-        poll: called every 0.2 s, with whether the job was asked to stop now; returns whether it ended the
-            ranks because of a hang. Must be fast.
+    `config` is that of a training run, checked; None: the ranks have nothing to save, and the first signal
+    kills them. `poll`, which must be fast, is called every 0.2 s with whether the job was asked to stop; it
+    returns whether it ended the ranks because of a hang.
     """
     received: list[int] = []
     num_sent = 0
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    with signals_handled(receive), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
+    receiving = signals_handled(lambda number, _: received.append(number))
+    with receiving, orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         if config:
             settings_file(str(code_file)).write_text(config.model_dump_json())
@@ -151,7 +132,9 @@ def run_job(
                 _kill_job(pids)
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
-                    complain(_STOPPING[config.save_at_end])
+                    unsaved = "ends, and saves nothing with SAVE_AT_END=false"
+                    what = "saves a checkpoint and ends" if config.save_at_end else unsaved
+                    complain(f"stopping: the run {what}; a second Ctrl-C kills it")
                 num_sent += 1
                 for pid in pids:
                     is_rank = code is not None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, load_config
+from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text
@@ -111,8 +111,8 @@ def save_advice(
 
     Args:
         save_interval: iterations; 0: only at the end.
-        mtbf_hours: of one node; None: the run's hours over its failures, at least one, which is pessimistic.
-        num_nodes: nodes that fail independently, each with `mtbf_hours`.
+        mtbf_hours: of each of `num_nodes`, which fail independently; None: the run's hours over its failures,
+            at least one, which is pessimistic.
         restart_seconds: replaces the measured ones.
     """
     if not found.iteration_seconds or not found.save_seconds:
@@ -132,24 +132,10 @@ def save_advice(
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
     restart = found.restart_seconds or 0.0 if restart_seconds is None else restart_seconds
-    best = max(1, round(daly_interval(save, mtbf) / one))
-    return Advice(
-        iteration_seconds=one,
-        save_seconds=save,
-        restart_seconds=restart,
-        mtbf_hours=hours,
-        source=source,
-        best_iterations=best,
-        young_iterations=max(1, round(young_interval(save, mtbf) / one)),
-        best_share=lost_share(best * one, save, mtbf, restart),
-        present_share=lost_share(save_interval * one, save, mtbf, restart) if save_interval else None,
-    )
-
-
-def _loses(share: float) -> str:
-    if share < 1:
-        return f"loses {share:.2%}"
-    return "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
+    best, young = (max(1, round(of(save, mtbf) / one)) for of in (daly_interval, young_interval))
+    best_share = lost_share(best * one, save, mtbf, restart)
+    present_share = lost_share(save_interval * one, save, mtbf, restart) if save_interval else None
+    return Advice(one, save, restart, hours, source, best, young, best_share, present_share)
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,13 @@ def storage_of(path: Path) -> Storage:
     if not settings.is_file():
         fix = "name a folder with config.yaml, or such a file"
         raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
-    config = _config(settings) if folder else load_config(read_settings(settings), {})
+    try:
+        given = known_settings(recorded_settings(settings)) if folder else read_settings(settings)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{settings}: cannot be read ({error}). Fix: name another file.") from None
+    config = load_config(given, {})
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     found = measured([record | {"experts": None} for record in lines])  # experts may have gigabytes
     there = folder.checkpoint_iterations() if folder else ()
@@ -177,22 +169,18 @@ def storage_of(path: Path) -> Storage:
     return Storage(config, found, use, tuple(there))
 
 
-def _config(path: Path) -> Config:
-    try:
-        recorded = recorded_settings(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read ({error}). Fix: name another file.") from None
-    return load_config(known_settings(recorded), {})
-
-
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
     """Rows to print, in order, name to value."""
     config, use, found = storage.config, storage.use, storage.measured
+    kept = "KEEP_LAST=0: all are kept"
+    if config.keep_last:
+        kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
+        kept += "; and the one being written"
     size = "measured" if found.checkpoint_bytes else "by the settings"
     rows: dict[str, Any] = {
         "one checkpoint": f"{bytes_text(use.one_bytes)} ({size})",
         "checkpoints there": len(storage.there),
-        "at once at most, until the end": f"{use.num_checkpoints} ({_retention(config)})",
+        "at once at most, until the end": f"{use.num_checkpoints} ({kept})",
         "records until the end": bytes_text(use.records_bytes),
         "room that is needed": bytes_text(use.needed_bytes),
     }
@@ -201,19 +189,18 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
         rows["free on the disk"] = f"{bytes_text(free_bytes)}, {enough} (a quota is not seen here)"
     if advice is None:
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
-    present = "saves only at the end" if advice.present_share is None else _loses(advice.present_share)
+
+    def loses(share: float) -> str:
+        if share < 1:
+            return f"loses {share:.2%}"
+        return "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
+
+    present = "saves only at the end" if advice.present_share is None else loses(advice.present_share)
     times = (advice.iteration_seconds, advice.save_seconds, advice.restart_seconds)
     best = f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young)"
     return rows | {
         "an iteration, a save, a restart": ", ".join(f"{seconds:.3g} s" for seconds in times),
         "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
-        "best SAVE_INTERVAL": f"{best}, {_loses(advice.best_share)}",
+        "best SAVE_INTERVAL": f"{best}, {loses(advice.best_share)}",
         "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
     }
-
-
-def _retention(config: Config) -> str:
-    if not config.keep_last:
-        return "KEEP_LAST=0: all are kept"
-    kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
-    return f"{kept}; and the one being written"

@@ -8,7 +8,7 @@ import pytest
 
 from moe_exp.config import Config, load_config
 from moe_exp.config.choices import MUP_RULES
-from moe_exp.config.parametrization import KINDS, Factors, factors, kind_of
+from moe_exp.config.parameter_groups import KINDS, Factors, factors, kind_of
 
 BASE = {
     "gpus_per_node": 1, "optimizer": "adam", "parametrization": "mup", "mup_base_hidden_size": 64,

@@ -31,8 +31,8 @@ from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.text import tokenizer_for
-from moe_exp.launch.data_use import data_warnings
 from moe_exp.launch.machine_checks import data_problems
+from moe_exp.launch.source_checks import data_warnings
 
 WORDS = ["the", "a", "of", "expert", "router", "token", "layer", "learns", "sends", "drops", "keeps"]
 

@@ -13,7 +13,7 @@ from helpers.ranks import run_jobs
 from helpers.relative_error import relative_error
 from moe_exp import train
 from moe_exp.checkpoint.state import Progress
-from moe_exp.config.parametrization import KINDS, kind_of
+from moe_exp.config.parameter_groups import KINDS, kind_of
 from moe_exp.engine import runtime
 from moe_exp.engine.optimizer_setup import base_learning_rate
 from moe_exp.training.interval import Interval

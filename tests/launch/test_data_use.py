@@ -12,8 +12,8 @@ import pytest
 from moe_exp.config import Config, load_config
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.launch.data_use import data_warnings
 from moe_exp.launch.launch import train
+from moe_exp.launch.source_checks import data_warnings
 
 
 def write_tokens(prefix: Path, num_documents: int) -> str:

@@ -18,7 +18,7 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
-from moe_exp.launch import machine_checks, room
+from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import (
     OLDEST_GPU,
     bitsandbytes_problem,
@@ -70,16 +70,16 @@ def host(monkeypatch):
 
 def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
     def warnings(**values) -> list[str]:
-        return room.memory_warnings(load_config({"preset": "reference"} | values, {}))
+        return machine_checks.memory_warnings(load_config({"preset": "reference"} | values, {}))
 
-    monkeypatch.setattr(room, "count_gpus", lambda: 8)
-    monkeypatch.setattr(room, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(machine_checks, "count_gpus", lambda: 8)
+    monkeypatch.setattr(machine_checks, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
     needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, and A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
     only_problem(warnings(gpus_per_node="1"), needed)
     assert warnings(gpus_per_node="8", ep="4") == warnings(gpus_per_node="1", num_layers="6") == []
-    monkeypatch.setattr(room, "device_name", lambda: "some other GPU")
+    monkeypatch.setattr(machine_checks, "device_name", lambda: "some other GPU")
     assert warnings(gpus_per_node="1") == []
-    monkeypatch.setattr(room, "count_gpus", lambda: 0)
+    monkeypatch.setattr(machine_checks, "count_gpus", lambda: 0)
     assert warnings(gpus_per_node="1") == []
 
 

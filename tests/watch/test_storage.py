@@ -16,8 +16,7 @@ import pytest
 from helpers.checkpoint.ckpt_files import write_without_tensors
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
-from moe_exp.launch.machine_checks import check_files
-from moe_exp.launch.room import disk_warnings
+from moe_exp.launch.machine_checks import check_files, disk_warnings
 from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.planner.costs.params import checkpoint_bytes

@@ -18,7 +18,7 @@ EMBEDDED_VOCAB_SIZE = 2048
 
 
 def check_data(c: Config) -> Iterator[str]:
-    """TRAIN_DATA, VALID_DATA, SPLIT and the validation."""
+    """TRAIN_DATA, VALID_DATA, SPLIT, DOCUMENT_PACKING and the validation."""
     if c.eval_interval and not c.eval_iters:
         rule = f"evaluates nothing every EVAL_INTERVAL={c.eval_interval}"
         yield c.problem("eval_iters", rule, "set EVAL_ITERS=10 or EVAL_INTERVAL=0")
@@ -33,6 +33,13 @@ def check_data(c: Config) -> Iterator[str]:
         yield c.problem("data_order", "reads files of this machine only", fix)
     if c.split:
         yield from _split(c)
+    fills = c.document_packing == "best_fit"
+    yield from c.problems(
+        (fills and not c.eod_mask_loss, "document_packing",
+         "fills samples up with end-of-document tokens, whose loss must not count", "set EOD_MASK_LOSS=true"),
+        (fills and c.data_order == "megatron", "document_packing",
+         "is an order of our own, and DATA_ORDER=megatron Megatron's", "set DATA_ORDER=stream"),
+    )  # fmt: skip
     if c.train_data:
         return
     for name in ("split", "valid_data"):
@@ -56,18 +63,6 @@ def _split(c: Config) -> Iterator[str]:
     elif c.eval_interval and not sum(shares[1:2]):
         rule = f"leaves nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
         yield c.problem("split", rule, "set for instance SPLIT=99,1, or EVAL_INTERVAL=0")
-
-
-def check_packing(c: Config) -> Iterator[str]:
-    """A line for each setting that DOCUMENT_PACKING=best_fit does not go with."""
-    if c.document_packing != "best_fit":
-        return
-    if not c.eod_mask_loss:
-        rule = "fills samples up with end-of-document tokens, whose loss must not count"
-        yield c.problem("document_packing", rule, "set EOD_MASK_LOSS=true")
-    if c.data_order == "megatron":
-        rule = "is an order of our own, and DATA_ORDER=megatron Megatron's"
-        yield c.problem("document_packing", rule, "set DATA_ORDER=stream")
 
 
 def check_stages(config: Config) -> Iterator[str]:
@@ -121,17 +116,12 @@ def _stage_problem(config: Config, before: DataStage, stage: DataStage, total: i
 
 
 def with_stage_begins(
-    config: Config,
-    consumed: int = 0,
-    skipped: Sequence[tuple[int, int]] = (),
+    config: Config, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
     begun: Sequence[Mapping[str, Any]] = (),
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, list[str]]:  # fmt: skip
     """`config` whose stages in tokens begin with the next batch, and a line for each that this moves.
 
-    Args:
-        config: settings.
-        consumed, skipped: as of `check_stage_begins`.
-        begun: the stages that the checkpoint has begun, as of `SampleOrder`; they keep their first sample.
+    `consumed`, `skipped`: see `check_stage_begins`. Stages that are `begun` keep their first sample.
     """
     given, lines = json.loads(config.data_stages or "[]"), []
     for number, (stage, found) in enumerate(zip(given, stages_of(config)[1:], strict=True), 1):
@@ -160,14 +150,8 @@ def _left_out(skipped: Sequence[tuple[int, int]], first: int) -> int:
 def check_stage_begins(
     config: Config, consumed: int = 0, skipped: Sequence[tuple[int, int]] = ()
 ) -> Iterator[str]:
-    """A line for each stage that would begin within a batch.
-
-    Not one of the checks of settings alone: where batches begin depends on the run so far.
-
-    Args:
-        config: settings.
-        consumed: samples, when the run continues.
-        skipped: ranges of the stream that it leaves out, in order.
+    """A line for each stage that would begin within a batch, which depends on the run so far: the number of
+    samples `consumed`, and the ranges of the stream that are left out, in order.
     """
     for number, (before, stage) in enumerate(pairwise(stages_of(config)), 1):
         first = stage.first_sample

@@ -59,13 +59,14 @@ def check_pipeline(c: Config) -> Iterator[str]:
         yield c.problem("pp", f"does not divide NUM_LAYERS={c.num_layers}", fix)
     if c.vpp is None:
         return
+    yield from c.problems(
+        (c.pp == 1, "vpp",
+         "interleaved stages need a pipeline, but PP=1", "set VPP=none or PP to at least 2"),
+        (c.pp > 1 and c.vpp == 1, "vpp",
+         "one model chunk per rank leaves nothing to interleave", "set VPP=none or VPP to at least 2"),
+    )  # fmt: skip
     if c.pp == 1:
-        fix = "set VPP=none or PP to at least 2"
-        yield c.problem("vpp", "interleaved stages need a pipeline, but PP=1", fix)
         return
-    if c.vpp == 1:
-        fix = "set VPP=none or VPP to at least 2"
-        yield c.problem("vpp", "one model chunk per rank leaves nothing to interleave", fix)
     yield from _chunks(c, c.vpp)
     # Megatron requires (micro-batches mod group size) to be 0 or at least PP; the group size is PP, so 0.
     step = c.mbsz * num_replicas(c)
@@ -104,9 +105,9 @@ def _stages_given(c: Config) -> Iterator[str]:
         rule = f"adds up to {sum(stages)} layers, but NUM_LAYERS={c.num_layers}"
         yield c.problem("pipeline_layers", rule, f"deal out {c.num_layers} layers")
     if 0 in stages[1:-1]:
-        rule = "only the first stage, which has the embedding, and the last, which has the output layer,"
+        rule = "only the first stage, with the embedding, and the last, with the output layer, may be empty"
         fix = f"give stage {stages.index(0, 1) + 1} of {len(stages)} a layer, or leave it out"
-        yield c.problem("pipeline_layers", f"{rule} may be without layers", fix)
+        yield c.problem("pipeline_layers", rule, fix)
 
 
 def _ends_given(c: Config) -> Iterator[str]:

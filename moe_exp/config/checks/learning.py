@@ -20,12 +20,12 @@ from moe_exp.config.settings import Config, problem
 def check_schedule(c: Config) -> Iterator[str]:
     """LR, MIN_LR, LR_DECAY_STYLE and the iterations that they name."""
     decay_name, decay = "DECAY_ITERS" if c.decay_iters else "TRAIN_ITERS", c.decay_end
-    if c.warmup_iters >= decay:
-        fix = f"set WARMUP_ITERS below {decay}, or raise {decay_name}"
-        yield c.problem("warmup_iters", f"is not below {decay_name}={decay}, where the decay ends", fix)
-    if c.min_lr > c.lr:
-        fix = f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}"
-        yield c.problem("min_lr", f"is over LR={c.lr}", fix)
+    yield from c.problems(
+        (c.warmup_iters >= decay, "warmup_iters", f"is not below {decay_name}={decay}, where the decay ends",
+         f"set WARMUP_ITERS below {decay}, or raise {decay_name}"),
+        (c.min_lr > c.lr, "min_lr",
+         f"is over LR={c.lr}", f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}"),
+    )  # fmt: skip
     if is_composed(c.lr_decay_style):
         yield from _pieces(c, decay_name)
         return
@@ -121,28 +121,25 @@ _LARGEST_BF16_BETA = 1 - 2**-8
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
     optimizer = OPTIMIZERS[c.optimizer]
-    if c.distributed_optimizer and not optimizer.is_sharded:
-        rule = f"OPTIMIZER={c.optimizer} needs whole matrices, and the distributed optimizer gives a rank"
-        fix = "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"
-        yield c.problem("distributed_optimizer", f"{rule} ranges of values", fix)
-    if c.ema_decay and c.average_every > c.train_iters:
-        average = f"the average of EMA_DECAY={c.ema_decay:g}"
-        rule = f"with TRAIN_ITERS={c.train_iters} {average} would have no weights"
-        yield c.problem("average_every", rule, f"set it to at most {c.train_iters}")
-    if c.qk_clip and c.distributed_optimizer:
-        rule = "the distributed optimizer gives a rank ranges of values, not the rows of a head"
-        yield c.problem("qk_clip", rule, "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0")
-    if c.qk_clip and c.qk_norm and not c.multi_latent_attention:
-        rule = "QK_NORM=true undoes every scaling of queries and keys, and bounds the logits itself"
-        yield c.problem("qk_clip", rule, "set QK_CLIP=0, or QK_NORM=false")
-    if c.optimizer_state_dtype == "fp32":
-        return
-    if not optimizer.has_bf16:
-        fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
-        rule = f"is of the moments of Adam, but OPTIMIZER={c.optimizer}"
-        yield c.problem("optimizer_state_dtype", rule, fix)
-        return
-    for name in ("adam_beta1", "adam_beta2"):
+    is_bf16 = c.optimizer_state_dtype != "fp32"
+    yield from c.problems(
+        (c.distributed_optimizer and not optimizer.is_sharded, "distributed_optimizer",
+         f"OPTIMIZER={c.optimizer} needs whole matrices, and the distributed optimizer gives a rank ranges of"
+         " values", "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"),
+        (c.ema_decay and c.average_every > c.train_iters, "average_every",
+         f"with TRAIN_ITERS={c.train_iters} the average of EMA_DECAY={c.ema_decay:g} would have no weights",
+         f"set it to at most {c.train_iters}"),
+        (c.qk_clip and c.distributed_optimizer, "qk_clip",
+         "the distributed optimizer gives a rank ranges of values, not the rows of a head",
+         "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),
+        (c.qk_clip and c.qk_norm and not c.multi_latent_attention, "qk_clip",
+         "QK_NORM=true undoes every scaling of queries and keys, and bounds the logits itself",
+         "set QK_CLIP=0, or QK_NORM=false"),
+        (is_bf16 and not optimizer.has_bf16, "optimizer_state_dtype",
+         f"is of the moments of Adam, but OPTIMIZER={c.optimizer}",
+         "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"),
+    )  # fmt: skip
+    for name in ("adam_beta1", "adam_beta2") if is_bf16 and optimizer.has_bf16 else ():
         if getattr(c, name) > _LARGEST_BF16_BETA:
             rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step is"
             fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"

@@ -21,12 +21,12 @@ def check_model(c: Config) -> Iterator[str]:
             yield problem("head_dim", c.kv_channels, rule, f"set HEAD_DIM to {multiples(2, c.kv_channels)}")
     if not c.use_moe:
         return
-    if c.add_bias_linear and c.shared_expert_size:
-        fix = "set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0"
-        yield c.problem("add_bias_linear", "Megatron's shared expert has no bias", fix)
-    if c.add_bias_linear and c.etp > 1:
-        fix = "set ADD_BIAS_LINEAR=false or ETP=1"
-        yield c.problem("add_bias_linear", "Megatron has expert biases with ETP=1 only", fix)
+    yield from c.problems(
+        (c.add_bias_linear and c.shared_expert_size, "add_bias_linear",
+         "Megatron's shared expert has no bias", "set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0"),
+        (c.add_bias_linear and c.etp > 1, "add_bias_linear",
+         "Megatron has expert biases with ETP=1 only", "set ADD_BIAS_LINEAR=false or ETP=1"),
+    )  # fmt: skip
     if len(c.moe_layers) != c.num_layers:
         rule = f"has {len(c.moe_layers)} layers, but NUM_LAYERS={c.num_layers}"
         fix = f"give a number, or a pattern of {c.num_layers} zeros and ones"
@@ -41,29 +41,23 @@ def check_model(c: Config) -> Iterator[str]:
 
 
 def check_attention(c: Config) -> Iterator[str]:
-    if c.qk_norm_scope == "all" and not c.qk_norm:
-        fix = "set QK_NORM=true, or QK_NORM_SCOPE=head"
-        yield c.problem("qk_norm_scope", "has no effect while QK_NORM=false", fix)
-    if c.qk_norm_scope == "all" and c.normalization != "RMSNorm":
-        rule = f"there is no NORMALIZATION={c.normalization} over all heads"
-        yield c.problem("qk_norm_scope", rule, "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head")
-    if c.rotary_fraction < 1 and not c.multi_latent_attention:
-        yield from _rotary_fraction(c)
+    turned, is_partial = int(c.kv_channels * c.rotary_fraction), c.rotary_fraction < 1
+    below = turned // 2 * 2
+    fractions = [size / c.kv_channels for size in (below, below + 2) if 0 < size <= c.kv_channels]
+    yield from c.problems(
+        (c.qk_norm_scope == "all" and not c.qk_norm, "qk_norm_scope",
+         "has no effect while QK_NORM=false", "set QK_NORM=true, or QK_NORM_SCOPE=head"),
+        (c.qk_norm_scope == "all" and c.normalization != "RMSNorm", "qk_norm_scope",
+         f"there is no NORMALIZATION={c.normalization} over all heads",
+         "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
+        (is_partial and not c.multi_latent_attention and (turned == 0 or turned % 2), "rotary_fraction",
+         f"turns {turned} of the {c.kv_channels} channels of a head, rotary position embedding turns pairs of"
+         " them", "set ROTARY_FRACTION to " + " or ".join(f"{fraction:g}" for fraction in fractions)),
+        (is_partial and not c.multi_latent_attention and c.rope_scaling == "yarn", "rotary_fraction",
+         "Megatron's YaRN turns all channels of a head", "set ROTARY_FRACTION=1, or ROPE_SCALING=none"),
+    )  # fmt: skip
     yield from _rope_scaling(c)
     yield from _latent_attention(c)
-
-
-def _rotary_fraction(c: Config) -> Iterator[str]:
-    turned = int(c.kv_channels * c.rotary_fraction)
-    if turned == 0 or turned % 2:
-        below = turned // 2 * 2
-        sizes = [size for size in (below, below + 2) if 0 < size <= c.kv_channels]
-        fix = "set ROTARY_FRACTION to " + " or ".join(f"{size / c.kv_channels:g}" for size in sizes)
-        rule = f"turns {turned} of the {c.kv_channels} channels of a head"
-        yield c.problem("rotary_fraction", f"{rule}, rotary position embedding turns pairs of them", fix)
-    if c.rope_scaling == "yarn":
-        fix = "set ROTARY_FRACTION=1, or ROPE_SCALING=none"
-        yield c.problem("rotary_fraction", "Megatron's YaRN turns all channels of a head", fix)
 
 
 def _without_effect(c: Config, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
@@ -127,20 +121,19 @@ def check_parametrization(c: Config) -> Iterator[str]:
     if not c.mup_base_hidden_size:
         fix = "set it to the HIDDEN_SIZE for which LR was found"
         yield c.problem("mup_base_hidden_size", "PARAMETRIZATION=mup needs the sizes of a base model", fix)
-    others = []
-    if OPTIMIZERS[c.optimizer].moments != "adam":
-        others.append((f"OPTIMIZER={c.optimizer}, as its rules are for Adam", "OPTIMIZER=adam"))
-    if c.tie_embeddings:
-        why = "as embedding and output layer have different rules"
-        others.append((f"TIE_EMBEDDINGS=true, {why}", "TIE_EMBEDDINGS=false"))
-    if c.multi_latent_attention:
-        fix = "MULTI_LATENT_ATTENTION=false"
-        others.append(("MULTI_LATENT_ATTENTION=true, whose ranks have no rule", fix))
-    if c.use_moe and c.moe_latent_size:
-        what = f"MOE_LATENT_SIZE={c.moe_latent_size}, whose projections have no rule"
-        others.append((what, "MOE_LATENT_SIZE=0"))
-    for other, fix in others:
-        yield c.problem("parametrization", f"does not go with {other}", f"set {fix}")
+    others = (
+        (OPTIMIZERS[c.optimizer].moments != "adam", "OPTIMIZER=adam",
+         f"OPTIMIZER={c.optimizer}, as its rules are for Adam"),
+        (c.tie_embeddings, "TIE_EMBEDDINGS=false",
+         "TIE_EMBEDDINGS=true, as embedding and output layer have different rules"),
+        (c.multi_latent_attention, "MULTI_LATENT_ATTENTION=false",
+         "MULTI_LATENT_ATTENTION=true, whose ranks have no rule"),
+        (c.use_moe and c.moe_latent_size, "MOE_LATENT_SIZE=0",
+         f"MOE_LATENT_SIZE={c.moe_latent_size}, whose projections have no rule"),
+    )  # fmt: skip
+    for is_set, fix, other in others:
+        if is_set:
+            yield c.problem("parametrization", f"does not go with {other}", f"set {fix}")
 
 
 # Sizes of the FP8 matrix products are multiples of this.
@@ -151,17 +144,18 @@ def check_fp8(c: Config) -> Iterator[str]:
     """Experts compute in FP8 with our kernels or Transformer Engine (machine: launch/machine_checks.py)."""
     if c.fp8 == "none":
         return
-    if c.is_fp8_by_kernels and (c.fp8, c.fp8_recipe) != ("e4m3", "blockwise"):
-        rule = f"with FP8_RECIPE={c.fp8_recipe} is not computed by EXPERT_BACKEND=triton"
-        yield c.problem("fp8", rule, "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te")
-    elif c.use_moe and c.expert_backend not in ("te", "triton"):
-        rule = f"experts compute in FP8 with EXPERT_BACKEND=te or triton, not with {c.expert_backend}"
-        yield c.problem("fp8", rule, "set EXPERT_BACKEND=te, or FP8=none")
-    if not c.use_moe and c.impl == "local":
-        yield c.problem("fp8", "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none")
-    if c.dtype != "bf16":
-        rule = f"is for the products of a model in bf16, but DTYPE={c.dtype}"
-        yield c.problem("fp8", rule, "set DTYPE=bf16, or FP8=none")
+    yield from c.problems(
+        (c.is_fp8_by_kernels and (c.fp8, c.fp8_recipe) != ("e4m3", "blockwise"), "fp8",
+         f"with FP8_RECIPE={c.fp8_recipe} is not computed by EXPERT_BACKEND=triton",
+         "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te"),
+        (c.use_moe and c.expert_backend not in ("te", "triton"), "fp8",
+         f"experts compute in FP8 with EXPERT_BACKEND=te or triton, not with {c.expert_backend}",
+         "set EXPERT_BACKEND=te, or FP8=none"),
+        (not c.use_moe and c.impl == "local", "fp8",
+         "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none"),
+        (c.dtype != "bf16", "fp8",
+         f"is for the products of a model in bf16, but DTYPE={c.dtype}", "set DTYPE=bf16, or FP8=none"),
+    )  # fmt: skip
     if c.is_fp8_by_kernels:
         return
     multiple = SIZE_MULTIPLES[c.fp8_recipe]
@@ -169,20 +163,16 @@ def check_fp8(c: Config) -> Iterator[str]:
         rule = f"with MBSZ={c.mbsz} a rank multiplies {tokens} tokens, FP8_RECIPE={c.fp8_recipe} wants a"
         fix = "change SEQ_LEN or MBSZ, or set FP8=none"
         yield c.problem("seq_len", f"{rule} multiple of {multiple}", fix)
-    for name, value, ways in _fp8_sizes(c):
-        if value % (multiple * ways):
+    is_dense = not all(c.moe_layers) and c.impl != "local" and (c.moe_ffn_hidden_size or not c.use_moe)
+    sizes = (  # whether there is such a matrix product, setting, value, ranks that it is split over
+        (True, "hidden_size", c.hidden_size, 1),
+        (c.use_moe and c.moe_latent_size, "moe_latent_size", c.moe_latent_size, 1),
+        (c.use_moe, c.expert_ffn_setting, c.expert_ffn_size, c.etp),
+        (is_dense, "ffn_hidden_size", c.ffn_hidden_size, c.tp),
+    )
+    for is_used, name, value, ways in sizes:
+        if is_used and value % (multiple * ways):
             rule = f"FP8_RECIPE={c.fp8_recipe} multiplies matrices whose sizes are multiples of {multiple}"
             rule += f" on each of {ways} ranks" if ways > 1 else ""
             fix = f"set {name.upper()} to {multiples(multiple * ways, value)}, or FP8=none"
             yield problem(name, value, rule, fix)
-
-
-def _fp8_sizes(c: Config) -> Iterator[tuple[str, int, int]]:
-    """(setting, value, ranks that it is split over) for the dimensions of FP8 GEMMs."""
-    yield "hidden_size", c.hidden_size, 1
-    if c.use_moe and c.moe_latent_size:
-        yield "moe_latent_size", c.moe_latent_size, 1
-    if c.use_moe:
-        yield c.expert_ffn_setting, c.expert_ffn_size, c.etp
-    if not all(c.moe_layers) and c.impl != "local" and (c.moe_ffn_hidden_size or not c.use_moe):
-        yield "ffn_hidden_size", c.ffn_hidden_size, c.tp

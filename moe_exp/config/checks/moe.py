@@ -33,16 +33,16 @@ def check_moe(c: Config) -> Iterator[str]:
 
 def _deepep(c: Config) -> Iterator[str]:
     """DeepEP's requirements on settings; package and GPU are checked when the layer is built."""
-    if c.ep == 1 or c.etp > 1:
-        rule = f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}"
-        yield c.problem("dispatcher", rule, "set DISPATCHER=alltoall")
-    if c.dtype != "bf16":
-        rule = f"sends bf16 rows, but DTYPE={c.dtype}"
-        yield c.problem("dispatcher", rule, "set DTYPE=bf16 or DISPATCHER=alltoall")
-    if c.deterministic:
+    yield from c.problems(
+        (c.ep == 1 or c.etp > 1, "dispatcher",
+         f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}", "set DISPATCHER=alltoall"),
+        (c.dtype != "bf16", "dispatcher",
+         f"sends bf16 rows, but DTYPE={c.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall"),
         # deepseek-ai/DeepEP issue 589: torch then fills new tensors on another stream than DeepEP writes on.
-        rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
-        yield c.problem("dispatcher", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
+        (c.deterministic, "dispatcher",
+         "its package may return NaN with the algorithms of DETERMINISTIC=true",
+         "set DISPATCHER=alltoall, or DETERMINISTIC=false"),
+    )  # fmt: skip
     if (width := c.expert_hidden_size) % 8:
         name = _row_setting(c)
         fix = f"set {name.upper()} to {multiples(8, width)}, or DISPATCHER=alltoall"
@@ -104,12 +104,13 @@ def _balancing(c: Config) -> Iterator[str]:
         rule = "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn"
         yield c.problem("force_routing", rule, "set one of the two to none")
     coeff = c.balancing_losses.get("l1")
-    if c.router_score == "relu" and not coeff:
-        fix = "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"
-        yield c.problem("router_score", "without the loss l1 nothing limits the experts per token", fix)
-    if coeff is not None and c.router_score != "relu":
-        fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"
-        yield c.problem("aux_loss_type", "l1 needs ROUTER_SCORE=relu", fix)
+    yield from c.problems(
+        (c.router_score == "relu" and not coeff, "router_score",
+         "without the loss l1 nothing limits the experts per token",
+         "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"),
+        (coeff is not None and c.router_score != "relu", "aux_loss_type",
+         "l1 needs ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
+    )  # fmt: skip
 
 
 def _row_setting(c: Config) -> str:
@@ -145,20 +146,18 @@ def check_upcycle(c: Config) -> Iterator[str]:
         rule = "a dense model has no experts to fill"
         yield c.problem("upcycle_from", rule, "set USE_MOE=true, or leave it empty")
         return
-    if c.load_dir:
-        rule = f"LOAD_DIR={c.load_dir} names other weights to start from"
-        yield c.problem("upcycle_from", rule, "give one of the two")
-    if c.router_weights_sum is None:
-        fix = "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
-        rule = "upcycling needs router weights that add up to the same for every token"
-        name = "topk" if c.topk == 1 else "router_normalize"
-        yield c.problem(name, rule, f"{fix} ROUTER_PRE_SOFTMAX=false")
-    if c.shared_expert_size:
-        rule = "a shared expert would add to what the dense model computes"
-        yield c.problem("shared_expert_size", rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM")
-    if c.moe_latent_size:
-        rule = "copies of a dense MLP take whole hidden states"
-        yield c.problem("moe_latent_size", rule, "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM")
+    yield from c.problems(
+        (c.load_dir, "upcycle_from",
+         f"LOAD_DIR={c.load_dir} names other weights to start from", "give one of the two"),
+        (c.router_weights_sum is None, "topk" if c.topk == 1 else "router_normalize",
+         "upcycling needs router weights that add up to the same for every token",
+         "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores ROUTER_PRE_SOFTMAX=false"),
+        (c.shared_expert_size, "shared_expert_size",
+         "a shared expert would add to what the dense model computes",
+         "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
+        (c.moe_latent_size, "moe_latent_size",
+         "copies of a dense MLP take whole hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+    )  # fmt: skip
     factor = c.expert_capacity_factor
     if factor is not None and factor * c.topk < c.num_experts:
         fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"

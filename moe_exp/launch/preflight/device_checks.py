@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,8 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     n, and over an aligned power-of-two range it is 0 or the range's length, so any tiling of the sum is exact
     with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
 
-    Args:
-        dtype: of the factors and the product.
-        seed: of orders and signs.
-        size: n; 0: 512 on a CPU, 8192 on a GPU.
-
-    Returns:
-        `wrong`, elements that differ over all patterns; `teraflops`, of the fastest product; `size`.
+    Returns `wrong`, elements that differ over all patterns, `teraflops` of the fastest product, and `size`,
+    n, by default 512 on a CPU and 8192 on a GPU.
     """
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
     hadamard = _hadamard(size, device, dtype)
@@ -57,7 +52,12 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
             left, right = hadamard[rows] * signs_left[:, None], hadamard[:, columns] * signs_right
             product = left @ right
             wrong += _num_wrong(product, rows, columns, signs_left, signs_right)
-        best = _fastest_product(left, right, device)
+        # the minimum of many ignores short disturbances, but not a throttled device
+        best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
+        while (start := time.perf_counter()) < end or best == math.inf:
+            left @ right
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
     return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
 
 
@@ -84,16 +84,6 @@ def _num_wrong(
     return int((found != expected).sum() + (product != 0).sum())
 
 
-def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float:
-    """Minimum seconds of many: ignores short disturbances, but not a throttled device."""
-    best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
-    while (start := time.perf_counter()) < end or best == math.inf:
-        left @ right
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
     """Accumulates products in fp32, whatever this process otherwise allows."""
@@ -101,15 +91,15 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         yield
         return
     settings = torch.backends.cuda.matmul
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = {name: getattr(settings, name) for name in names}
-    for name in names:
-        setattr(settings, name, False)
+    types = ("bf16", "fp16")
+    before = {name: getattr(settings, f"allow_{name}_reduced_precision_reduction") for name in types}
     try:
+        for name in types:
+            setattr(settings, f"allow_{name}_reduced_precision_reduction", False)
         yield
     finally:
         for name, value in before.items():
-            setattr(settings, name, value)
+            setattr(settings, f"allow_{name}_reduced_precision_reduction", value)
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
@@ -146,12 +136,10 @@ def _word(word: int, number: int) -> int:
 
 def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
     chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
-    chunks = []
-    for _ in range(num_bytes // chunk_bytes):
-        try:
+    chunks: list[Tensor] = []
+    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # taken by another process meanwhile
+        for _ in range(num_bytes // chunk_bytes):
             chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError):
-            break  # taken by another process meanwhile
     return chunks
 
 

@@ -43,11 +43,10 @@ def process_group(
     subgroup names differ between ranks that were in different numbers of them.
     """
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
-    backend = "nccl" if of_gpu else "gloo"
-    place = list(ranks).index(rank)
     dist.init_process_group(
-        backend, store=store, rank=place, world_size=len(ranks), timeout=timeout, device_id=of_gpu
-    )
+        "nccl" if of_gpu else "gloo", store=store, rank=list(ranks).index(rank), world_size=len(ranks),
+        timeout=timeout, device_id=of_gpu,
+    )  # fmt: skip
     try:
         yield
     finally:
@@ -55,19 +54,11 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Measures latency and rates in the default process group; called by all of its ranks at once.
+    """Measures the default process group, of two or more global `ranks`, which all call this at once.
 
-    Args:
-        ranks: global ranks of the group, two or more.
-        twin: global rank that this one exchanges messages with; None: skips point-to-point.
-
-    Returns:
-        `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with a twin,
-        `point_to_point` in GB/s; the best of several.
-
-    Raises:
-        LinkError: a result is wrong.
-        RuntimeError: the other ranks do not answer.
+    Returns `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with the global rank
+    `twin` to exchange messages with, `point_to_point` in GB/s; the best of several. Raises LinkError if a
+    result is wrong, and RuntimeError if the other ranks do not answer.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
@@ -78,16 +69,29 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     sent, expected = _numbered(num_bytes, size, rank, device)
     swap = torch.empty_like(sent)
     exchange_seconds = _best(lambda: dist.all_to_all_single(swap, sent), device, repeats)
-    _compare(swap, expected, "all-to-all", ranks)
+    wrong = (swap != expected).view(size, -1).sum(1)
+    if senders := [ranks[index] for index in wrong.nonzero().flatten().tolist()]:
+        of = f"from rank {', '.join(map(str, senders))}"
+        raise LinkError(f"all-to-all: {int(wrong.sum())} words of 8 bytes {of} are wrong")
     reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
     rates = {
         "latency_us": latency * 1e6,
         "all_reduce": 2 * (size - 1) / size * num_bytes / reduce_seconds / 1e9,
         "all_to_all": (size - 1) / size * num_bytes / exchange_seconds / 1e9,
     }
-    if twin is not None:
-        rates["point_to_point"] = num_bytes / _swap(sent, swap, ranks, twin, device, repeats) / 1e9
-    return rates
+    if twin is None:
+        return rates
+    peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
+
+    def exchange() -> None:
+        operations = [dist.P2POp(dist.isend, place + rank, peer), dist.P2POp(dist.irecv, swap, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    seconds = _best(exchange, device, repeats)
+    if num_wrong := int((swap != place + peer).sum()):
+        raise LinkError(f"point-to-point: {num_wrong} words of 8 bytes from rank {twin} are wrong")
+    return rates | {"point_to_point": num_bytes / seconds / 1e9}
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
@@ -115,14 +119,6 @@ def _numbered(num_bytes: int, size: int, rank: int, device: torch.device) -> tup
     return sent, (place + (others * size + rank) * count).flatten()
 
 
-def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -> None:
-    wrong = (found != expected).view(len(ranks), -1).sum(1)
-    senders = [ranks[index] for index in wrong.nonzero().flatten().tolist()]
-    if senders:
-        of = f"from rank {', '.join(map(str, senders))}"
-        raise LinkError(f"{what}: {int(wrong.sum())} words of 8 bytes {of} are wrong")
-
-
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
     """Seconds of an all-reduce of integers, whose sum is exact in any order."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -135,24 +131,6 @@ def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> flo
         best = min(best, _seconds(lambda: dist.all_reduce(total), device))  # noqa: B023  # called at once
         if wrong := int((total != pattern * factor).sum()):
             raise LinkError(f"all-reduce: {wrong} sums are wrong")
-    return best
-
-
-def _swap(
-    sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int
-) -> float:
-    """Seconds in which this rank and its twin exchange messages of the size of `sent`."""
-    peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
-    mine = place + dist.get_rank()
-
-    def swap() -> None:
-        operations = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, arrived, peer)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    best = _best(swap, device, repeats)
-    if wrong := int((arrived != place + peer).sum()):
-        raise LinkError(f"point-to-point: {wrong} words of 8 bytes from rank {twin} are wrong")
     return best
 
 

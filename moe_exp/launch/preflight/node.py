@@ -1,8 +1,8 @@
 """The preflight of one node, called on every node by its launcher or by `moe-exp watch preflight`.
 
 1. The nodes meet (`roll_call.py`): if some do not join within PREFLIGHT_TIMEOUT, only they are named.
-2. Each connects to the others (`reach.py`): unreachable nodes are named before process groups hang on them.
-3. Clocks, disks, shared memory, versions, nvidia-smi, kernel messages (`host_facts.py`, `gpu_health.py`).
+2. Each connects to the others (`unreached`): unreachable nodes are named before process groups hang on them.
+3. Clocks, disks, shared memory, versions, nvidia-smi, kernel messages (`host_facts.py`).
 4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes its own file.
 5. The nodes exchange their results, and each reaches the same verdict (`verdicts.py`).
 
@@ -28,12 +28,16 @@ from moe_exp.host.devices import count_gpus
 from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
-from moe_exp.launch.preflight.gpu_health import query_gpus
-from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts
-from moe_exp.launch.preflight.pairing import rounds_of_pairs
-from moe_exp.launch.preflight.reach import Door, data_address, unreached
-from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
-from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
+from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts, query_gpus
+from moe_exp.launch.preflight.roll_call import Door, Nodes, NotReached, Server, data_address, unreached
+from moe_exp.launch.preflight.verdicts import (
+    Finding,
+    NodeVerdict,
+    Verdict,
+    blame_pairs,
+    judge,
+    rounds_of_pairs,
+)
 from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 
@@ -49,24 +53,27 @@ _MOST_MISSING = 8
 
 
 def preflight(config: Config, *, hosts: str = "") -> Verdict:
-    """Checks the nodes of a job; called on each with the same settings except NODE_RANK, with the same
-    verdict.
+    """Checks the nodes of a job; called on each, with equal settings except NODE_RANK, and an equal verdict.
 
-    Args:
-        hosts: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
-
-    Raises:
-        ValueError: node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
+    `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
+    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
     """
     if problems := list(check_node_rank(config)):
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
+        server = None
+        try:
+            if config.node_rank == 0:
+                server = Server(config.rendezvous_port, config.nnodes)
+                stack.callback(server.close)
+        except OSError as error:
+            rule = f"cannot be listened on ({error.strerror or error})"
+            raise ValueError(port_problem(config.rendezvous_port, rule, num_nodes=config.nnodes)) from None
         port, seconds = server.port if server else config.rendezvous_port, float(config.preflight_timeout)
         nodes = Nodes(
             config.master_addr, port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds
         )
-        stack.enter_context(contextlib.closing(nodes))
+        stack.callback(nodes.close)
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
         here |= {"key": secrets.token_hex(16)} if server else {}
@@ -81,7 +88,13 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         doors = {node: (other["address"], other["port"]) for node, other in came.items()}
         lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
-            return _not_reached(came, lost)
+            verdict = Verdict.on(came)
+            for named in verdict.nodes:
+                named.findings += [] if named.node in lost else [_WENT_AWAY]
+            pairs = {(node, int(peer)): why for node, peers in lost.items() for peer, why in peers.items()}
+            failed = {(min(pair), max(pair)): reason for pair, reason in pairs.items()}
+            blame_pairs(verdict, failed, "has no connection")
+            return verdict
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
         report = {"host": here["host"], "clock": clock, "gpus": gpus, "gpu_problem": gpu_problem}
@@ -98,34 +111,12 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
 _WENT_AWAY = Finding("failed", "went away during the checks")
 
 
-def _server(config: Config) -> Server:
-    try:
-        return Server(config.rendezvous_port, config.nnodes)
-    except OSError as error:
-        rule = f"cannot be listened on ({error.strerror or error})"
-        raise ValueError(port_problem(config.rendezvous_port, rule, num_nodes=config.nnodes)) from None
-
-
 def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
     """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
-    verdict = Verdict.on(came)
-    missing = sorted(set(range(config.nnodes)) - set(came))
-    is_their_fault = len(missing) <= max(1, config.nnodes // _MOST_MISSING)
+    verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
-    for node in missing:
-        findings = [Finding("failed", text, is_their_fault)]
-        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", findings))
-    return verdict
-
-
-def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mapping[str, str]]) -> Verdict:
-    verdict = Verdict.on(came)
-    for named in verdict.nodes:
-        if named.node not in lost:
-            named.findings.append(_WENT_AWAY)
-    reasons = [(node, int(peer), reason) for node, peers in lost.items() for peer, reason in peers.items()]
-    failed = {(min(node, peer), max(node, peer)): reason for node, peer, reason in reasons}
-    blame_pairs(verdict, failed, "has no connection")
+    late = Finding("failed", text, is_its_fault=len(missing) <= max(1, config.nnodes // _MOST_MISSING))
+    verdict.nodes += [NodeVerdict(node, names[node] if names else "", [late]) for node in missing]
     return verdict
 
 
@@ -140,7 +131,14 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
             timed_out = _run(torchrun_command(config, [], MODULE), environ, log)
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        return [_rank_report(folder, rank, timed_out=timed_out, printed=printed) for rank in ranks]
+        reports = [_read_rank(folder, rank) for rank in ranks]
+    errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
+    last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
+    why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"
+    for found in reports:
+        if found["step"] != "done" and not found.get("error"):
+            found |= {"error": why, "died": True}
+    return reports
 
 
 # A hung collective has to raise in the waiting rank; torch would end the process instead.
@@ -189,19 +187,9 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
-    try:
-        return dict(read_json(rank_file(folder, rank)))
-    except (OSError, ValueError):
-        return {}  # before its first step
-
-
-def _rank_report(folder: Path, rank: int, *, timed_out: bool, printed: list[str]) -> dict[str, Any]:
-    found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | _read_rank(folder, rank)
-    if found["step"] != "done" and not found.get("error"):
-        errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
-        last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
-        why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"
-        found |= {"error": why, "died": True}
+    found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []}
+    with contextlib.suppress(OSError, ValueError):  # before its first step
+        found |= read_json(rank_file(folder, rank))
     return found
 
 

@@ -27,7 +27,7 @@ from moe_exp.host.files import write_json
 from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
 from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
 from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
-from moe_exp.launch.preflight.pairing import rounds_of_pairs
+from moe_exp.launch.preflight.verdicts import rounds_of_pairs
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
 _STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far the other ranks may be behind

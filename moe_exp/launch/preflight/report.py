@@ -37,21 +37,18 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
     console.print(table)
     if len(verdict.nodes) == 1 and num_ranks > 1:
-        console.print(_ONE_NODE, soft_wrap=True)
+        line = (
+            "One node: ranks are compared with each other, and a node that is slow as a whole does not show."
+        )
+        console.print(line, soft_wrap=True)
     if verdict.all_ranks:
-        known = [one for one in _ALL_RANKS if one[0] in verdict.all_ranks]
-        rates = ", ".join(f"{name} {verdict.all_ranks[key]:.3g} {unit}" for key, name, unit in known)
-        console.print(f"All {num_ranks} ranks together: {rates}", soft_wrap=True)
+        units = {"all_reduce": "GB/s", "all_to_all": "GB/s", "latency_us": "us"}
+        found = {key: verdict.all_ranks[key] for key in units if key in verdict.all_ranks}
+        words = {"all_reduce": "all-reduce", "all_to_all": "all-to-all", "latency_us": "latency"}
+        rates = [f"{words[key]} {number:.3g} {units[key]}" for key, number in found.items()]
+        console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
-
-
-_ONE_NODE = "One node: ranks are compared with each other, and a node that is slow as a whole does not show."
-_ALL_RANKS = (
-    ("all_reduce", "all-reduce", "GB/s"),
-    ("all_to_all", "all-to-all", "GB/s"),
-    ("latency_us", "latency", "us"),
-)
 
 
 def findings_lines(verdict: Verdict) -> list[str]:
@@ -72,15 +69,11 @@ def add_to_list(verdict: Verdict, path: Path) -> list[str]:
     return [host for host, reason in bad if exclude(path, host, reason)]
 
 
-_FIX = "start the job without it, or set PREFLIGHT=0 to train all the same"
-
-
 def passes(config: Config) -> bool:
     """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
 
-    Node 0 prints the table, adds bad nodes to the list of the job (EXCLUDE_FILE, by default
-    RUN_DIR/exclude_nodes.txt), and writes the event `preflight`.
-    Slow nodes are warnings, failing ones end the job.
+    Node 0 prints the table, adds bad nodes to the list of the job, and writes the event `preflight`. Slow
+    nodes are warnings, failing ones end the job.
     """
     start = time.monotonic()
     try:
@@ -106,5 +99,6 @@ def passes(config: Config) -> bool:
     for line in findings_lines(verdict):
         if line.startswith("failed"):
             complain(f"preflight {line}")
-    complain(f"no training: a node has failed the preflight. Fix: {_FIX}.")
+    fix = "start the job without it, or set PREFLIGHT=0 to train all the same"
+    complain(f"no training: a node has failed the preflight. Fix: {fix}.")
     return False

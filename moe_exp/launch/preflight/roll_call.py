@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +99,14 @@ class Server:
                 for line in lines:
                     question = json.loads(line)
                     if question["ask"] == "join":
-                        answer, node = self._join(question, address)
+                        answer: dict[str, Any] = self._join(question, address)
+                        node = int(question["node"]) if "error" not in answer else None
+                    elif question["ask"] == "time":
+                        answer = {"time": time.time()}
+                    elif node is not None:
+                        answer = self._meet(node, question)
                     else:
-                        is_time = question["ask"] == "time"
-                        answer = {"time": time.time()} if is_time else self._meet(node, question)
+                        break
                     lines.write(json.dumps(answer) + "\n")
                     lines.flush()
             except (OSError, ValueError, KeyError, TypeError):
@@ -108,21 +116,19 @@ class Server:
                 self._gone.add(node)
             self._changed.notify_all()
 
-    def _join(self, question: dict[str, Any], address: str) -> tuple[dict[str, Any], int | None]:
+    def _join(self, question: dict[str, Any], address: str) -> dict[str, str]:
         node, host = int(question["node"]), str(question["host"])
         with self._changed:
             if question["num_nodes"] != self._num_nodes:
                 rule = f"NNODES={question['num_nodes']}: node 0 has NNODES={self._num_nodes}"
-                return {"error": f"{rule}. Fix: give all nodes the same."}, None
+                return {"error": f"{rule}. Fix: give all nodes the same."}
             if node in self._hosts:
                 rule = f"NODE_RANK={node}: {self._hosts[node]} has the same"
-                return {"error": f"{rule}. Fix: give every node a number of its own, from 0."}, None
+                return {"error": f"{rule}. Fix: give every node a number of its own, from 0."}
             self._hosts[node] = host
-        return {"address": address}, node
+        return {"address": address}
 
-    def _meet(self, node: int | None, question: dict[str, Any]) -> dict[str, Any]:
-        if node is None:
-            raise ValueError("a question before joining")
+    def _meet(self, node: int, question: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
             meeting = self._meetings.setdefault(question["what"], _Meeting())
             meeting.deadline = meeting.deadline or time.monotonic() + question["seconds"]
@@ -174,10 +180,8 @@ class Nodes:
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
         """Returns all values that came, by node; called by every node. Raises NotReached if node 0 went away.
 
-        Args:
-            what: unique name of the meeting.
-            value: this node's, in JSON types.
-            seconds: timeout after the first node; a late node is left out, and finds itself missing.
+        `what`: unique name of the meeting; `value`: this node's, in JSON types; `seconds`: timeout after the
+        first node; a late node is left out, and finds itself missing.
         """
         question = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
         answer = self._ask(question, seconds + _PATIENCE_SECONDS)
@@ -216,3 +220,74 @@ class Nodes:
             self.close()
             what = f"{self._place} gets no answer from node 0 any more ({error})"
             raise NotReached(f"{what}. Fix: see what node 0 says.") from None
+
+
+_KNOCK_SECONDS = 5.0
+_MOST_PEERS = 64  # beyond it, only peers at distances of powers of two
+_SIOCGIFADDR = 0x8915  # Linux: get an interface's address
+
+
+class Door:
+    """A port of this node that echoes a byte until it is closed."""
+
+    def __init__(self) -> None:
+        self._listener = listener(0, backlog=256)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._answer, name="door", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_KNOCK_SECONDS)
+                connection.sendall(connection.recv(1))
+
+    def close(self) -> None:
+        close_listener(self._listener)
+
+
+def knock(address: str, port: int) -> str:
+    """Sends a byte there and back; returns the reason of a failure, or ''."""
+    try:
+        with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
+            connection.sendall(b"?")
+            return "" if connection.recv(1) == b"?" else "connection closed without an answer"
+    except OSError as error:
+        return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+    """Nodes that this one cannot reach, with the reason; `doors`: address and port of every node."""
+    peers = peers_of(node, doors)
+    with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
+        reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
+        return {peer: reason for peer, reason in zip(peers, reasons, strict=True) if reason}
+
+
+def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
+    """Nodes to try: all, or in a large job those at distances 1, 2, 4, ... on both sides."""
+    order = sorted(nodes)
+    place, count = order.index(node), len(order)
+    if count <= _MOST_PEERS + 1:
+        return [peer for peer in order if peer != node]
+    steps = [2**power for power in range(count.bit_length()) if 2**power < count]
+    return sorted({order[(place + sign * step) % count] for step in steps for sign in (1, -1)} - {node})
+
+
+def data_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Address of the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; '' if there is none."""
+    name = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
+    name = name.split(",")[0].removeprefix("=")
+    if not name or name.startswith("^") or sys.platform != "linux":
+        return ""
+    import fcntl  # not on all systems
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""  # NCCL also accepts a prefix of a name
+    return socket.inet_ntoa(answer[20:24])

@@ -4,21 +4,21 @@ A number is compared with the median of the other nodes' (leave one out: a bad n
 reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than five times the
 others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal distribution)
 or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named. Latency scatters more and
-is slow from 3 / PREFLIGHT_SLOW times as much. Rates between nodes are the best over a node's partners, since
-a slow partner is not its fault.
+is slow from 3 / PREFLIGHT_SLOW times as much. A collective over all nodes is as slow as its slowest node,
+without naming it, so nodes are measured in pairs; their rates are the best over a node's partners, since a
+slow partner is not its fault.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moe_exp.host.files import bytes_text
-from moe_exp.launch.preflight.gpu_health import gpu_findings
-from moe_exp.launch.preflight.pairing import culprits
+from moe_exp.launch.preflight.host_facts import gpu_findings
 
 GRADES = ("ok", "warning", "slow", "failed")
 
@@ -32,17 +32,11 @@ _SHM_BYTES_PER_GPU = 32 << 20  # needed by NCCL for connections inside a node
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a node.
+    """A finding about a node."""
 
-    Args:
-        grade: one of GRADES.
-        text: one line, with rank and device if it concerns one rank.
-        is_its_fault: jobs should avoid the node; False for instance for a full shared disk.
-    """
-
-    grade: str
-    text: str
-    is_its_fault: bool = True
+    grade: str  # one of GRADES
+    text: str  # one line, with rank and device if it concerns one rank
+    is_its_fault: bool = True  # jobs should avoid the node; False for instance for a full shared disk
 
 
 @dataclass
@@ -58,18 +52,16 @@ class NodeVerdict:
         return max((finding.grade for finding in self.findings), key=GRADES.index, default="ok")
 
     @property
-    def _own(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.is_its_fault]
-
-    @property
     def own_grade(self) -> str:
         """The worst of its own faults; jobs should avoid the node if it is slow or failed."""
-        return max((finding.grade for finding in self._own), key=GRADES.index, default="ok")
+        grades = (finding.grade for finding in self.findings if finding.is_its_fault)
+        return max(grades, key=GRADES.index, default="ok")
 
     @property
     def reason(self) -> str:
         """The worst of its own faults, in a line."""
-        return "; ".join(finding.text for finding in self._own if finding.grade == self.own_grade)
+        own = (finding for finding in self.findings if finding.is_its_fault)
+        return "; ".join(finding.text for finding in own if finding.grade == self.own_grade)
 
 
 @dataclass
@@ -118,7 +110,12 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
     for named in verdict.nodes:
         report = reports[named.node]
         named.findings += [*_host(report, needed_bytes, has_gpus), *_ranks(report)]
-    _versions(verdict, reports)
+    for name in sorted({name for report in reports.values() for name in report["versions"]}):
+        versions = {node: report["versions"].get(name, "missing") for node, report in reports.items()}
+        usual = Counter(versions.values()).most_common(1)[0][0]
+        for named in verdict.nodes:
+            if (found := versions[named.node]) != usual:
+                named.findings.append(Finding("warning", f"{name} {found}, most nodes have {usual}", False))
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
     together = [rank["all_ranks"] for rank in all_ranks if "all_ranks" in rank]
@@ -163,31 +160,21 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
 
 
 def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
+    texts = (
+        ("matmul", "wrong", "{} elements of matrix products are wrong"),
+        ("memory", "wrong", "{} words of memory are not what was written"),
+        ("host_memory", "wrong", "{} words of the host's memory are not what was written"),
+        ("node", "wrong", "inside the node: {}"),
+        ("node", "error", "ranks of the node do not reach each other: {}"),
+    )
     for rank in report["ranks"]:
         where = f"rank {rank['rank']} ({rank['device']})"
-        if wrong := rank.get("matmul", {}).get("wrong"):
-            yield Finding("failed", f"{where}: {wrong} elements of matrix products are wrong")
-        for name, what in (("memory", "memory"), ("host_memory", "the host's memory")):
-            if wrong := rank.get(name, {}).get("wrong"):
-                yield Finding("failed", f"{where}: {wrong} words of {what} are not what was written")
+        for step, kind, text in texts:
+            if value := rank.get(step, {}).get(kind):
+                yield Finding("failed", f"{where}: {text.format(value)}")
         if rank.get("error"):
             is_its_fault = rank["step"] in ("start", "matmul", "memory")
             yield Finding("failed", f"{where}: step {rank['step']}: {rank['error']}", is_its_fault)
-        if wrong := rank.get("node", {}).get("wrong"):
-            yield Finding("failed", f"{where}: inside the node: {wrong}")
-        if error := rank.get("node", {}).get("error"):
-            yield Finding("failed", f"{where}: ranks of the node do not reach each other: {error}")
-
-
-def _versions(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    names = {name for report in reports.values() for name in report["versions"]}
-    for name in sorted(names):
-        counts = Counter(report["versions"].get(name, "missing") for report in reports.values())
-        usual = counts.most_common(1)[0][0]
-        for named in verdict.nodes:
-            found = reports[named.node]["versions"].get(name, "missing")
-            if found != usual:
-                named.findings.append(Finding("warning", f"{name} {found}, most nodes have {usual}", False))
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
@@ -299,3 +286,40 @@ def _gathered(findings: Sequence[Finding]) -> list[Finding]:
             finding = Finding(finding.grade, f"{before.text}, {text}", is_its_fault)
         kept[key] = finding
     return list(kept.values())
+
+
+Pair = tuple[int, int]
+
+
+def rounds_of_pairs(count: int) -> list[list[Pair]]:
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; two or more partners each if count > 2."""
+    strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
+    edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
+    rounds: list[list[Pair]] = []
+    used: list[set[int]] = []
+    for a, b in sorted(edges, key=lambda edge: ((edge[1] - edge[0]) % count not in (1, count - 1), edge)):
+        free = (number for number, taken in enumerate(used) if a not in taken and b not in taken)
+        place = next(free, len(rounds))
+        if place == len(rounds):
+            rounds.append([])
+            used.append(set())
+        rounds[place].append((a, b))
+        used[place] |= {a, b}
+    return rounds
+
+
+def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
+    """Greedily finds the fewest nodes that explain the failed pairs, the one in most pairs first.
+
+    Also returns the remaining pairs: a single failed connection does not show which end is at fault.
+    """
+    left = {(min(pair), max(pair)) for pair in pairs}
+    blamed = []
+    while left:
+        counts = Counter(node for pair in left for node in pair)
+        node, times = min(counts.items(), key=lambda item: (-item[1], item[0]))
+        if times == 1:
+            break
+        blamed.append(node)
+        left = {pair for pair in left if node not in pair}
+    return sorted(blamed), sorted(left)

@@ -27,17 +27,12 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class RunJob:
-    """A job to submit.
-
-    Attributes:
-        given: settings that were given, or whose default depends on the host: name to text.
-        passed: variables of the submitting shell that the job gets, from `passed_variables`.
-    """
+    """A job to submit."""
 
     config: Config
-    given: Mapping[str, str]
+    given: Mapping[str, str]  # settings that were given, or whose default depends on the host: name to text
     slurm: SlurmSettings
-    passed: Mapping[str, str]
+    passed: Mapping[str, str]  # variables of the submitting shell that the job gets, from `passed_variables`
 
     @property
     def run_folder(self) -> Path:
@@ -66,7 +61,9 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
-    return "\n".join([*head, *_settings(job), "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
+    head.append("# Settings of the run; what is not here has its default.")
+    head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
+    return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
 
 def _options(job: RunJob) -> list[str]:
@@ -123,11 +120,6 @@ def directives(options: Iterable[str]) -> list[str]:
     return lines
 
 
-def _settings(job: RunJob) -> list[str]:
-    lines = [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
-    return ["# Settings of the run; what is not here has its default.", *lines]
-
-
 def _variables(job: RunJob) -> list[str]:
     slurm = job.slurm
     values = {
@@ -135,10 +127,29 @@ def _variables(job: RunJob) -> list[str]:
         "setup": Path(slurm.setup).absolute() if slurm.setup else "", "requeue": str(slurm.requeue).lower(),
         "max_failures": slurm.max_failures, "retry_seconds": slurm.retry_seconds,
     }  # fmt: skip
-    lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
+    # Else the node's one task, with all ranks, is bound to one core; srun does not inherit cpus-per-task.
+    srun = ["--cpu-bind=none", *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else [])]
+    # Empty settings are flags, as an exported empty variable would leave what the preset has.
+    preset = preset_values(job.config.preset)
+    emptied = {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
+    python = slurm.container_python if slurm.container else sys.executable
+    launcher = [python, "-m", "moe_exp", "train", *module_arguments(emptied)]
+    if slurm.runtime == "pyxis":
+        places = (folder if ":" in folder else f"{folder}:{folder}" for folder in mounts(job))
+        srun += [f"--container-image={slurm.container}", f"--container-mounts={','.join(places)}"]
+        srun.append(f"--container-workdir={Path.cwd()}")
+    elif slurm.runtime == "apptainer":
+        gpus = [] if slurm.cpu_nodes else ["--nv"]
+        binds = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]
+        launcher = ["apptainer", "exec", *gpus, *binds, slurm.container, *launcher]
+    lists = {"modules": slurm.modules.split(), "srun_options": srun, "launcher": launcher}
+    # The command that submits such a job, beside the settings that the file exports.
+    own = slurm.model_dump(exclude_defaults=True, exclude={"after", "job_name"})
+    flags = {name: as_given(value) for name, value in own.items()} | emptied
+    command = shlex.join([*own_command(), "slurm", *module_arguments(flags)])
     return [
         checked_line(job_environment()),
-        f"export MOE_EXP_COMMAND={_shell(_submit_command(job))}  # for what a run suggests at its end",
+        f"export MOE_EXP_COMMAND={_shell(command)}  # for what a run suggests at its end",
         *(f"{name}={_shell(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
         'export EXCLUDE_FILE="$exclude_file"  # for PREFLIGHT',
@@ -150,43 +161,6 @@ def _word(text: str) -> str:
     return f"'{text}'" if "," in text and _shell(text) == text else _shell(text)
 
 
-def _srun_options(job: RunJob) -> list[str]:
-    # Otherwise the node's one task, with all ranks, is bound to one core. srun does not inherit
-    # --cpus-per-task from sbatch.
-    options = ["--cpu-bind=none"]
-    if job.slurm.cpus_per_task:
-        options.append(f"--cpus-per-task={job.slurm.cpus_per_task}")
-    if job.slurm.runtime == "pyxis":
-        places = (folder if ":" in folder else f"{folder}:{folder}" for folder in mounts(job))
-        options.append(f"--container-image={job.slurm.container}")
-        options.append(f"--container-mounts={','.join(places)}")
-        options.append(f"--container-workdir={Path.cwd()}")
-    return options
-
-
-def _submit_command(job: RunJob) -> str:
-    """The command that submits such a job, beside the settings that the file exports."""
-    own = job.slurm.model_dump(exclude_defaults=True, exclude={"after", "job_name"})
-    flags = {name: as_given(value) for name, value in own.items()} | _emptied(job)
-    return shlex.join([*own_command(), "slurm", *module_arguments(flags)])
-
-
-def _emptied(job: RunJob) -> dict[str, str]:
-    """Settings that are flags, as an exported empty variable would leave what the preset has."""
-    preset = preset_values(job.config.preset)
-    return {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
-
-
-def _launcher(job: RunJob) -> list[str]:
-    python = job.slurm.container_python if job.slurm.container else sys.executable
-    command = [python, "-m", "moe_exp", "train", *module_arguments(_emptied(job))]
-    if job.slurm.runtime == "apptainer":
-        gpus = [] if job.slurm.cpu_nodes else ["--nv"]
-        places = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]
-        command = ["apptainer", "exec", *gpus, *places, job.slurm.container, *command]
-    return command
-
-
 def mounts(job: RunJob) -> list[str]:
     """Folders that a container mounts under their own names: `own_folders` and CONTAINER_MOUNTS."""
     more = filter(None, job.slurm.container_mounts.split(","))
@@ -195,17 +169,13 @@ def mounts(job: RunJob) -> list[str]:
 
 def own_folders(job: RunJob) -> list[str]:
     """Folders that the run needs: this package, the current folder, runs and data."""
-    config = job.config
-    folders = [_PACKAGE_ROOT, Path.cwd(), Path(config.run_dir), Path(config.data_dir), *_data_folders(config)]
+    c = job.config
+    blends = (c.train_data, c.valid_data, *stage_blends(c))
+    files = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
+    files += [c.tokenizer] if c.tokenizer else []
+    given = (place for place in (c.load_dir, c.upcycle_from) if place and not is_url(place))
+    folders = [_PACKAGE_ROOT, Path.cwd(), Path(c.run_dir), Path(c.data_dir)]
+    folders += [*(Path(name).parent for name in files), *map(Path, given)]
     # not resolved: links keep their names
     paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100
     return list(dict.fromkeys(paths))
-
-
-def _data_folders(config: Config) -> list[Path]:
-    blends = (config.train_data, config.valid_data, *stage_blends(config))
-    members = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
-    places = [Path(name).parent for name in members]
-    places += [Path(config.tokenizer).parent] if config.tokenizer else []
-    given = (place for place in (config.load_dir, config.upcycle_from) if place and not is_url(place))
-    return [*places, *map(Path, given)]

@@ -138,10 +138,8 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the submitting shell that jobs get: those of PASSED_PREFIXES, and PASS_ENV.
-
-    Returns:
-        Name to value, for people: values that may be secret are not shown. The sbatch file has only names.
+    """Variables of the submitting shell that jobs get, of PASSED_PREFIXES and PASS_ENV, with values to show,
+    except those that may be secret. The sbatch file has only names.
     """
     names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
     names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
@@ -162,12 +160,6 @@ def time_limit_seconds(text: str) -> int | None:
 
 
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
-    yield from _chain_problems(settings)
-    yield from _option_problems(settings)
-    yield from _place_problems(settings, environ)
-
-
-def _chain_problems(settings: SlurmSettings) -> Iterator[str]:
     limit = time_limit_seconds(settings.time_limit)
     if not limit:
         fix = "give MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
@@ -185,6 +177,8 @@ def _chain_problems(settings: SlurmSettings) -> Iterator[str]:
         yield problem("after", settings.after, rule, "give the numbers that sbatch has printed")
     if settings.job_name and not re.fullmatch(r"[\w.+=-]+", settings.job_name, re.ASCII):
         yield problem("job_name", settings.job_name, NOT_SOUGHT, "use letters, digits and . _ + = -")
+    yield from _option_problems(settings)
+    yield from _place_problems(settings, environ)
 
 
 def _option_problems(settings: SlurmSettings) -> Iterator[str]:

@@ -25,16 +25,16 @@ from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import read_excluded
 
-# Variables with sbatch options, which override the file's; a site may set these for all users.
-_KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
+# Variables with sbatch options override the file's; a site may set these for all users.
+_KEPT = (
+    "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS",
+    "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT",
+)  # fmt: skip
 _NO_SBATCH = "sbatch: not found. Fix: call it on a login node of the cluster, or inspect it with --dry-run."
-_KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """The job to submit, from command line and environment; raises ConfigError with all invalid settings,
-    and `with_space` also if the disk is too small.
-    """
+    """The job to submit; raises ConfigError with all invalid settings, `with_space` if the disk is small."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
     flags = with_file(flags, environ)
@@ -50,45 +50,36 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     except ConfigError as error:
         problems += error.problems
     try:
-        config, given = _run_settings(given, of_slurm, environ)
+        # for the nodes: defaults must not depend on this host, as login nodes have no GPUs
+        asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES")).lower()
+        given = fixed_for(Nodes(gpus=0 if asked in ("true", "1", "yes", "on") else None), given)
+        config = load_config(given, {})
+        run_dir = str(Path(config.run_dir).expanduser().absolute())
+        given |= {"run_name": config.name, "run_dir": run_dir}
+        config, vocabulary = with_vocab_size(config, given, RunFolder.of(config).config)
+        given |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
+        config = load_config(given, {})
     except ConfigError as error:
-        problems += error.problems
+        config, problems = None, problems + error.problems
     if config:
         problems += [*check_config(config), *check_files(config, with_space=with_space)]
     if config and slurm:
         job = RunJob(config, given, slurm, passed_variables(slurm, environ))
-        problems += [*_name_problems(job), *_mount_problems(job)]
+        problems += _place_problems(job)
     if problems:
         raise ConfigError(problems)
     return job
 
 
-def _run_settings(
-    given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[Config, dict[str, str]]:
-    """Resolves settings for the nodes: defaults must not depend on this host, as login nodes have no GPUs."""
-    asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES"))
-    on_cpus = asked.lower() in ("true", "1", "yes", "on")
-    fixed = fixed_for(Nodes(gpus=0 if on_cpus else None), given)
-    config = load_config(fixed, {})
-    run_dir = str(Path(config.run_dir).expanduser().absolute())
-    fixed |= {"run_name": config.name, "run_dir": run_dir}
-    config, vocabulary = with_vocab_size(config, fixed, RunFolder.of(config).config)
-    fixed |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
-    return load_config(fixed, {}), fixed
-
-
-def _name_problems(job: RunJob) -> Iterator[str]:
+def _place_problems(job: RunJob) -> Iterator[str]:
+    """Names that SLURM would misread, and folders that the container's runtime cannot mount."""
     if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
         rule = f"{job.run_folder} has a % or a backslash, which mean something in the names of SLURM's logs"
         yield problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR")
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
         yield problem("job_name", job.name, NOT_SOUGHT, "give a JOB_NAME of letters and digits")
-
-
-def _mount_problems(job: RunJob) -> Iterator[str]:
-    """apptainer and pyxis split mounts at commas and colons, enroot at spaces (NVIDIA/pyxis issue 133)."""
     runtime = job.slurm.runtime
+    # apptainer and pyxis split mounts at commas and colons, enroot at spaces (NVIDIA/pyxis issue 133)
     for folder in mounts(job) if runtime else ():
         what = "a space" if runtime == "pyxis" and " " in folder else ""
         if "," in folder or (":" in folder and folder in own_folders(job)):
@@ -118,11 +109,8 @@ def planned_commands(job: RunJob) -> list[str]:
 
 
 def submit(job: RunJob) -> list[str]:
-    """Writes the sbatch file into the run folder and submits it; returns the ids.
-
-    Raises:
-        ValueError: the run has jobs in the queue already, the jobs' Python cannot train, or sbatch fails;
-            then all of this call are canceled.
+    """Writes the sbatch file into the run folder and submits it; returns the ids. Raises ValueError if the
+    run has jobs in the queue, the jobs' Python cannot train, or sbatch fails: all of this call are canceled.
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
@@ -157,18 +145,12 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...`, and returns the id of the job.
-
-    Args:
-        missing: the error where there is no sbatch.
-        fix: what to do if it refuses.
-
-    Raises:
-        ValueError: it is missing, or refuses.
+    """Calls `sbatch --parsable ...`, and returns the id of the job; raises ValueError(`missing`) without
+    sbatch, and one with `fix` if it refuses.
     """
     # Without other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
-    others, kept = ("SLURM_", "SBATCH_", "SRUN_"), (*_KEPT_OPTIONS, *_KEPT_OF_SLURM)
-    names = [name for name in os.environ if name in kept or not name.startswith(others)]
+    others = ("SLURM_", "SBATCH_", "SRUN_")
+    names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]
     environ = {name: os.environ[name] for name in names}
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ)

@@ -33,12 +33,8 @@ def calls_file(folder: Path, rank: int) -> Path:
 
 
 class CallTrace:
-    """Writes the calls of all threads of this process until `stop`.
-
-    Args:
-        path: an existing file (from the previous start) is kept as `.before.txt`.
-        size_mb: file size, MB (1e6 bytes).
-        modules: modules whose functions are written, submodules included.
+    """Writes the calls of all threads to functions of `modules`, submodules included, until `stop`; keeps an
+    existing file (from the previous start) as `.before.txt`. `size_mb`: of the file, in 1e6 bytes.
     """
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
@@ -72,8 +68,7 @@ class CallTrace:
             name = self._names[code] = self._name(frame)
         if name is None:
             return
-        count = self._count
-        self._count = count + 1
+        count, self._count = self._count, self._count + 1
         place = count % self._num_lines * _LINE_BYTES
         self._map[place : place + _LINE_BYTES] = b"%012d %14.6f %s" % (count, time.monotonic(), name)
 

@@ -76,8 +76,10 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         pid, beat = pids[rank], beats.get(rank)
         facts = rank_facts(pid, beat)
         is_held = facts["state"] in (STOPPED, TRACED)
-        # Before a tool stops the process.
-        collectives = _collectives(local, rank) if beat and not is_held and facts["state"] != GONE else b""
+        # torch's record, before a tool stops the process; its thread cannot answer while the GIL is held.
+        pipe, path = (heartbeat.rank_file(local, rank, name) for name in ("pipe", "collectives.json"))
+        can_answer = beat and not is_held and facts["state"] != GONE
+        collectives = path.read_bytes() if can_answer and _record(pipe, path) else b""
         has_handler = beat is not None and beat.pid == pid
         stacks, tool, reasons = _stacks(local, rank, pid, has_handler=has_handler, state=facts["state"])
         facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
@@ -93,8 +95,11 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         if collectives:
             text = json.dumps(last_collectives(json.loads(collectives)))
             (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
-        if is_hang and count_gpus():
-            _copy_nccl_record(local, folder, rank)
+        nccl = local / f"{_NCCL_PREFIX}{rank}"
+        # NCCL's own (for torchfrtrace), which its C++ thread writes even while the GIL is held
+        if is_hang and count_gpus() and _record(nccl.with_name(f"{nccl.name}.pipe"), nccl):
+            time.sleep(_SETTLED_SECONDS)
+            shutil.copyfile(nccl, folder / nccl.name)
 
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
         list(pool.map(dump, pids))
@@ -134,7 +139,14 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
         return stacks, "py-spy", []
     reasons = [f"py-spy: {reason}"]
     if has_handler and state not in (STOPPED, TRACED, GONE):
-        if stacks := _by_faulthandler(heartbeat.rank_file(local, rank, "stacks"), pid):
+        path = heartbeat.rank_file(local, rank, "stacks")
+        start, size = path.stat().st_size, -1
+        with suppress(ProcessLookupError):
+            os.kill(pid, heartbeat.STACKS_SIGNAL)
+            _wait_until(lambda: path.stat().st_size > start, _SIGNAL_SECONDS)
+            while size != (size := path.stat().st_size):  # until the file stops growing
+                time.sleep(_SETTLED_SECONDS)
+        if stacks := path.read_bytes()[start:].decode(errors="replace"):
             return stacks, "faulthandler", reasons
         name = heartbeat.STACKS_SIGNAL.name
         reasons.append(f"faulthandler: no answer to {name} in {_SIGNAL_SECONDS:.0f} s")
@@ -167,31 +179,9 @@ def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[s
     return "", error[:200]
 
 
-def _by_faulthandler(path: Path, pid: int) -> str:
-    """Makes the rank write its stacks, and waits until the file stops growing."""
-    start = path.stat().st_size
-    try:
-        os.kill(pid, heartbeat.STACKS_SIGNAL)
-    except ProcessLookupError:
-        return ""
-    _wait_until(lambda: path.stat().st_size > start, _SIGNAL_SECONDS)
-    size = -1
-    while size != (size := path.stat().st_size):
-        time.sleep(_SETTLED_SECONDS)
-    return path.read_bytes()[start:].decode(errors="replace")
-
-
-def _collectives(local: Path, rank: int) -> bytes:
-    """torch's record of the rank's collectives, JSON; its thread cannot answer while the GIL is held."""
-    path = heartbeat.rank_file(local, rank, "collectives.json")
+def _record(pipe: Path, path: Path) -> bool:
+    """Whether a thread of the rank has written its record of collectives, for a byte in the pipe."""
     path.unlink(missing_ok=True)
-    if not _write_byte(heartbeat.rank_file(local, rank, "pipe")):
-        return b""
-    _wait_until(path.exists, _COLLECTIVES_SECONDS)
-    return path.read_bytes() if path.exists() else b""
-
-
-def _write_byte(pipe: Path) -> bool:
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -202,42 +192,23 @@ def _write_byte(pipe: Path) -> bool:
         os.write(descriptor, b"\n")
     finally:
         os.close(descriptor)
-    return True
+    _wait_until(lambda: path.exists() and path.stat().st_size > 0, _COLLECTIVES_SECONDS)
+    return path.exists()
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts from torch's flight recorder the last collective of each process group, and the latest of all.
-
-    Returns:
-        `last`: per group its ranks as text, description, `number` (collectives the rank has started in it),
-            `name` and `state`.
-        `entries`: the latest, in torch's format.
+    """Extracts from torch's flight recorder `last`, the last collective of each process group with its ranks
+    as text and the `number` of collectives that the rank has started in it; and `entries`, the latest of all.
     """
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}
     for entry in entries:
         name, description = entry["process_group"]
-        last[name] = {
-            "group": name,
-            "description": description,
-            "ranks": groups.get(name, groups.get("", {})).get("ranks", ""),
-            "number": entry["collective_seq_id"],
-            "name": entry["profiling_name"],
-            "state": entry["state"],
-        }
+        ranks = groups.get(name, groups.get("", {})).get("ranks", "")
+        last[name] = {"group": name, "description": description, "ranks": ranks, "state": entry["state"]}
+        last[name] |= {"number": entry["collective_seq_id"], "name": entry["profiling_name"]}
     return {"last": list(last.values()), "entries": list(entries)[-_MOST_COLLECTIVES:]}
-
-
-def _copy_nccl_record(local: Path, folder: Path, rank: int) -> None:
-    """Copies NCCL's own record (for torchfrtrace), which its C++ thread writes even while the GIL is held."""
-    path = local / f"{_NCCL_PREFIX}{rank}"
-    path.unlink(missing_ok=True)
-    if _write_byte(local / f"{_NCCL_PREFIX}{rank}.pipe"):
-        _wait_until(lambda: path.exists() and path.stat().st_size > 0, _COLLECTIVES_SECONDS)
-        time.sleep(_SETTLED_SECONDS)
-        if path.exists():
-            shutil.copyfile(path, folder / path.name)
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:

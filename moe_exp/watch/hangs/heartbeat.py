@@ -200,9 +200,8 @@ def _write_collectives(folder: Path, rank: int) -> None:
     while os.read(pipe, 128):
         torch = sys.modules.get("torch")
         c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-        is_nccl = False
-        if torch is not None and torch.distributed.is_initialized():
-            is_nccl = torch.distributed.get_backend() == "nccl"
+        groups = getattr(torch, "distributed", None)
+        is_nccl = groups is not None and groups.is_initialized() and groups.get_backend() == "nccl"
         dump = getattr(c10d, "_dump_nccl_trace_json" if is_nccl else "_dump_fr_trace_json", None)
         temporary = path.with_suffix(".new")
         temporary.write_bytes(dump() if dump else b"{}")

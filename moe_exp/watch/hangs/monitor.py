@@ -71,9 +71,8 @@ _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """How long a rank may stay in its iteration, or in its phase outside of an iteration.
 
-    Args:
-        hang_timeout: auto, none or seconds.
-        other_seconds: limit outside of iterations, and until enough of them are timed; None: no limit.
+    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations, and until enough of
+    them are timed; None: no limit.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -127,10 +126,8 @@ class HangWatch:
             self._thread.join(seconds)
 
     def poll(self, is_stopping: bool = False) -> bool:
-        """Checks once a second; starts to answer a request for stacks, or to handle a hang.
-
-        `is_stopping`: the job was asked to save and exit now. Returns whether the ranks were ended and no new
-        ones have started.
+        """Checks once a second, and answers a request for stacks or handles a hang in a thread; returns
+        whether the ranks were ended and no new ones have started. `is_stopping`: the job was asked to end.
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
@@ -166,11 +163,8 @@ class HangWatch:
         self._thread.start()
 
     def _new_request(self) -> Request | None:
-        request = latest_request(self._hang)
-        if request is None or request == self._answered:
-            return None
-        self._answered = request
-        return request
+        before, self._answered = self._answered, latest_request(self._hang) or self._answered
+        return self._answered if self._answered != before else None
 
     def _hang_reason(self, now: float) -> str:
         """Why this node's ranks seem to hang, or empty."""
@@ -225,23 +219,15 @@ class HangWatch:
         self._missing_since = now  # wait as long until the next scan of all processes
         if beats and not without:  # the others have finished, these have not
             return False
-        return not any(_age_seconds(pid) > allowed for pid in without)
+        for pid in without:
+            with suppress(psutil.Error):
+                if time.time() - float(psutil.Process(pid).create_time()) > allowed:
+                    return False
+        return True
 
     @staticmethod
     def _paused(beats: Sequence[Heartbeat]) -> list[int]:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
-
-    def _busy(self) -> list[str]:
-        """Evidence against a hang: ranks far from their limits, for instance one that writes a trace."""
-        now, beats = time.monotonic(), self._live_beats()
-        found = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
-        for beat in beats:
-            seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
-            # nodes do not start an iteration at the same moment
-            if seconds < limit / 2 and beat.phase != PAUSED:
-                where = f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s"
-                found.append(f"{where}, its limit is {limit:.0f} s")
-        return found
 
     def _answer(self, request: Request) -> bool | None:
         """Writes this node's stacks; returns the verdict on a hang and acts on it, or None."""
@@ -254,8 +240,17 @@ class HangWatch:
 
     def _dump(self, folder: Path, *, is_hang: bool) -> None:
         config, ranks = self._config, sorted(ranks_of_node(self._local))
+        now, beats = time.monotonic(), self._live_beats()
+        # evidence against a hang: ranks far from their limits, for instance one that writes a trace
+        busy = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
+        for beat in beats:
+            seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
+            # nodes do not start an iteration at the same moment
+            if seconds < limit / 2 and beat.phase != PAUSED:
+                where = f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s"
+                busy.append(f"{where}, its limit is {limit:.0f} s")
         place = config.node_rank, config.nnodes, config.world_size, os.uname().nodename
-        answer = Answer(*place, ranks, self._busy(), done=False)
+        answer = Answer(*place, ranks, busy, done=False)
         write_answer(folder, answer)
         dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
         write_answer(folder, replace(answer, done=True))
@@ -290,25 +285,19 @@ class HangWatch:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
             return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
-        end = f"the ranks of the job are ended{self._what_comes()}"
-        self._say([self._hung, *summary.short.splitlines(), end])
+        most, failure = self._config.max_restarts, 1
+        with suppress(OSError, ValueError):  # the agent could not write it
+            failure = int(failures_file(self._local).read_text()) + 1
+        end = f", and start again (failure {failure} of at most {most})"
+        if failure > most:
+            end = f", and the run with them: this is failure {failure}, and MAX_RESTARTS={most}"
+        self._say([self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{end}"])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
         named, place = summary.named, str(folder.relative_to(self._run.path))
         details = {"ranks": sorted(named), "hosts": hosts, "why": list(named.values()), "folder": place}
         append_event(self._run.metrics, "hang", last, reason=reason, **details)
         return True
-
-    def _what_comes(self) -> str:
-        """Text on what follows the end of the ranks: a restart, or none."""
-        most = self._config.max_restarts
-        try:
-            number = int(failures_file(self._local).read_text()) + 1
-        except (OSError, ValueError):  # the agent could not write it
-            number = 1
-        if number <= most:
-            return f", and start again (failure {number} of at most {most})"
-        return f", and the run with them: this is failure {number}, and MAX_RESTARTS={most}"
 
     def _named_by_another(self) -> Request | None:
         """Another node's request for the same hang; node 0 does not wait for one."""
@@ -344,10 +333,3 @@ class HangWatch:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), self._run.log.open("a", encoding="utf-8") as file:
             file.writelines(f"{stamp} {os.uname().nodename} {line}\n" for line in lines)
-
-
-def _age_seconds(pid: int) -> float:
-    try:
-        return time.time() - float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return 0.0

@@ -16,8 +16,10 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -47,26 +49,21 @@ class Answer:
     world_size: int
     host: str
     ranks: list[int]
-    busy: list[
-        str
-    ]  # evidence against a hang: ranks that are paused, under a debugger, or far from their limit
+    busy: list[str]  # evidence against a hang: ranks that are paused, debugged, or far from their limit
     done: bool  # the ranks' files are written
 
 
 def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
     """Makes the folder of a new answer and writes the request for all launchers."""
     name = datetime.now().astimezone().strftime("%Y-%m-%dT%H-%M-%S")
-    number = 1
-    while True:
+    for number in count(1):
         request = Request(name if number == 1 else f"{name}-{number}", kind, reason)
-        try:
+        with suppress(FileExistsError):
             (hang / request.folder).mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            continue
-        write_json(hang / request.folder / "request.json", asdict(request))
-        write_json(hang / "request.json", asdict(request))
-        return request
+            break
+    write_json(hang / request.folder / "request.json", asdict(request))
+    write_json(hang / "request.json", asdict(request))
+    return request
 
 
 def latest_request(folder: Path) -> Request | None:
@@ -94,9 +91,7 @@ def _read(kind: Callable[..., T], path: Path) -> T | None:
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits `all_seconds` for the answers of all nodes, and `first_seconds` for that of any; returns those so
-    far.
-    """
+    """Waits `all_seconds` for the answers of all nodes, `first_seconds` for any; returns those so far."""
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start

@@ -100,20 +100,13 @@ class RankDump:
 
 
 def write_dump(
-    folder: Path,
-    rank: int,
-    facts: Mapping[str, object],
-    stacks: str,
-    *,
-    native: str = "",
-    calls: Sequence[str] = (),
-) -> None:
+    folder: Path, rank: int, facts: Mapping[str, Any], stacks: str,
+    *, native: str = "", calls: Sequence[str] = (),
+) -> None:  # fmt: skip
     facts = {"rank": rank, **facts, _FOLDERS: os.pathsep.join(package_folders())}
     lines = [*(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
-    if native:
-        lines += ["", _NATIVE, native.rstrip()]
-    if calls:
-        lines += ["", _CALLS, *calls]
+    lines += ["", _NATIVE, native.rstrip()] if native else []
+    lines += ["", _CALLS, *calls] if calls else []
     (folder / f"rank_{rank:05d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -156,11 +149,11 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
             threads.append((match[3] or match[1], []))
         elif match := _FAULTHANDLER_THREAD.match(line):
             threads.append((_CURRENT if match[1].startswith("Current") else match[2], []))
-        elif _is_tracers(line):
+        elif _is_tracers(line) or not threads:
             continue
-        elif threads and (match := _PY_SPY_FRAME.match(line)):
+        elif match := _PY_SPY_FRAME.match(line):
             threads[-1][1].append(Frame(match[1], _from_package(match[2], folders), int(match[3] or 0)))
-        elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
+        elif match := _FAULTHANDLER_FRAME.match(line):
             threads[-1][1].append(Frame(match[3], _from_package(match[1], folders), int(match[2])))
     # faulthandler prints no names. The main thread began with a module; it prints at most 100 frames.
     found = []
@@ -191,10 +184,9 @@ def _native_names(text: str) -> list[str]:
     for line in text.splitlines():
         if match := _PY_SPY_THREAD.match(line):
             is_main = match[3] == MAIN
+        elif is_main and _is_tracers(line):
+            names = []
         elif is_main and (match := _PY_SPY_FRAME.match(line)):
-            if _is_tracers(line):
-                names = []
-                continue
             if match[3]:
                 return names
             names.append(match[1])

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.dump import DISK, GONE, STOPPED, TRACED
-from moe_exp.watch.hangs.requests import Answer, ask, latest_request, read_answers, wait_for_answers
+from moe_exp.watch.hangs.requests import ask, latest_request, read_answers, wait_for_answers
 from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, read_dumps
 
 _IN_TORCH = (
@@ -116,7 +116,9 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
     newest = max((dump.iteration for dump in dumps), default=0)
     late = [dump for dump in dumps if dump.iteration < newest]
     behind = {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
-    return found or behind or _behind_in_group(dumps) or _minority(dumps)
+    largest, *others = groups_of(dumps) or [[]]
+    minority = [dump for group in others for dump in group] if 2 * len(largest) > len(dumps) else []
+    return found or behind or _behind_in_group(dumps) or {dump.rank: where(dump) for dump in minority}
 
 
 def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -145,26 +147,13 @@ def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
     return found
 
 
-def _minority(dumps: Sequence[RankDump]) -> dict[int, str]:
-    largest, *others = groups_of(dumps) or [[]]
-    if len(largest) <= len(dumps) / 2:
-        return {}
-    return {dump.rank: where(dump) for group in others for dump in group}
+class Summary(NamedTuple):
+    """Summary of an answer."""
 
-
-@dataclass(frozen=True)
-class Summary:
-    """Summary of an answer.
-
-    Args:
-        named: the ranks that are not where the others are, each with the finding.
-        line: these in a few words; `short`: for screen and log; `whole`: with the stacks.
-    """
-
-    named: Mapping[int, str]
-    line: str
-    short: str
-    whole: str
+    named: Mapping[int, str]  # the ranks that are not where the others are, each with the finding
+    line: str  # these in a few words
+    short: str  # for screen and log
+    whole: str  # with the stacks
 
 
 def summarize(folder: Path) -> Summary:
@@ -173,7 +162,10 @@ def summarize(folder: Path) -> Summary:
     if not dumps and not answers:
         fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
         raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
-    dumps += _absent(dumps, answers)
+    for rank in sorted(set(range(answers[0].world_size if answers else 0)) - {dump.rank for dump in dumps}):
+        node = rank // (answers[0].world_size // answers[0].nnodes)
+        host = next((answer.host for answer in answers if answer.node == node), f"node {node}")
+        dumps.append(RankDump(rank, {"state": _ABSENT, "host": host}))
     is_asked = request is not None and request.kind == "stacks"
     # in a running job, ranks are in different places
     is_still = all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
@@ -188,75 +180,47 @@ def summarize(folder: Path) -> Summary:
         head += ["requested by a user: the run continues, and ranks need not be in the same place"]
     if named or not is_asked:
         head += ["not where the others are:" if named else "no rank stands out"]
-    for rank, reason in named.items():
-        head += [f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}"]
-    head += ["where they are:", *_places(dumps)]
-    body = [line for group in groups_of(dumps) for line in _group_lines(group)]
-    body += _calls(dumps, named) + _tools(dumps)
-    line = "; ".join(_few_words(by_rank[rank]) for rank in list(named)[:3]) or "no rank stands out"
-    line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
-    return Summary(named, line, "\n".join(head), "\n".join([*head, "", *body]))
-
-
-def _few_words(dump: RankDump) -> str:
-    frames = main_stack(dump)
-    state = _STATES.get(dump.facts.get("state", ""), "").partition(" (")[0]
-    return f"rank {dump.rank} on {dump.host} ({state or (f'in {frames[0]}' if frames else 'no stack')})"
-
-
-def _places(dumps: Sequence[RankDump]) -> list[str]:
-    lines = []
+    short = []
+    for dump, reason in ((by_rank[rank], reason) for rank, reason in named.items()):
+        facts, frames = dump.facts, main_stack(dump)
+        moment = facts.get("phase", "unknown")
+        if "iteration" in facts:
+            moment = f"iteration {facts['iteration']}, {moment} for {facts['seconds in it']} s"
+        head += [f"  rank {dump.rank} on {dump.host} ({moment}): {reason}"]
+        state = _STATES.get(facts.get("state", ""), "").partition(" (")[0]
+        place = state or (f"in {frames[0]}" if frames else "no stack")
+        short.append(f"rank {dump.rank} on {dump.host} ({place})")
+    head += ["where they are:"]
     for group in _grouped(dumps, where):
         hosts = ", ".join(sorted({dump.host for dump in group}))
-        lines.append(f"  {_ranks(group)} on {hosts}: {where(group[0])}")
-    return lines
+        head.append(f"  {_ranks(group)} on {hosts}: {where(group[0])}")
+    line = "; ".join(short[:3]) or "no rank stands out"
+    line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
+    return Summary(named, line, "\n".join(head), "\n".join([*head, "", *_details(dumps, named)]))
 
 
-def _moment(dump: RankDump) -> str:
-    facts = dump.facts
-    if "iteration" not in facts:
-        return f" ({facts.get('phase', 'unknown')})"
-    return f" (iteration {facts['iteration']}, {facts['phase']} for {facts['seconds in it']} s)"
-
-
-def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDump]:
-    """The ranks of the job without a dump."""
-    if not answers:
-        return []
-    per_node = answers[0].world_size // answers[0].nnodes
-    hosts = {answer.node: answer.host for answer in answers}
-    ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
-    nodes = {rank: rank // per_node for rank in sorted(ranks)}
-    places = {rank: hosts.get(node, f"node {node}") for rank, node in nodes.items()}
-    return [RankDump(rank, {"state": _ABSENT, "host": host}) for rank, host in places.items()]
-
-
-def _group_lines(group: Sequence[RankDump]) -> list[str]:
-    frames = main_stack(group[0])
-    lines = [f"{_ranks(group)}: {where(group[0])}", *(f"    {frame}" for frame in frames[:_SHOWN_FRAMES])]
-    if len(frames) > _SHOWN_FRAMES:
-        lines.append(f"    ... {len(frames) - _SHOWN_FRAMES} more in rank_{group[0].rank:05d}.txt")
-    if group[0].native:
-        lines.append(f"    in C: {' < '.join(name.partition('<')[0] for name in group[0].native[:6])}")
-    return [*lines, ""]
-
-
-def _calls(dumps: Sequence[RankDump], named: Mapping[int, str]) -> list[str]:
-    """Latest function calls of the named ranks, or of all if none is named."""
-    lines = []
+def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
+    """Stacks, latest function calls of the named ranks (all if none is named), and which tool had to do."""
+    for group in groups_of(dumps):
+        frames = main_stack(group[0])
+        yield f"{_ranks(group)}: {where(group[0])}"
+        yield from (f"    {frame}" for frame in frames[:_SHOWN_FRAMES])
+        if len(frames) > _SHOWN_FRAMES:
+            yield f"    ... {len(frames) - _SHOWN_FRAMES} more in rank_{group[0].rank:05d}.txt"
+        if group[0].native:
+            yield f"    in C: {' < '.join(name.partition('<')[0] for name in group[0].native[:6])}"
+        yield ""
     for dump in dumps:
         if dump.calls and (dump.rank in named or not named):
-            head = f"latest calls of rank {dump.rank} (seconds of its host's clock):"
-            lines += [head, *(f"    {call}" for call in dump.calls[-_SHOWN_CALLS:]), ""]
-    return lines
+            yield f"latest calls of rank {dump.rank} (seconds of its host's clock):"
+            yield from (f"    {call}" for call in dump.calls[-_SHOWN_CALLS:])
+            yield ""
 
-
-def _tools(dumps: Sequence[RankDump]) -> list[str]:
     def reason(dump: RankDump) -> str:
         return f"by {dump.facts.get('tool')} ({dump.facts['without']})"
 
-    groups = _grouped((dump for dump in dumps if "without" in dump.facts), reason)
-    return [f"stacks of {_ranks(group)} {reason(group[0])}" for group in groups]
+    for group in _grouped((dump for dump in dumps if "without" in dump.facts), reason):
+        yield f"stacks of {_ranks(group)} {reason(group[0])}"
 
 
 def _ranks(group: Sequence[RankDump]) -> str:

@@ -19,8 +19,7 @@ from rich.text import Text
 from moe_exp.host.progress import table_console
 from moe_exp.runs.records import last_records
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.nodes.known_faults import CAUSES, Fault, recognised
-from moe_exp.watch.nodes.log_lines import Origin, origin, origin_of_file
+from moe_exp.watch.nodes.known_faults import CAUSES, Fault, Origin, origin, origin_of_file, recognised
 
 _LOGS = (".log", ".out", ".err", ".txt")
 _MOST_EVENTS = 5  # per run
@@ -50,22 +49,18 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path}: is not there. {_FIX}")
-        inside = sorted(_logs_inside(path)) if path.is_dir() else [path]
+        inside, left = [] if path.is_dir() else [path], _MOST_ENTRIES
+        for place, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if name not in _NO_LOGS]
+            left -= len(folders) + len(files)
+            if left < 0:
+                raise ValueError(f"{path}: has over {_MOST_ENTRIES} files. {_FIX}")
+            logs = (Path(place, name) for name in files if Path(name).suffix in _LOGS)
+            inside += filter(Path.is_file, logs)
         if not inside:
             raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). {_FIX}")
-        found += inside
+        found += sorted(inside)
     return list(dict.fromkeys(found))
-
-
-def _logs_inside(folder: Path) -> Iterator[Path]:
-    left = _MOST_ENTRIES
-    for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _NO_LOGS]
-        left -= len(folders) + len(files)
-        if left < 0:
-            raise ValueError(f"{folder}: has over {_MOST_ENTRIES} files. {_FIX}")
-        paths = (Path(place, name) for name in files)
-        yield from (path for path in paths if path.suffix in _LOGS and path.is_file())
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
@@ -210,19 +205,12 @@ def print_blame(found: Sequence[Blame]) -> None:
 
 def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
     """The rows as objects, each with the first line."""
-    return [
-        {
-            "cause": one.fault.cause,
-            "what": one.fault.name,
-            "host": one.where.host or None,
-            "rank": int(one.where.rank) if one.where.rank else None,
-            "device": one.where.device or None,
-            "count": one.count,
-            "first": one.where.time or None,
-            "last": one.last or None,
-            "advice": one.fault.advice,
-            "excludes": one.fault.excludes,
-            "line": one.line,
-        }
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        fault, where = one.fault, one.where
+        rank = int(where.rank) if where.rank else None
+        row = {"cause": fault.cause, "what": fault.name, "host": where.host or None, "rank": rank}
+        row |= {"device": where.device or None, "count": one.count, "first": where.time or None}
+        row |= {"last": one.last or None, "advice": fault.advice, "excludes": fault.excludes}
+        rows.append(row | {"line": one.line})
+    return rows

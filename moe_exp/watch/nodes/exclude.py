@@ -38,10 +38,7 @@ def read_reasons(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host to the list, creating it if needed; returns False if the host is already listed.
-
-    The domain is cut off, since SLURM's node names have none. Raises ValueError on an invalid host name.
-    """
+    """Adds a host, without its domain; False if it is listed, ValueError if its name is invalid."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _held(path):

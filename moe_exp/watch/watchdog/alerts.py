@@ -121,14 +121,11 @@ class AlertFile:
     """A file to which messages are appended."""
 
     path: Path
+    secrets: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return f"file {self.path}"
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        return ()
 
     def send(self, subject: str, text: str) -> None:
         """Appends a message; raises OSError on failure."""
@@ -141,10 +138,8 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message to all channels, even if some fail.
-
-    Returns reasons of failures by channel name, with *** for secrets; `NAME in part` if it reached some
-    recipients.
+    """Sends a message to all channels, even if some fail; returns reasons of failures by channel name, with
+    *** for secrets, and `NAME in part` if it reached some recipients.
     """
     failed = {}
     for channel in channels:
@@ -166,11 +161,10 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     problems.
     """
     flags = _Flags(options, environ)
-    channels: list[Channel] = []
-    channels += filter(None, (flags.mail(), flags.webhook(), flags.alert_file()))
+    channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     if flags.problems:
         raise ConfigError(flags.problems)
-    return channels
+    return [channel for channel in channels if channel is not None]
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, read_json
 from moe_exp.host.slurm_queue import Queue
 from moe_exp.runs.records import Record
-from moe_exp.watch.watchdog.memory import EVENT, Memory
 from moe_exp.watch.watchdog.run import START_SECONDS, Disk, RunView, event_time, num_switches
 
 # Events of a healthy run, unless status or grade is `failed`. All others are reported, also those that users
@@ -57,7 +60,15 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     memory.slurm_silent = (memory.slurm_silent or view.now) if sight.silent else 0.0
     if view.status == "finished":
         return {}
-    found = dict(_disk_problems(sight))
+    found: dict[str, str] = {}
+    disk, size, free = sight.disk, view.checkpoint_bytes, bytes_text(sight.disk.free_bytes)
+    if size and size > disk.free_bytes:
+        found["checkpoint_does_not_fit"] = f"a checkpoint has {bytes_text(size)}, and the disk {free} free"
+    full, left = disk.full_in_seconds, wall_seconds_left(sight)
+    if full is not None and full < (_NO_END_SECONDS if left is None else left):
+        how = "at the rate of the last hours" if disk.measured else "as every checkpoint is kept"
+        end = "" if left is None else f", and the run needs {span(left)}"
+        found["disk_filling"] = f"the disk is full in {span(full)} {how} ({free} free){end}"
     if sight.silent:
         found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view))
     elif sight.queue is not None:
@@ -114,10 +125,8 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems of a run without a folder, which its first job creates; texts by key.
-
-    `jobs`: the run's jobs, as in "no job <jobs> is queued"; empty if they are not known; `missing`: what is
-    missing and where, one line.
+    """Problems of a run without a folder, which its first job creates, by key; `jobs`: its jobs, as in "no
+    job <jobs> is queued", empty if not known; `missing`: what is missing and where.
     """
     memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
     if silent:
@@ -144,9 +153,7 @@ def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterator[tuple[str, str]]:
-    """A failed start, until another begins, with the events that ended it; `begun`: start of the running job,
-    0 without one; `since`: what has become of the run.
-    """
+    """A failed start, until another job `begun`, with the events that ended it; `since`: what followed."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return
     at, events = view.failure
@@ -172,20 +179,6 @@ def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Itera
         pace = view.seconds_per_iteration
         usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
         yield "stuck", f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"
-
-
-def _disk_problems(sight: Sight) -> Iterator[tuple[str, str]]:
-    view, disk = sight.view, sight.disk
-    size = view.checkpoint_bytes
-    if size and size > disk.free_bytes:
-        text = f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free"
-        yield "checkpoint_does_not_fit", text
-    full, left = disk.full_in_seconds, wall_seconds_left(sight)
-    if full is not None and full < (_NO_END_SECONDS if left is None else left):
-        how = "at the rate of the last hours" if disk.measured else "as every checkpoint is kept"
-        end = "" if left is None else f", and the run needs {span(left)}"
-        room = f"{bytes_text(disk.free_bytes)} free"
-        yield "disk_filling", f"the disk is full in {span(full)} {how} ({room}){end}"
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
@@ -217,7 +210,14 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
     if seen is None:
         new = [event for event in new if view.now - event_time(event) < 86400]
     memory.num_events = len(view.events)
-    causes, is_new = _without_victims(view.events), {id(event) for event in new}
+    causes: list[Record] = []  # without ranks that were killed because of a hang, which names the culprits
+    hung = -math.inf
+    for event in view.events:
+        hung = event_time(event) if event["event"] == "hang" else hung
+        was_killed = event["event"] == "rank_failed" and event.get("cause") == "SIGKILL"
+        if not (was_killed and 0 <= event_time(event) - hung < _VICTIM_SECONDS):
+            causes.append(event)
+    is_new = {id(event) for event in new}
     if "failed" in found and view.failure is not None:
         is_new -= {id(event) for event in view.failure[1]}
     for event in causes:
@@ -227,17 +227,6 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
     latest = {event["event"]: event for event in causes}
     known = {name: count for name, count in memory.untold_events.items() if name in latest}
     return {EVENT + name: _event_text(latest[name], count) for name, count in known.items()}
-
-
-def _without_victims(events: Sequence[Record]) -> list[Record]:
-    """Events without ranks that were killed because of a hang: the hang names the culprits."""
-    kept, hung = [], -math.inf
-    for event in events:
-        hung = event_time(event) if event["event"] == "hang" else hung
-        was_killed = event["event"] == "rank_failed" and event.get("cause") == "SIGKILL"
-        if not (was_killed and 0 <= event_time(event) - hung < _VICTIM_SECONDS):
-            kept.append(event)
-    return kept
 
 
 def _event_text(event: Record, count: int) -> str:
@@ -326,3 +315,98 @@ def all_texts(found: Mapping[str, str]) -> list[str]:
     )  # fmt: skip
     keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
     return [found[key] for key in keys]
+
+
+logger = logging.getLogger(__name__)
+
+_BACK_SECONDS = 1800.0
+_RENAMED = {"told": "reported"}
+EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
+
+
+@dataclass
+class Reported:
+    """One problem. Times are seconds since 1970."""
+
+    since: float = 0.0  # when the current streak was first seen; 0 if it is absent now
+    reported: float = 0.0  # the last report; 0 for never
+    is_open: bool = False  # it was reported, and its end was not
+    text: str = ""
+
+
+@dataclass
+class Memory:
+    """Memory of one run."""
+
+    problems: dict[str, Reported] = field(default_factory=dict)  # by key
+    num_events: int | None = None  # of metrics.jsonl that were checked
+    untold_events: dict[str, int] = field(default_factory=dict)  # number of unreported events by name
+    disk: list[tuple[float, int]] = field(default_factory=list)  # time and free bytes at earlier checks
+    iteration: int = -1
+    moved: float = 0.0  # when that iteration was first seen
+    busy: float = 0.0  # when a job was last seen running, or the run was first checked
+    slurm_silent: float = 0.0  # since when squeue has not answered; 0 if it has
+    failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
+
+    def to_report(
+        self, found: Mapping[str, str], now: float, again_seconds: float
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Problems to report now, and reported problems that are over; texts by key.
+
+        A problem is reported when it appears, and again after `again_seconds` if it is still there; one that
+        was over and is back, or an event that happened again, after `_BACK_SECONDS` at most.
+        """
+        news = {}
+        for key, text in found.items():
+            known = self.problems.setdefault(key, Reported())
+            known.since = known.since or now
+            limit = again_seconds if known.is_open else min(again_seconds, _BACK_SECONDS)
+            if not known.reported or now - known.reported >= limit:
+                news[key] = text
+        absent = {key: known for key, known in self.problems.items() if key not in found}
+        for known in absent.values():
+            known.since = 0.0
+        return news, {key: known.text for key, known in absent.items() if known.is_open}
+
+    def confirm(self, news: Mapping[str, str], over: Mapping[str, str], now: float) -> None:
+        """Records that a message was sent."""
+        for key, text in news.items():
+            known = self.problems[key]
+            known.reported, known.is_open, known.text = now, not key.startswith(EVENT), text
+            self.untold_events.pop(key.removeprefix(EVENT), None)
+        for key in over:
+            self.problems[key].is_open = False
+
+    def forget_old(self, now: float, again_seconds: float) -> None:
+        """Drops problems that are over and may be reported again."""
+        for key, known in list(self.problems.items()):
+            if not (known.since or known.is_open or now - known.reported < again_seconds):
+                del self.problems[key]
+
+
+def memory_file(folder: Path, run: Path) -> Path:
+    """File with the memory of a run: its name and a hash of its path, as two runs may share a name."""
+    path = os.path.abspath(run)  # noqa: PTH100  # does not touch the disk, which may hang
+    return folder / f"{Path(path).name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
+
+
+def default_folder() -> Path:
+    """In the home folder rather than the run's, whose disk may be the full one."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moe-exp" / "watch"
+
+
+def read_memory(path: Path) -> Memory:
+    """The memory of earlier checks; empty if the file is missing or damaged."""
+    try:
+        values: dict[str, Any] = read_json(path)
+        memory = Memory(**values)
+        for key, known in values["problems"].items():
+            # state files of 0.1.0 have the time under another name
+            memory.problems[key] = Reported(**{_RENAMED.get(name, name): one for name, one in known.items()})
+        memory.disk = [(float(at), int(amount)) for at, amount in values["disk"]]
+        return memory
+    except FileNotFoundError:
+        return Memory()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): starting over, and may repeat reports", path, error)
+        return Memory()

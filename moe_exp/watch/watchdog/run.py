@@ -112,13 +112,10 @@ class RunView:
         return pace + added + saved
 
     @property
-    def _saves(self) -> list[Record]:
-        return [event for event in self.events if event["event"] == "checkpoint"]
-
-    @property
     def save_seconds(self) -> list[float]:
         """Duration of every save so far."""
-        return [float(event["seconds"]) for event in self._saves if event.get("seconds")]
+        saves = (event for event in self.events if event["event"] == "checkpoint")
+        return [float(event["seconds"]) for event in saves if event.get("seconds")]
 
     @property
     def left_seconds(self) -> float | None:
@@ -159,8 +156,8 @@ class RunView:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Size of the newest checkpoint with an event."""
-        sizes = [int(event["bytes"]) for event in self._saves if event.get("bytes")]
-        return sizes[-1] if sizes else None
+        saves = (event for event in reversed(self.events) if event["event"] == "checkpoint")
+        return next((int(event["bytes"]) for event in saves if event.get("bytes")), None)
 
 
 def no_folder(path: Path) -> str:
@@ -245,9 +242,7 @@ def event_time(event: Record) -> float:
 
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
-    """Number of further jobs that a run needs; `in_this_job`: seconds until the limit of the running one, 0
-    without one; `limit_seconds`: of each further one.
-    """
+    """Further jobs that a run needs, beyond `in_this_job`, the seconds until the limit of the running one."""
     beyond = left_seconds - in_this_job
     if beyond <= 0:
         return 0

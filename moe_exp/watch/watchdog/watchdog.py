@@ -1,7 +1,7 @@
 """Monitors unattended runs, from cron or as a daemon. No torch.
 
 A check reads the run folders, asks SLURM, and sends at most one message with new problems, those last
-reported long ago, and those that are over. A small file per run (memory.py) records what was reported, so
+reported long ago, and those that are over. A small file per run (rules.Memory) records what was reported, so
 that checks from cron know of each other.
 """
 
@@ -12,32 +12,29 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from moe_exp.config import ConfigError
-from moe_exp.host.files import expanded
+from moe_exp.host.files import expanded, write_json
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.watchdog.alerts import Channel, channels_of, send_to_all
-from moe_exp.watch.watchdog.memory import (
-    EVENT,
-    Memory,
-    default_folder,
-    memory_file,
-    read_memory,
-    write_memory,
-)
 from moe_exp.watch.watchdog.rules import (
+    EVENT,
     Limits,
+    Memory,
     Sight,
     all_texts,
     count_events,
+    default_folder,
+    memory_file,
     problems_before_start,
     problems_of,
+    read_memory,
     state_before_start,
     state_line,
 )
@@ -91,7 +88,7 @@ class Watchdog:
             check.memory.forget_old(now, self.again_seconds)
             self._kept[check.memory_path] = check.memory
             try:
-                write_memory(check.memory_path, check.memory)
+                write_json(check.memory_path, asdict(check.memory))
             except OSError as error:
                 reason = f"cannot be written ({error.strerror})"
                 _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
@@ -252,17 +249,22 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     """Makes the watchdog of `moe-exp watch run` from its options; raises ConfigError with all problems."""
     problems: list[str] = []
     kinds = ("again", "stuck", "ahead", "wait")
-    times = {name: _seconds_of(options[name], f"--{name}", problems) for name in kinds}
+    times = dict.fromkeys(kinds, 0.0)
+    for name in filter(options.get, kinds):
+        text = options[name]
+        if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+            times[name] = float(found[1]) * _UNITS[found[2]]
+        else:
+            fix = "write a number and a unit, as 90s, 10m, 6h or 2d"
+            problems.append(f"--{name}={text}: is no time. Fix: {fix}.")
     names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
     if names and len(names) != len(run_dirs):
-        rule = f"{len(names)} for {len(run_dirs)} runs"
-        fix = "give one for each RUN_DIR, in their order"
-        problems.append(f"--slurm-name={' '.join(names)}: {rule}. Fix: {fix}.")
+        rule = f"{len(names)} for {len(run_dirs)} runs. Fix: give one for each RUN_DIR, in their order"
+        problems.append(f"--slurm-name={' '.join(names)}: {rule}.")
         names = []
-    for name in names:
-        if re.search(r"[,\s]", name):
-            fix = "give the --job-name of the jobs"
-            problems.append(f"--slurm-name={name}: has a comma or a space. Fix: {fix}.")
+    for name in (name for name in names if re.search(r"[,\s]", name)):
+        rule = "has a comma or a space. Fix: give the --job-name of the jobs"
+        problems.append(f"--slurm-name={name}: {rule}.")
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
     folder = expanded(options.get("state") or default_folder())
@@ -279,12 +281,3 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     named = zip(run_dirs, names or [""] * len(run_dirs), strict=True)
     runs = [Watched(Path(path).absolute(), name) for path, name in named]
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
-
-
-def _seconds_of(text: str, name: str, problems: list[str]) -> float:
-    """Parses 90s, 10m, 6h or 2d; 0 for an empty text."""
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
-        return float(found[1]) * _UNITS[found[2]]
-    if text:
-        problems.append(f"{name}={text}: is no time. Fix: write a number and a unit, as 90s, 10m, 6h or 2d.")
-    return 0.0

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from moe_exp.launch.preflight.gpu_health import FIELDS, gpu_findings, query_gpus
+from moe_exp.launch.preflight.host_facts import FIELDS, gpu_findings, query_gpus
 
 GOOD = (
     "{i}, NVIDIA H100 80GB HBM3, 00000000:{b}:00.0, 535.161.08, 34, 118.23, 0, 0, No, No, [N/A],"

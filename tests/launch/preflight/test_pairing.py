@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moe_exp.launch.preflight.pairing import culprits, rounds_of_pairs
+from moe_exp.launch.preflight.verdicts import culprits, rounds_of_pairs
 
 
 @pytest.mark.parametrize("count", range(1, 40))

@@ -10,8 +10,16 @@ from contextlib import closing
 import pytest
 
 from helpers.ranks import free_port
-from moe_exp.launch.preflight.reach import Door, data_address, knock, peers_of, unreached
-from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
+from moe_exp.launch.preflight.roll_call import (
+    Door,
+    Nodes,
+    NotReached,
+    Server,
+    data_address,
+    knock,
+    peers_of,
+    unreached,
+)
 
 
 def join(port: int, node: int, num_nodes: int, seconds: float = 20.0) -> Nodes:

@@ -12,9 +12,8 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.launch.preflight.node import _not_there
-from moe_exp.launch.preflight.pairing import rounds_of_pairs
 from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
-from moe_exp.launch.preflight.verdicts import Verdict, judge
+from moe_exp.launch.preflight.verdicts import Verdict, judge, rounds_of_pairs
 from moe_exp.watch.nodes.exclude import read_reasons
 
 

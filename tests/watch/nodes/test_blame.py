@@ -9,8 +9,7 @@ import pytest
 from moe_exp.cli import main
 from moe_exp.runs.records import append_event
 from moe_exp.watch.nodes.blame import blame, hosts_to_exclude, log_files
-from moe_exp.watch.nodes.known_faults import CAUSES, XIDS, recognised, xid
-from moe_exp.watch.nodes.log_lines import Origin, origin, origin_of_file
+from moe_exp.watch.nodes.known_faults import CAUSES, XIDS, Origin, origin, origin_of_file, recognised, xid
 
 WATCHDOG = (
     "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective operation"

@@ -17,7 +17,7 @@ from moe_exp.cli import main
 from moe_exp.host.slurm_queue import parse_queue
 from moe_exp.watch.watchdog import rules
 from moe_exp.watch.watchdog.alerts import AlertFile
-from moe_exp.watch.watchdog.memory import Memory
+from moe_exp.watch.watchdog.rules import Memory
 from moe_exp.watch.watchdog.run import Disk, disk_of, num_switches, read_tail, view_run, with_sample
 from moe_exp.watch.watchdog.watchdog import Watched
 
