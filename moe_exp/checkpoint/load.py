@@ -131,7 +131,7 @@ def _progress(config: Config, common: dict[str, Any], *, has_average: bool) -> P
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """What is not sharded; ConfigError if an iteration's folder is of another model than `config`."""
+    """Returns what is not sharded; ConfigError if an iteration's folder is of another model than `config`."""
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)

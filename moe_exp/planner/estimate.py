@@ -1,4 +1,4 @@
-"""What a run costs: speed, days, GPU-hours, money; and what one change of a setting saves. No torch."""
+"""Costs of a run: speed, days, GPU-hours, money; and what one change of a setting saves. No torch."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_first_tokens_of_documents_count_as_such(tmp_path):
         held_out = HeldOut(str(tmp_path / "text"), Cut(seq_len))
         sequences = held_out.read(0, len(held_out))
         assert held_out.count_bytes(0, sequences, token_bytes, None) == sum(stream[1:])
-        assert held_out.count_bytes(0, sequences[:1], token_bytes) == sum(stream[1 : seq_len + 1])
+        assert held_out.count_bytes(0, sequences[:1], token_bytes, None) == sum(stream[1 : seq_len + 1])
 
 
 @pytest.mark.parametrize("by_document", [False, True])

@@ -270,4 +270,4 @@ def test_bytes_are_those_of_the_text_with_and_without_bos(trained, evaluated, to
     (source,), (table,) = plan.sources, plan.token_bytes
     first = TokenFiles(data).read(0, 1)  # which nothing predicts
     expected = sum(map(len, TEXTS)) - table.count(first, np.array([True]))
-    assert source.count_bytes(0, source.read(0, len(source)), table) == expected
+    assert source.count_bytes(0, source.read(0, len(source)), table, None) == expected
