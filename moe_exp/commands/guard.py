@@ -37,7 +37,7 @@ class ExactParser(argparse.ArgumentParser):
 
     def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
         """The error for arguments that parsing has left over."""
-        from moe_exp.config.misspelt import similar_settings
+        from moe_exp.config.settings_file import similar_settings
 
         flags = [one[2:].replace("-", "_") for one in self._option_string_actions if one.startswith("--")]
         lines = []

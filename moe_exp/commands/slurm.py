@@ -32,7 +32,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.loading import main_settings
-    from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.launch.machine_checks import disk_problems, disk_warnings
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
     from moe_exp.launch.source_checks import data_warnings, stage_lines, start_of

@@ -73,7 +73,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Flags of training settings, and the values of options that are numbers."""
-    from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.child_runs import numbers_in
 
     warn_of_misspelt()

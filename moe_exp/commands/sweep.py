@@ -30,7 +30,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep.driver import Sweep, dry_run_text, run_sweep
 
     warn_of_misspelt(SweepSettings.model_fields)

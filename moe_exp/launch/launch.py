@@ -16,11 +16,10 @@ from moe_exp.config import Config, ConfigError, load_config, module_arguments, p
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
-from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
-from moe_exp.config.settings_file import read_settings
+from moe_exp.config.settings_file import read_settings, warn_of_misspelt
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
@@ -31,7 +30,6 @@ from moe_exp.host.exit_codes import (
     LAUNCH_TIME,
     METRICS_FILE,
     PREPARED_TEXT,
-    RENDEZVOUS_KEY,
     complain,
 )
 from moe_exp.host.files import expanded, is_url
@@ -61,18 +59,14 @@ def train(
     raises: bool = False,
     command: str = "",
 ) -> int:
-    """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
+    """Checks the settings and runs this node's job, or with `dry_run` prints what would run; returns the exit
+    code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
 
     Args:
-        flags: settings from the command line by field name; None counts as not given. `config` is the path
-            of a settings file.
+        flags: settings by field name; None counts as not given. `config` is the path of a settings file.
         resume: run folder to continue with its own settings.
-        dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
         raises: for settings that cannot run, ConfigError instead of printed lines.
         command: as the user typed it, for the commands that the summary suggests.
-
-    Returns:
-        Exit code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
     """
     warn_of_misspelt()
     try:
@@ -165,14 +159,12 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
         if not passes(config):
             return FAILED
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
-    environ = child_environment(config)
+    try:
+        environ = child_environment(config, shared_key(folder.rendezvous_key) if config.nnodes > 1 else "")
+    except (OSError, ValueError) as error:
+        raise ConfigError([str(error)]) from None
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
-    if config.nnodes > 1:
-        try:
-            environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
-        except (OSError, ValueError) as error:
-            raise ConfigError([str(error)]) from None
     agent = torchrun_command(config, rank_arguments(config, flags))
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
     with HangWatch(config, folder) as watch:

@@ -49,7 +49,7 @@ def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Con
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
     """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
-    from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.planner.run_plan import settings_for
 
     warn_of_misspelt()

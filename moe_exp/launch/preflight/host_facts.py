@@ -138,15 +138,11 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
             return [], f"nvidia-smi: {' '.join(lines)[:200]}"
-        return _rows(fields, done.stdout), ""
+        names = {old: new for new, old in _OLD_NAMES.items()}
+        columns = [names.get(field, field) for field in fields]
+        rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)], ""
     return [], "nvidia-smi knows none of the fields"
-
-
-def _rows(fields: Sequence[str], text: str) -> list[dict[str, str]]:
-    names = {new: old for old, new in _OLD_NAMES.items()}
-    rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    columns = [names.get(field, field) for field in fields]
-    return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:

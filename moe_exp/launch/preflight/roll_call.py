@@ -63,12 +63,8 @@ class Server:
         self._gone: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._listener = listener(port, backlog=max(128, num_nodes))
+        self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="roll call", daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return int(self._listener.getsockname()[1])
 
     def stop_listening(self) -> None:
         """Frees the port; existing connections stay open."""
