@@ -311,7 +311,7 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
 def read_documents(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, str]]:
-    """As `read_objects`, with the text in place of the object."""
+    """`read_objects` with the text in place of the object."""
     for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad, rule=rule):
         yield line, document[text_field]
 
