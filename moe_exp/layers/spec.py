@@ -223,10 +223,11 @@ def decoder_spec(
         layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    norm: Any = Norm
     if use_te:
-        from megatron.core.extensions.transformer_engine import TENorm as norm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
 class MegatronProjectionNorm(ProjectionNorm):
