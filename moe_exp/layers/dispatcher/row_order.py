@@ -92,7 +92,7 @@ def sort_by_expert(
         kept_TK: bool, slots that are not dropped; None for all.
         counts_E: kept slots per expert, int64, if already known.
     """
-    row_N = None
+    row_N: Tensor | None = None
     if takes_kernels(expert_TK, use_kernels):
         slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
         counts_E = offsets_E1.diff().long() if counts_E is None else counts_E
