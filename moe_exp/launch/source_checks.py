@@ -1,4 +1,4 @@
-"""What a start uses, by files on this machine: the checkpoint that it continues from (whether it fits, where
+"""Files that a start uses, on this machine: the checkpoint that it continues from (whether it fits, where
 training starts, where stages begin), how often it reads each token file, and what it validates on. No torch.
 """
 
