@@ -10,8 +10,6 @@ it has no backward pass).
 Documents are drawn: their ends are uniform, so that some are long. Ratios are medians over alternating pairs.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics

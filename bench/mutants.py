@@ -9,8 +9,6 @@ file), `new`, `tests` (arguments of pytest) and, if these tests cannot see it, `
 fault is caught if its tests fail or take ten times as long. If they fail without it, that is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

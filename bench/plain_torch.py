@@ -8,8 +8,6 @@ B batch, S sequence, T tokens, D hidden, H query heads, G key/value heads, d hea
 experts, K top-k.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

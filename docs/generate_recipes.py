@@ -5,8 +5,6 @@ Results are the `ladder.json` of each ladder, beside its definition in moe_exp/s
 ladders with the standard deviation of differences over seeds, pooled over the rungs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -2,8 +2,6 @@
 docs/generate_settings.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 

@@ -6,8 +6,6 @@
 Ranks with the same place in their expert parallel group hold the same experts, which FSDP2 shards over them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

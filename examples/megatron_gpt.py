@@ -9,8 +9,6 @@ In a script of your own, `decoder_spec(config)` replaces Megatron's layer spec, 
 megatron. The schedule, the data-parallel wrapper and the optimizer are Megatron's.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

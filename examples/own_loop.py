@@ -6,8 +6,6 @@ It learns the bytes of this file with causal attention and 8 experts, and prints
 generates. Nothing here needs Megatron.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Importing anything of this package lets megatron-core run on a host without CUDA
 of megatron.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Sequence

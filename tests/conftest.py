@@ -1,7 +1,5 @@
 """The order of the tests; the versions that were compared; fixtures for whole runs, see whole_runs.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

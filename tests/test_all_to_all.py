@@ -9,8 +9,6 @@ Ends with 1 if a result or a gradient differs from the reference, in which every
 Under pytest it starts torchrun itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

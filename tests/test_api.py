@@ -1,7 +1,5 @@
 """The Python interface of docs/library.md: `moe_exp.load_run`, `plan`, `load_model` and `train`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

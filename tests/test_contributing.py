@@ -1,7 +1,5 @@
 """CONTRIBUTING.md's "Where to start": twelve changes, at most four files each, and every file is there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

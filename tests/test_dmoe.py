@@ -6,8 +6,6 @@ Compared are outputs, gradients, and the weights after one step of SGD, in fp32;
 differs. pytest runs it, too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

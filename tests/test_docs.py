@@ -1,7 +1,5 @@
 """The Markdown pages: every link leads somewhere, and every command is one that the program takes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

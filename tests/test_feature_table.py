@@ -1,7 +1,5 @@
 """docs/moe_layer.md names settings and tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """What a run does and leaves behind, and that its features train."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -2,8 +2,6 @@
 functions, and how files lie.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -14,8 +14,6 @@ ranks share the experts. A variable that is not set is 1. Compared are the losse
 gradients of the first and the last, in fp32; the exit code is 1 where one differs. pytest runs it, too.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

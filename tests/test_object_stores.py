@@ -1,7 +1,5 @@
 """Corpora, tokens and checkpoints at an object store: moto's S3 server, whose requests fail now and then."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

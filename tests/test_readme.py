@@ -1,7 +1,5 @@
 """README.md: its length, first screen and table of commands."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@ The largest deviations are properties of the tests: `pytest -m "" tests/test_top
 junit_family=xunit1 --junit-xml matrix.xml`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple

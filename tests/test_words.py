@@ -1,7 +1,5 @@
 """Words that readers stumbled over do not come back: counted in README, docs, help and public docstrings."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -10,8 +10,6 @@ and its children, the median of the rounds; memory is the peak of the largest pr
 lines. Ours also checks every row, counts and hashes the texts, reads the chunk back, and hashes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics

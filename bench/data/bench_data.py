@@ -9,8 +9,6 @@ Each can be called by itself, with flags of its own. All take CPU seconds of who
 and peak memory, with the peers in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

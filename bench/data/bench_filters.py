@@ -12,8 +12,6 @@ With --planted N, N documents of 100 random words are written, of which every fo
 a Jaccard similarity next to 0.9, 0.8 or 0.5, and converted by 1 and 4 tasks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

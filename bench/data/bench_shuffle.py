@@ -20,8 +20,6 @@ Ours parses and checks every document, counts and hashes texts and lines, sets v
 writes 32 shards and reads them back. With --tasks a process per 512 MB does so; the budget is that of each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

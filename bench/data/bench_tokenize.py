@@ -15,8 +15,6 @@ are user + system, memory is the peak resident set. One thread each (TOKENIZERS_
 RAYON_NUM_THREADS=1). The tokens of all are compared byte by byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -2,8 +2,6 @@
 what an operator does about it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -13,8 +13,6 @@ metrics.jsonl named it, and after how many the run was further than it had come 
 curves differ, a sample was lost or repeated, a fault has no event, or the run did not end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

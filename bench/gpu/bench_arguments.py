@@ -2,8 +2,6 @@
 2, before any work.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path

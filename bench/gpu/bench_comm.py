@@ -20,8 +20,6 @@ network_: the largest all-reduce gives bytes per second, the smallest the latenc
 them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

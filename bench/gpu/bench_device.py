@@ -9,8 +9,6 @@ One thread per process, as a rank of a CPU host has. Best of several, so that ot
 as little as it can.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

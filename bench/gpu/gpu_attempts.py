@@ -1,7 +1,5 @@
 """What the GPU benchmarks try one after another: what fails is left out by name, and the rest continues."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import traceback

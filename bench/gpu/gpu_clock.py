@@ -1,7 +1,5 @@
 """Time and memory on a device: CUDA events and the allocator's counters on a GPU, the wall clock on a CPU."""
 
-from __future__ import annotations
-
 import signal
 import statistics
 import time

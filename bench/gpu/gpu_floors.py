@@ -6,8 +6,6 @@ Shape suffixes as in `moe_exp.layers`: T tokens, D hidden, F expert hidden, E ex
 = T*K rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

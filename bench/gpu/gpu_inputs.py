@@ -2,8 +2,6 @@
 results, and the comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which machine, which versions, and when: what the results of the GPU benchmarks say of themselves."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

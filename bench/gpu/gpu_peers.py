@@ -7,8 +7,6 @@ it (`moe_exp.layers.experts.grouped_gemm`). Each has the parameters that it woul
 those of Transformer Engine are one per expert, of three products gate and up apart.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Compiling ahead: other processes do at the same time what one process would do kernel after kernel."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -12,8 +12,6 @@ same device whose times differ by 5% or more and which the prediction puts in th
 section of the source is left out in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -3,8 +3,6 @@
 `bench_planner.py --public` scores the planner on them, and writes the constants of recent devices.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -2,8 +2,6 @@
 constants that were fitted to the others. `bench_planner.py --public` prints them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

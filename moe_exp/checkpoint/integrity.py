@@ -1,7 +1,5 @@
 """Is a checkpoint what was written, and which one does training resume from? Runs nothing of a file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ REMOTE_DIR/RUN_NAME/
 All functions raise a ValueError or a ConnectionError as `Store` does.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Completes `--help` of all commands: a summary, examples, and a readable width."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import textwrap

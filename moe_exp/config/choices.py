@@ -4,8 +4,6 @@ Settings, their help, docs/settings.md, checks and the planner use these tables.
 names are in the layers, which reject names they lack. No torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable, Collection

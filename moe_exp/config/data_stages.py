@@ -11,8 +11,6 @@ one of F times SEQ_LEN counts as F. So batches have as many tokens as before, an
 rate and batch size continue.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

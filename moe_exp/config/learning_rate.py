@@ -6,8 +6,6 @@ samples, not iterations, so that a batch ramp-up does not bend the curve. For th
 OptimizerParamScheduler has, it is the same function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

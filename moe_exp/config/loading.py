@@ -1,7 +1,5 @@
 """From flags, the environment and settings files to a Config, and back. No torch."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

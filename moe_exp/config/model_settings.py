@@ -1,7 +1,5 @@
 """Settings of launch, model and experts: the base class of `config.Config`, which explains their sources."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator

@@ -26,8 +26,6 @@ which for Adam is the same function (ibid., lemma J.1), so checkpoints and conve
 weight decay rises so that its product with the learning rate, by which weights shrink, stays.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

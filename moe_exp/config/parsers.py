@@ -11,8 +11,6 @@ last piece. RATE is the learning rate at its end, as a share of LR; without it, 
 `constant` stays at the rate before it. LR_GROUPS: see parameter_groups.py, DATA_STAGES: data_stages.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

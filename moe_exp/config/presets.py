@@ -3,8 +3,6 @@
 WARMUP_ITERS and DECAY_ITERS of a preset belong to its TRAIN_ITERS, see `loading.load_config`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from moe_exp.host.devices import Nodes, count_gpus, num_cores

@@ -5,8 +5,6 @@ SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) 
 because Megatron-Core has no such calculator from 0.18 on. Used by training (`next_batch`) and the planner.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Types of settings: which values are allowed, and how their text is read."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

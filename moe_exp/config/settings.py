@@ -6,8 +6,6 @@ variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the na
 torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Settings files: YAML such as `config.yaml` of a run, or lines NAME=value; and misspelt names. No torch."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -4,8 +4,6 @@ Every file is there under its name in the manifest, and the manifest comes last:
 complete. Hashes are compared after a pull.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ It is built once per data folder, versions and vocabulary size, and reused after
 name when it is complete, so a folder of that name is a finished corpus.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

@@ -4,8 +4,6 @@ Plain JSON lines are read as they are. The others (compressed files, text, table
 they are read from their beginning. Text and tables become lines `{"text": ...}`, objects of an array lines.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

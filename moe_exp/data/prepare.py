@@ -5,8 +5,6 @@ DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
 DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ the same settings and inputs does nothing; with others it refuses. `start_over` 
 stays until the new is complete, and a killed start-over continues when the step is called without it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

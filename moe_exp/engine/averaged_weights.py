@@ -13,8 +13,6 @@ The average is one more state of the optimizer per parameter. So each rank keeps
 steps on, its shard with the distributed optimizer, and it is saved, loaded and reshaped like the moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto, ROU
 CROSS_ENTROPY=auto continue without Triton's kernels there; kernels requested by name end the start.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

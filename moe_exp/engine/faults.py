@@ -1,7 +1,5 @@
 """Unplanned ends of a run: a signal, or an error on one rank."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Initial weights, drawn by SEED and global parameter name, so that they are the same in every layout."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -3,8 +3,6 @@
 A small model of each kind of attention gets two samples of several documents: packed, and one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

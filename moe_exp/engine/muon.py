@@ -19,8 +19,6 @@ depend on owners. During the step a rank also has the updates of its own matrice
 the number of ranks, and a bucket of 256 MiB.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

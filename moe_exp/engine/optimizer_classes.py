@@ -6,8 +6,6 @@ which therefore fit every layout and every optimizer with the same moments; `set
 Megatron's distributed optimizer, a parameter here is a flat fp32 range of a model parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

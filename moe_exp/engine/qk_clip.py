@@ -12,8 +12,6 @@ scaled by f, as in the paper. Biases are scaled like weights, unlike in Megatron
 rounded from the scaled main weights, as a resume does. The optimizer's moments stay.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

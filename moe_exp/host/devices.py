@@ -1,7 +1,5 @@
 """Facts about this machine that are needed before torch is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

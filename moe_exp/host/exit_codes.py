@@ -1,7 +1,5 @@
 """Exit codes of a job, and how ranks and their launcher exchange them."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

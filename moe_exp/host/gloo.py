@@ -5,8 +5,6 @@ parallelism. One all-to-all moves the same bytes with one wait. Measurements: do
 (`bench/bench_gloo.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

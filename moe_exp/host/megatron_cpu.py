@@ -11,8 +11,6 @@
 torch itself is unchanged for all others, except for one private method on Tensor and Module (`_KEYWORD`).
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import importlib.machinery

@@ -5,8 +5,6 @@ No module of Megatron is imported, callers pass it. tests/host/test_megatron_ver
 difference, and fails once the accepted versions no longer differ, so that it can be removed here.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

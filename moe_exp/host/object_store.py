@@ -6,8 +6,6 @@ repeated, a file is fetched in parts. Such a store has no rename: a set of files
 lists the others is there, so that one is written last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Processes and signals: children, the death of a parent, a free port."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import multiprocessing

@@ -1,7 +1,5 @@
 """Progress of a long step: a bar on a terminal, occasional log lines elsewhere; and the table at its end."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -3,8 +3,6 @@
 A dash stands for what was not measured. `assets/format.js` of the report has the same rules.
 """
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A run's jobs in SLURM's queue: running, waiting, and those that will never start. No torch."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re

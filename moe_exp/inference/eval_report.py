@@ -9,8 +9,6 @@ its term of the mutual information of expert and source, in bits, with equally w
 b_e is 0 if all sources use an expert equally, and small if it is rarely used, however one-sidedly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

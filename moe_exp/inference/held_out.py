@@ -1,7 +1,5 @@
 """Token files as sequences that predict every token but a text's first exactly once. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trained model in this process, as `moe_exp.load_model` returns it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

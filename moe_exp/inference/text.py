@@ -1,7 +1,5 @@
 """Encodes prompts, and decodes a stream of tokens in whole characters."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

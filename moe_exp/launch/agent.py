@@ -16,8 +16,6 @@ Differences from torchrun:
 docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Runs a job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py), summary, exit code."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -3,8 +3,6 @@
 Every function returns a line for each problem (name, value, rule, fix) and creates nothing.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -22,8 +22,6 @@ meet. A store that has not answered for SILENCE_SECONDS counts as lost.
     done/R          nodes whose ranks finished in round R: later failures cause no restart
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 training starts, where stages begin), how often it reads each token file, and what it validates on. No torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ second signal of another kind does not, as schedulers send several. If the launc
 the ranks save and exit.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -1,7 +1,5 @@
 """Expert activations, and activation times router weight in one step. Shape suffixes in `moe_exp.layers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Sums and maxima over the ranks of an optional process group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -4,8 +4,6 @@
 dispatcher, and these pass it on in the RowOrder, which both directions and their gradients follow.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ Arguments that mean the same in every function:
     group: ranks that hold the rest of the micro-batch (of the same sequences, for the sequence loss).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ That is so after RowwiseParallel. Then nothing has to travel: every rank routes 
 of the experts, and the outputs are summed. Shape suffixes in `moe_exp.layers`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

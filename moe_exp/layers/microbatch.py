@@ -1,7 +1,5 @@
 """Which slots of a micro-batch are kept and how many rows an expert gets, however ranks share its tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The MoE layer: start at `MoELayer.forward`. Shape suffixes in `moe_exp.layers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol

@@ -8,8 +8,6 @@ The library lies in the user's cache folder, in a file named by a hash of all th
 machines with a common home folder have one each. CXX names another compiler; with CXX=false there is none.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Statistics of one MoE layer, summed over micro-batches on the device, for the log."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Costs of a run: speed, days, GPU-hours, money; and what one change of a setting saves. No torch."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass

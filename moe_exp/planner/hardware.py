@@ -1,7 +1,5 @@
 """Figures of GPUs (or nodes of processors): the files of `profiles/`, with sources. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

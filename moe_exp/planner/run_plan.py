@@ -1,7 +1,5 @@
 """Memory, time and cost of one run, for `moe-exp plan` and `moe_exp.plan`. No torch."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reports of the planner on runs and layouts as plain values, for `--json`, and their tables. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import compress, groupby

@@ -1,7 +1,5 @@
 """Compares runs: settings that differ, and the cost of reaching a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal

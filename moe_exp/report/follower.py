@@ -3,8 +3,6 @@
 Reads only what was appended since the last poll, also for files of 100,000 lines.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

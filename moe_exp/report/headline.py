@@ -1,7 +1,5 @@
 """The first sentence of a report: which run is better, and by how much, at equal tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Parts of the page about how runs went: events, machine and command, notes and generated text."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Live view of runs in the terminal: one in detail, several as rows of a table."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`moe-exp report`: run folders -> one HTML file that needs no network, or Markdown for a pull request."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """Parts of the page without script: tables, sentences, timeline. Text that runs contain is escaped here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from html import escape

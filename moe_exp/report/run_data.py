@@ -5,8 +5,6 @@ Reads files of any age and state: every key is optional, and an incomplete last 
 100,000 lines is read once, without keeping its records.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

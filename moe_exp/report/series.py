@@ -1,7 +1,5 @@
 """Functions of curves as arrays: smoothing, when a loss is reached, spikes, and downsampling."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

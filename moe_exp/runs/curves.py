@@ -2,8 +2,6 @@
 only in SEED.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -11,8 +11,6 @@ Values that were not measured are null, and so are NaN and infinity, which JSON 
 them apart.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

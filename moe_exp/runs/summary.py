@@ -1,7 +1,5 @@
 """Output at the end of a run: summary.json, a plot of the loss, and a short text."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import statistics

@@ -1,7 +1,5 @@
 """A study's cases: `moe-exp train` runs that another command starts, and why one failed. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -2,8 +2,6 @@
 No torch: the command passes the function that trains.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """The lines of a run: Megatron's in train.log and pipes, short ones on a terminal; and the log handlers."""
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

@@ -10,8 +10,6 @@ debugger reads the standard input of the launcher on its node, and works under `
 torchrun. Without input it continues at once. `quit` ends the job as failed.
 """
 
-from __future__ import annotations
-
 import os
 import pdb
 import sys

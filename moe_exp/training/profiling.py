@@ -6,8 +6,6 @@ profile/memory_rank_R_iter_A-B.pickle, for https://pytorch.org/memory_viz: every
 allocator with its Python stack.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -24,8 +24,6 @@ NORM_EARLY): the gradient often is, one or two iterations before the loss. It en
 row without alarm, or after LONGEST iterations, when the current values become the new level.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ With ASYNC_SAVE training waits for less than d, and a failure loses the unpublis
 for both.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

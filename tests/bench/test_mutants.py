@@ -1,7 +1,5 @@
 """The faults of bench/mutants/ can be applied. Whether tests notice them: `python bench/mutants.py`."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

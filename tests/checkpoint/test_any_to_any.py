@@ -2,8 +2,6 @@
 routing, optimizer state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -2,8 +2,6 @@
 resume continues it in any layout.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which checkpoint is used when files are damaged, foreign or hostile, and what is said about the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

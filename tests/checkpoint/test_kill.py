@@ -2,8 +2,6 @@
 to be.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -2,8 +2,6 @@
 logits, same gradients.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Each rank writes the optimizer's state that it owns: Megatron's to the bit, nothing gathered or copied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

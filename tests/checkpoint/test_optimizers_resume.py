@@ -1,7 +1,5 @@
 """Every optimizer continues from a checkpoint under another layout with the loss of the whole run."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs a second environment with another version beside this one, as `bash tests/run.sh --python 3.12` makes.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import version

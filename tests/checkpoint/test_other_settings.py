@@ -2,8 +2,6 @@
 case trains 4 steps with some settings, and continues with others from the checkpoint of the 2nd.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

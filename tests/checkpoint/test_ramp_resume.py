@@ -1,7 +1,5 @@
 """A run that is interrupted in the middle of its batch ramp-up."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.checkpoint.legs import Leg, deviations, run_legs, write_data

@@ -1,7 +1,5 @@
 """Random streams of dropout: which ranks share them, and that a checkpoint has all of them."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The copy of a run at an object store: what is sent, kept and fetched; moto's S3 server."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Which checkpoints are kept: cases by hand, and what holds for every case."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Saving: in the background as in the foreground; a save that fails leaves what was there; what is kept."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

@@ -1,7 +1,5 @@
 """A dense run's weights as an MoE model that computes the same: in one layer, and as runs in any layout."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The ladder command: definitions in files, what it refuses, and whole ladders, here and by SLURM."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

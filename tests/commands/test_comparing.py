@@ -2,8 +2,6 @@
 the dry run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """moe-exp doctor: the report, with and without what it asks for."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

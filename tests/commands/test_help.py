@@ -1,7 +1,5 @@
 """`--help` of every command: a summary, the options in groups, and examples that the parser takes."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The draws have fixed seeds. tests/run.sh --all makes more of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import itertools

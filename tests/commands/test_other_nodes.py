@@ -1,7 +1,5 @@
 """Commands that prepare runs for other nodes take defaults from these nodes, not from the login node."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

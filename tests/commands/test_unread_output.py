@@ -1,7 +1,5 @@
 """What a command does when nobody reads its output any more, as in `moe-exp ... | head`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`moe-exp generate` as a user calls it, and all commands under torchrun."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 would have to compute it refuses it by name.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import runpy

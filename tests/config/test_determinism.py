@@ -2,8 +2,6 @@
 undo it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """The learning rate of a plan is Megatron's, the decay follows TRAIN_ITERS, and a misfit is reported."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 all others may change.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lines of LR_GROUPS: which parameters they are for, what the first of them decides, and what is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe_exp.config import load_config

@@ -2,8 +2,6 @@
 twice as many.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from moe_exp.config import Config, load_config

@@ -1,7 +1,5 @@
 """How long a run stays at each batch size: by hand, and iteration for iteration as training counts."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 from hypothesis import given

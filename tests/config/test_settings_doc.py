@@ -1,7 +1,5 @@
 """The documents that describe settings and metrics are current: docs/settings.md and docs/run_folder.md."""
 
-from __future__ import annotations
-
 import runpy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """--config and --resume: which value wins, what is taken over, and one line for what cannot be read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands as people type them, from a name to a training run, with a hub that fails now and then."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Lines and documents: what is text, what is skipped and counted, what stops; the counts add up."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

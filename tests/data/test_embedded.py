@@ -1,7 +1,5 @@
 """The embedded corpus is built once, whole or not at all, and says what it holds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

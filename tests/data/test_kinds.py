@@ -1,7 +1,5 @@
 """Files of every kind become the same documents; what is no text is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

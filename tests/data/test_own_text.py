@@ -1,7 +1,5 @@
 """TRAIN_DATA that names text: prepared once, found again, made again if it changed; wrong text is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

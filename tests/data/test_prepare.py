@@ -1,7 +1,5 @@
 """From a name to shuffled shards, by the command, on small data of a hub on 127.0.0.1 and of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

@@ -1,7 +1,5 @@
 """A step of the corpus: published whole or not at all, resumed, refused, one process at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """docs/recipes.md shows what the committed results say."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from dataclasses import asdict

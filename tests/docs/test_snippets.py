@@ -4,8 +4,6 @@ Those of a page run in order, each in a process of its own, in a folder with the
 of: the runs runs/moe and runs/dense, and my_model, a folder of transformers.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -2,8 +2,6 @@
 layout, one changed setting at a time.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 of a model with these weights.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

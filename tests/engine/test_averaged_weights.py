@@ -1,7 +1,5 @@
 """The average of the weights (EMA_DECAY) by numbers, without a model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run says of the code that its parts run, and that it runs it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

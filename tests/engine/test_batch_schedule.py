@@ -1,7 +1,5 @@
 """The batch ramp-up, against Megatron-Core's own calculator where its version has one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

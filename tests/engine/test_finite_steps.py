@@ -2,8 +2,6 @@
 without that batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

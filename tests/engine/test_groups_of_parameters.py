@@ -1,7 +1,5 @@
 """LR_GROUPS in training: the same parameters in every layout, multiples of the update, frozen weights."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The self-test of the kernels at a start: what a run does where one is wrong."""
 
-from __future__ import annotations
-
 import logging
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the optimizer does to each parameter: multiples of the learning rate, clipping, weight decay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

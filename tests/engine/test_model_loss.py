@@ -2,8 +2,6 @@
 and 2. And auto takes it on GPUs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Muon: against torch's own, which computes in bf16, and by singular values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The optimizers by themselves: against torch's, and what becomes of moments that are not kept in fp32."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import suppress
 from typing import Any

@@ -5,8 +5,6 @@ Every split starts from the checkpoint of one rank, with another seed, so that a
 seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

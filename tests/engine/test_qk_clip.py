@@ -1,7 +1,5 @@
 """QK-clip: logits of the same samples before and after, and training in other layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A command line in this process, under a time limit: its exit code and what it printed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """A headless Chromium that tests drive over its own pipe, so that no driver package is needed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -5,8 +5,6 @@ alone = documents_alone([settings])
 assert_equal_to(1e-10, packed[0].gradients, alone[0].gradients)
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

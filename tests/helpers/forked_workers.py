@@ -2,8 +2,6 @@
 package are imported once for all of them.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

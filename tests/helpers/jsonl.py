@@ -1,7 +1,5 @@
 """Files of JSONL, written with their folder and read back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ What a model computes must not depend on its layout, so the numbers of two jobs 
 Norms and biases are drawn like the weights: at 1 and 0, where they start, mistakes in them are not seen.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ starts new processes, so that no group or state of one test reaches another; the
 that has imported torch and this package, so that a call takes a fraction of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -2,8 +2,6 @@
 tensor, in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

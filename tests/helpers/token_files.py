@@ -1,7 +1,5 @@
 """Token files: whose tokens all differ; that a tiny model learns at once, and with corrupt samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

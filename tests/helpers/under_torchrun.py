@@ -4,8 +4,6 @@ Importing this module puts the checkout on the path, so that `torchrun tests/tes
 it is not installed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

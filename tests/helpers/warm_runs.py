@@ -5,8 +5,6 @@ returns their exit code. The script, torchrun's agent and all imports are left o
 passes signals on.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

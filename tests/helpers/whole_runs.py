@@ -5,8 +5,6 @@ for all, and `script_runs`, which starts runs as a user does, by the script. The
 test looks at the processes (`start`), see warm_runs.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Each difference between the accepted versions of Megatron-Core, by the source of the installed one."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Files at an object store: moto's S3 server, whose requests fail now and then."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """squeue's output, as it is printed for chains, arrays and jobs that never start."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import pytest

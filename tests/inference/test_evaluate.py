@@ -1,7 +1,5 @@
 """`moe-exp eval`: against transformers, by every layout, with the validation loss of a training; refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """How far experts tell sources apart, worked out by hand; and sequences that hold every token once."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Scoring and generation against transformers, on one rank and on several; the cache changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from pathlib import Path

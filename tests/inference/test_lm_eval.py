@@ -1,7 +1,5 @@
 """lm-evaluation-harness on an export to Hugging Face, as docs/inference.md has it: without network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`moe-exp score`: the file it writes, the training's validation loss from it, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

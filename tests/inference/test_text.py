@@ -1,7 +1,5 @@
 """Tokens to text while they come: whole characters, stop texts; and prompts to tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

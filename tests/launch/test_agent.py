@@ -2,8 +2,6 @@
 counted, signals that wait.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

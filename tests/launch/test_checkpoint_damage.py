@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, or that UPCYCLE_FROM cannot use, are refused before any rank starts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a start says about the use of its token files: repeated sources, validation on one document."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

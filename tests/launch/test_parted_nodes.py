@@ -1,7 +1,5 @@
 """Two nodes between which the network goes away in mid-run, without a word: hosts in network namespaces."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A dry run and the launcher refuse what a start would refuse of the checkpoint that it continues from."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the tests of kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._device import _device_constructors

@@ -1,7 +1,5 @@
 """torch.compile of the layer: the same output, gradients and statistics as without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

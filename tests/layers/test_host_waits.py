@@ -2,8 +2,6 @@
 operations that would wait are found on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 of docs/moe_layer.md.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

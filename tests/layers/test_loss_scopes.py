@@ -2,8 +2,6 @@
 and data parallel ranks, into micro-batches, with and without recompute.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The compiled functions of a CPU: against float64 and plain torch, and where there is no compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -2,8 +2,6 @@
 same.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """The statistics of all layers are added up at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 tests/test_mesh.py.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

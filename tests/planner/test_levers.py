@@ -1,7 +1,5 @@
 """What one change of a setting saves: the difference of two predictions, for every lever that can run."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -16,8 +16,6 @@ golden_run.tar.xz holds a run that an earlier commit stopped after 4 of its 6 it
 it again with the current code. Do that only if runs of earlier commits can no longer be resumed.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

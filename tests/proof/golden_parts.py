@@ -1,7 +1,5 @@
 """The parts of the golden record, see golden.py. A part yields names with lists: of numbers, or of lines."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

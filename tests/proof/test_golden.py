@@ -1,7 +1,5 @@
 """The package computes, writes and prints what golden.json holds: the short form of golden.py, by part."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

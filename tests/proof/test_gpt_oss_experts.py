@@ -2,8 +2,6 @@
 gradient.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GptOssConfig

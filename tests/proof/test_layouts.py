@@ -6,8 +6,6 @@ on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data paral
 micro-batch are split along the sequence, and expert groups are folded over the same ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 takes no part in a mean; in float64, in every kind of layout.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 from typing import Any

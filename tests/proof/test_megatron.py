@@ -21,8 +21,6 @@ Where Megatron's definitions differ by design:
   coefficient has to be as many times larger.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

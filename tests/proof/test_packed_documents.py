@@ -2,8 +2,6 @@
 one by one, in float64, in every layout of tests/test_topology.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 frequencies of published sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

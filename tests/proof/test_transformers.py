@@ -4,8 +4,6 @@ transformers runs its plain loop over experts (`experts_implementation="eager"`)
 the last lines of pytest's output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Runs watched in the terminal: how a file is followed, and what the picture says."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

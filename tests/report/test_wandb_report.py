@@ -1,7 +1,5 @@
 """The wandb report, by wandb's own models and client, and what it says where it cannot be made."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

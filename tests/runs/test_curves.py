@@ -1,7 +1,5 @@
 """The loss curve: a PNG that holds its curves, and leaves pyplot alone."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

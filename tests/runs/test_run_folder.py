@@ -1,7 +1,5 @@
 """The run folder: what is written at a start, and what is refused before anything is written."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

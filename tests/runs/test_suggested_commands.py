@@ -1,7 +1,5 @@
 """Each command that a run suggests is accepted where it is printed: with --dry-run if it trains."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

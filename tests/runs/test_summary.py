@@ -1,7 +1,5 @@
 """summary.json and the lines for people, on a run of four iterations written out by hand."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

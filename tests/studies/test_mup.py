@@ -1,7 +1,5 @@
 """Slopes, best learning rates and models of other sizes, by hand."""
 
-from __future__ import annotations
-
 import argparse
 import math
 

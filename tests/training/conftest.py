@@ -1,7 +1,5 @@
 """A run folder with default settings, and logging as it was before."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

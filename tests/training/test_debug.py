@@ -1,7 +1,5 @@
 """pdb in one rank of a job: commands are typed into a pseudo-terminal, as a person does."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

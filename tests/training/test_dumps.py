@@ -1,7 +1,5 @@
 """Dumps of live ranks, and `moe-exp watch diff` of dumps and of checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

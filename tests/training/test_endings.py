@@ -1,7 +1,5 @@
 """How a run ends when it is asked to, when a rank dies, and when it may not start."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -2,8 +2,6 @@
 rounding.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

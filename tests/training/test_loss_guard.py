@@ -1,7 +1,5 @@
 """Runs whose loss goes wrong: a spike that corrupted tokens cause, and steps that cannot be made any more."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """metrics.jsonl and its mirrors: Megatron's console line, TensorBoard, wandb, train.log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

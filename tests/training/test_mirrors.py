@@ -2,8 +2,6 @@
 after a resume.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Timers of phases, on the CPU's clock and by CUDA events."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_interval import ITERATIONS, SETTINGS, record_on_rank

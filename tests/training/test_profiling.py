@@ -1,7 +1,5 @@
 """Traces and memory snapshots of chosen iterations and ranks, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The model of `moe-exp mup`: trained as train.py trains it, and what is measured of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 all is well.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

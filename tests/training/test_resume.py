@@ -1,7 +1,5 @@
 """The same command again continues where the run stands: bit for bit, under other layouts, after a crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

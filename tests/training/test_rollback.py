@@ -1,7 +1,5 @@
 """Which checkpoint a start continues from, and which samples it skips."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 kinds of noise.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """A token that the model does not have is named before it is embedded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

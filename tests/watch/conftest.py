@@ -1,7 +1,5 @@
 """A run, a queue and a watchdog for the tests of this folder."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.watch.watched_run import Queue, Run

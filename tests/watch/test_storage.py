@@ -2,8 +2,6 @@
 a disk that is too small.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

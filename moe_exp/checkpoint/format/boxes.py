@@ -8,8 +8,6 @@ The values of a tensor of shape (4, 3) from the 2nd to the 10th, counted from 0,
     2 . .      (3, 0) of size 1 x 1
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -11,8 +11,6 @@ The same names are given to the optimizer's `param` (the fp32 main weights), `ex
 (the average of the weights).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

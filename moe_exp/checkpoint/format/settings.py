@@ -1,7 +1,5 @@
 """The settings of the run that wrote a checkpoint, for a program that builds its model again."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -12,8 +12,6 @@ Nothing here runs code from a file: the pickle may name the classes of the forma
 `torch.load` itself ignores it.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """Chooses the transformers architecture for a Config, and says why the others do not fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

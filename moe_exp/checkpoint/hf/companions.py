@@ -1,7 +1,5 @@
 """Files beside the weights in a Hugging Face folder: tokenizer, generation settings, model card."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

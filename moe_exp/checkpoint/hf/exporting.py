@@ -1,7 +1,5 @@
 """Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shlex

@@ -2,8 +2,6 @@
 configuration_*.py), and for serving against vLLM's vllm/model_executor/models/*.py on GitHub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

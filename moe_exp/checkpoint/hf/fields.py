@@ -1,7 +1,5 @@
 """Rules that map fields of a config.json to our settings and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face -> checkpoint, in one process without ranks, with one tensor in memory at a time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -6,8 +6,6 @@ does without the safetensors package, which needs all of a file. The format
 with spaces to a multiple of 8 bytes), values of tensor after tensor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

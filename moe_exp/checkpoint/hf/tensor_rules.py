@@ -15,8 +15,6 @@ Ways to join, all reversible:
 - zeros   only theirs: a tensor without effect that other software requires.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

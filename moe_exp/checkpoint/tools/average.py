@@ -6,8 +6,6 @@ all later updates, those between t_{i-1} and t_i times w_i = c_i + ... + c_k. So
 c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

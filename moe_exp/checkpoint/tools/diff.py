@@ -1,7 +1,5 @@
 """Compares two checkpoints of any layout and style by tensor name, block by block."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`moe-exp ckpt info`: describes checkpoints from their metadata, without reading tensors."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

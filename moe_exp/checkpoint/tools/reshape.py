@@ -4,8 +4,6 @@ Any checkpoint loads under any layout, so the new one has a chunk for every laye
 layout of the run. In memory are the chunk being written and the source chunks read last.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """`moe-exp ckpt verify`: checks that a checkpoint is as it was written and can be loaded."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterator

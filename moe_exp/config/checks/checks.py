@@ -4,8 +4,6 @@ Every function yields a line per problem (name, value, rule, fix). Values that a
 rejected by `moe_exp.config`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from moe_exp.config.checks.data import EMBEDDED_VOCAB_SIZE, check_data, check_stages

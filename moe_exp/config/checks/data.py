@@ -1,7 +1,5 @@
 """Constraints on data, its split, packing and DATA_STAGES."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Suggestions for settings that must divide each other: valid divisors and multiples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Constraints on ranks, parallelism, pipeline stages and batch sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Constraints on the learning-rate schedule, parameter groups and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 
 from moe_exp.config.choices import OPTIMIZERS, SCHEDULES

@@ -1,7 +1,5 @@
 """Constraints on settings of the model: layers, attention, position embedding, muP, FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from moe_exp.config.checks.divisors import multiples, must_divide

@@ -1,7 +1,5 @@
 """Constraints on settings of experts, router and upcycling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

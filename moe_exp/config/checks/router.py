@@ -1,7 +1,5 @@
 """Settings of a router and the rules between them. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 

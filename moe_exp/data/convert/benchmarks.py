@@ -1,7 +1,5 @@
 """Documents that share words with a benchmark: n-grams of its texts, found by datatrove's own block."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ depends on the documents alone, not on tasks or the order of files. datatrove's 
 one with many pairs, and needs a Python object per document.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ datatrove takes any callable of (documents, rank, world size) for a step. These,
 are plain classes: they travel to workers by pickle and build datatrove's own blocks where they run.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import datetime

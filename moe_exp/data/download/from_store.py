@@ -1,7 +1,5 @@
 """The files of a source at an object store: listed, fetched in parts, and named in a manifest."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Sizes and commits of datasets are those of their pages on the hub; a number that
 shown as "about".
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import hashlib

@@ -4,8 +4,6 @@ Everything is read again and hashed. Memory: 16 bytes a validation document; for
 document of both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The datasheet of a mixture: origin of its documents, what was removed, lengths, languages, overlaps."""
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 from array import array

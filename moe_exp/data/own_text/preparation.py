@@ -8,8 +8,6 @@ tokenizer and the options are the same. The documents held out are chosen by the
 trained on is not held out after other files were added.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Settings that name text or token files at an object store, resolved to token files here and a tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ i is a function of the files, the sequence length, the seed and i alone, without
 Shape suffixes: B samples, S = seq_len tokens that are read, S1 one more, for the last label.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

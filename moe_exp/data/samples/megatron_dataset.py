@@ -8,8 +8,6 @@ every folder of index files belongs to one content of the token files (`dataset.
 name when it is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@ Megatron once per process. A forked process may not use CUDA, gloo or NCCL, of w
 the threads; the workers read files and copy integers, no more.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -4,8 +4,6 @@ A file is read into one buffer that is used again, so that its pages stay in cac
 each line its end is found, it is parsed and hashed twice; everything else is done for a block at a time.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from bisect import bisect_right

@@ -4,8 +4,6 @@ Shards that `shuffle` has made are copied and have to be what their manifest say
 are checked one by one, and written without BOM and CR, each with an LF.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ task has two files open, however many buckets there are.
     scattered/    00003.lines       00003.records   00003.index   00003.json
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Last pass of a shuffle: each task makes some of the output files, and reads back what it has written."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Runs a datatrove pipeline on an executor; tasks without a file in `completions/` are left to do."""
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import os

@@ -4,8 +4,6 @@ On this machine by our own pool: that of LocalPipelineExecutor.run waits forever
 What has a file in `completions/` is done, wherever it ran.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ there are. Until the files are published the disk holds the tokens twice.
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

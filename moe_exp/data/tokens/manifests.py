@@ -1,7 +1,5 @@
 """Vocabulary and documents of a run's token files: tokens that begin and end them, lengths. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

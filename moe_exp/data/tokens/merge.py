@@ -1,7 +1,5 @@
 """Token files of shards, joined into the files that one run over all of them would have made."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The inputs are cut into parts (parts.py). Worker processes make them in any orde
 in the order of the inputs as soon as it can; or tasks make and join them on many machines (by_tasks.py).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import zlib

@@ -10,8 +10,6 @@ All ranks and workers of a host share the folder without a lock: two that read t
 bytes. A block is used if it has its hash, so one that a crash or a full disk has cut off is read again.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -6,8 +6,6 @@ tokenizer keeps all of it, else to that of what it keeps; `TokenBytes.note` says
 tokens, the end of a document among them, and the unknown token stand for no text.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -6,8 +6,6 @@ removed, as Megatron encodes with `add_special_tokens=False`. Special tokens in 
 `</s>` as text: a document that gives such an id (`special_tokens`) is handled like a line that is no JSON.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping

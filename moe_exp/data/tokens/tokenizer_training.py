@@ -1,7 +1,5 @@
 """Training of a byte-level BPE, and the folder that Hugging Face's AutoTokenizer loads it from."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence

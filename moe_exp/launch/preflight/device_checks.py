@@ -1,7 +1,5 @@
 """Tests a device: matrix products with known results, and memory that is written and read back."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Facts about a node: disks, shared memory, versions, kernel messages, SLURM's names. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import importlib.metadata

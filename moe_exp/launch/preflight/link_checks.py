@@ -5,8 +5,6 @@ Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per 
 limit.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

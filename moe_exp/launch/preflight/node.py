@@ -9,8 +9,6 @@
 No torch: it is the launcher's process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import signal

@@ -5,8 +5,6 @@ other at torch's store rather than in a collective, and results so far are writt
 reads the files.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import socket

@@ -1,7 +1,5 @@
 """Output of a preflight: table of nodes, list of excluded nodes, event, and PREFLIGHT=1. No torch."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

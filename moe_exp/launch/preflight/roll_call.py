@@ -5,8 +5,6 @@ Nodes that are late become known, while a collective would only hang. The port i
 all have joined. No torch: the nodes' launchers call this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The sbatch file of a run: quoted options, settings and paths, then the constant batch_body.sh. No torch."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

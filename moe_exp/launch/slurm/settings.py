@@ -3,8 +3,6 @@
 Resolved like the run's own: default < environment < command line. NNODES and GPUS_PER_NODE belong to the run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

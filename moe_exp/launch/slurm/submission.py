@@ -1,7 +1,5 @@
 """Submits a run to sbatch: checks, the sbatch file in the run folder, and job ids. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -9,8 +9,6 @@ calls but a cache of fixed sizes.
     combine: the same steps in reverse, from `DispatchRecord`; K results per token are summed
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

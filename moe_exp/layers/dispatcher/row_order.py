@@ -5,8 +5,6 @@ CUDA device Triton kernels do it (see `kernel_choice`), with int32 indices and t
 The argument `use_kernels` is that of RouterConfig.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

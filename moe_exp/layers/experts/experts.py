@@ -1,7 +1,5 @@
 """The experts of one rank, with one weight tensor per projection. Shape suffixes in `moe_exp.layers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ padding: the FP8 GEMMs need each expert's rows to be a multiple of 16, or 32 wit
 of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with the package yet.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 

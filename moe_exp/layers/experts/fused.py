@@ -6,8 +6,6 @@ pre-activation and one number per row of each index and weight: in bf16 with a g
 arXiv:2512.14080), and kernels gather rows from the tokens instead of copying them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ are written from the sources of github.com/tgale96/grouped_gemm and nv-grouped-g
 run with the packages yet.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

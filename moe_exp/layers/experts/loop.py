@@ -7,8 +7,6 @@ Writes and gathers no tensor of R rows that backward or the next step does not n
 fresh tensor cost as much as computing on it.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import deque

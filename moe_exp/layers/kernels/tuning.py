@@ -2,8 +2,6 @@
 file.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

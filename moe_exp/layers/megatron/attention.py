@@ -4,8 +4,6 @@ Shapes: S sequence on this rank, C context parallel size, B batch, H query heads
 rank, d head size of queries and keys, v of values (differs from d only with multi-latent attention).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from typing import Any

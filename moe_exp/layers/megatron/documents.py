@@ -4,8 +4,6 @@ Megatron hands a `Documents` to every layer as `packed_seq_params`. Its own kind
 sequence of documents; here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise

@@ -3,8 +3,6 @@
 Shapes of ProjectionNorm: S sequence, B batch, h heads on this rank of H in the model, d head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Three each way for queries, and as many for keys. Megatron's own takes about 20 
 all that a layer without experts starts; on a GPU a small model waits for that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

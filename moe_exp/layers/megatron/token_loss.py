@@ -1,7 +1,5 @@
 """Cross entropy per token on `kernels/cross_entropy.py`; the vocabulary may be split over ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ asinh(gap / 1e-5), narrow near 0, where the quantile is once the bias is right: 
 scale of the scores.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

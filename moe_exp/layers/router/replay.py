@@ -3,8 +3,6 @@
 Activation recompute runs a layer's forward twice: `is_counted_forward` says which of the passes counts.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The router: scores, top-k, weights, expert bias. Shape suffixes in `moe_exp.layers`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

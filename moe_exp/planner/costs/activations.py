@@ -27,8 +27,6 @@ what is not divided by t here has tokens/t. Ours adds gates, grouped queries, ex
 Checked on a processor against the tensors that autograd saves, on GPUs against the peaks of four runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,8 +4,6 @@ Memory and time have a dataclass of them each. `calibration.py` fits them; the f
 are in `profiles/constants.json`, from `profiles/measured_runs.csv`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes of disk that a run needs until its end: the checkpoints kept, and records. No torch, no disk."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

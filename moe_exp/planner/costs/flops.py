@@ -1,7 +1,5 @@
 """Floating-point operations of the model in an iteration."""
 
-from __future__ import annotations
-
 from moe_exp.config import Config
 
 

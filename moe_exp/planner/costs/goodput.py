@@ -15,8 +15,6 @@ Its cost follows from Daly's model of the total time (equation 20), in which sav
                                                    next iteration
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 to the roofline of a device (Williams et al. 2009). No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Bytes on every rank: weights, gradients, optimizer, activations, buffers, overhead. No torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Counts are of trained parameters; buffers (the expert bias, rotary frequencies) 
 takes a config that passed `moe_exp.config.checks.checks`: sizes that do not divide are rounded down here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise

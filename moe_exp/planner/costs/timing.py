@@ -6,8 +6,6 @@ A micro-batch costs stage i the time t_i. With m micro-batches an iteration of t
 for what the backward pass of the last micro-batch hides.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from moe_exp.config import Config

@@ -8,8 +8,6 @@ An all-to-all sends a token once for each of its experts; DeepEP and HybridEP on
 once to each rank that has one or more of them; the all-gather sends it to every rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from moe_exp.config import Config

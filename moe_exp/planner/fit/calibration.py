@@ -4,8 +4,6 @@ The constants x are logarithms in units of their spread, 0 at their prior. Minim
 soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum x^2 for the priors.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -7,8 +7,6 @@ the other columns determine it. `row_of_job` writes such rows. Columns of `profi
 other programs did (`Engine`).
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import re

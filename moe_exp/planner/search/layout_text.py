@@ -1,7 +1,5 @@
 """Parses layouts and budgets as users type them: `1,2,4`, `TP=4,PP=12`, `300B`. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ Memory only grows with the micro-batch and model chunks, and only shrinks with r
 model tries micro-batches from the smallest, each with the least recompute that fits, as more would be slower.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Published runs that are most like a job: measured beside planned. No torch."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping

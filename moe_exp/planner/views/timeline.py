@@ -4,8 +4,6 @@ The schedules are Megatron-Core's: 1F1B, and the interleaved one with VPP model 
 al. 2021, arXiv:2104.04473, section 2.2). Durations are the planner's. matplotlib only inside functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

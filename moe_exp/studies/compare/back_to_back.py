@@ -1,7 +1,5 @@
 """Runs a comparison: checks, one run after another, and the report, rewritten after each. No torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Callable, Mapping, Sequence

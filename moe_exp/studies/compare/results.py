@@ -1,7 +1,5 @@
 """Results of the runs of a comparison, read from their folders as `moe-exp report` does. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Markdown tables of a comparison, before it starts and at its end. No torch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

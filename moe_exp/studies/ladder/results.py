@@ -1,7 +1,5 @@
 """Results of a ladder from its run folders: losses, laws, speedups, prediction. No torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """Markdown, page and picture of a ladder. No torch; matplotlib only inside functions."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Resolved like those of a run: default < environment < command line. TPS is the l
 a list, the run setting of that name applies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

@@ -3,8 +3,6 @@
 Jobs outlive the sweep or ladder: repeating its command collects their results. No torch.
 """
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

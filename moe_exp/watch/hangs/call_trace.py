@@ -5,8 +5,6 @@ the oldest; `sort -n` restores the order. Only Python functions of chosen packag
 (TRACE_CALLS_IN). Every other call still costs a fraction of a microsecond, a written one takes one or two.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -5,8 +5,6 @@ for C frames, which stops the process for about a second. faulthandler writes on
 is held. It walks other threads' frames without a lock: safe in a hung process, mostly safe in a running one.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import linecache

@@ -9,8 +9,6 @@ torch's record of collectives when a byte arrives in a pipe.
 Without the launcher's variable, for instance under a bare torchrun, every function here does nothing.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import os

@@ -11,8 +11,6 @@ Every node detects a hang within about a second. Node 0 names the folder; the ot
 then name one themselves.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

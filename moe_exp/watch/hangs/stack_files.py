@@ -1,7 +1,5 @@
 """The dump file of one rank: facts, one a line, then its stacks as py-spy or faulthandler prints them."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

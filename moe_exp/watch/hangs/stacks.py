@@ -12,8 +12,6 @@ this order of evidence:
 1 and 2 are combined; each of the others applies only if nobody has been named before.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

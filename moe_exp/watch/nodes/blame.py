@@ -3,8 +3,6 @@
 Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog).
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ Lines written by people are kept; empty lines and lines that start with # are ig
 `moe-exp watch blame` and people add to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from datetime import datetime

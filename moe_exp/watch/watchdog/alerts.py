@@ -4,8 +4,6 @@ Secrets (the password, and the webhook URL with its token) come from files or th
 command line, which every user of the host can read. Error messages never contain them.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import smtplib

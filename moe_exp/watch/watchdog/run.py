@@ -1,7 +1,5 @@
 """State of a run by its files: progress, speed, last activity, events, and its disk. No torch."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """A range of values in memory order is the boxes that it is said to be."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Fingerprints: sums by hand, any split, what changes them; and a load that is not what was saved stops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logical tensors: the same names and values whatever the style of a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The files of a checkpoint, read and written piece by piece; what is damaged or hostile is not run."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from pathlib import Path

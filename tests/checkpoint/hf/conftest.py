@@ -1,7 +1,5 @@
 """Folders that several files of tests look at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face folders that cannot be converted: one line that says why, and nothing on disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Which architecture a model of ours becomes, and what is in the way where there is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

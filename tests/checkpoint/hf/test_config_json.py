@@ -1,7 +1,5 @@
 """config.json in its older and its newer form, and what of it becomes which setting."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`moe-exp convert`, as it is typed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A converted model computes what transformers computes: logits in fp32, relative error under 1e-5."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

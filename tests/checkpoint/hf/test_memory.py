@@ -1,7 +1,5 @@
 """Conversions hold one file of safetensors and one layer in memory at most, however large the model is."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that continues from a Hugging Face folder starts at its loss, and goes back to transformers."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`moe-exp ckpt average`: weights by plain torch, from checkpoints in any layout, in little memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

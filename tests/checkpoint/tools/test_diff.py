@@ -1,7 +1,5 @@
 """`moe-exp ckpt diff`: differences by hand, and checkpoints of other layouts and styles that are equal."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

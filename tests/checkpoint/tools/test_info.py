@@ -1,7 +1,5 @@
 """`moe-exp ckpt info`: what a checkpoint holds, without its tensors."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import itertools

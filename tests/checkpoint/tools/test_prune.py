@@ -1,7 +1,5 @@
 """`moe-exp ckpt prune`: removes what no rule keeps, never what `latest` names, nothing while a run writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

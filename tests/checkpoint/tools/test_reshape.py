@@ -1,7 +1,5 @@
 """`moe-exp ckpt reshape`: the keys that Megatron asks for, bit for bit, within a bound of memory."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """`moe-exp ckpt shrink`: files of views become as small as what they show, and share the same."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import OrderedDict

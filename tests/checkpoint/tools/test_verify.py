@@ -1,7 +1,5 @@
 """`moe-exp ckpt verify`: every kind of damage is one line and exit code 1."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What FP8 asks of the other settings and of the machine, and what Megatron is told."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

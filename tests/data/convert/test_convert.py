@@ -1,7 +1,5 @@
 """Conversion to JSONL chunks: the lines of plain datatrove, with every document accounted for."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Filters by name: what each removes and changes is counted to the text, with reasons and samples."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

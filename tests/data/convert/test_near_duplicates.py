@@ -1,7 +1,5 @@
 """Near-duplicates: found as often as the theory says, one of each stays, whatever the number of tasks."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Downloads from a small hub on 127.0.0.1 that fails as it is told to: equal bytes, or a one-line error."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

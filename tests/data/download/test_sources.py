@@ -1,7 +1,5 @@
 """Sources by name or path; and the standard library: which files are read, in which order."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What inspect says, against files whose contents are known; and against a plain count of real text."""
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import islice, pairwise

@@ -2,8 +2,6 @@
 common.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice

@@ -1,7 +1,5 @@
 """A mixture: its settings, weights with a limit of epochs, and everything that one command makes of it."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """DATA_STAGES: samples of one stage after the other, and what a run makes of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -2,8 +2,6 @@
 index), blends.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 from math import ceil, log2
 

@@ -2,8 +2,6 @@
 index outlives its tokens.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

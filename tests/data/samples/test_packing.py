@@ -1,7 +1,5 @@
 """DOCUMENT_PACKING=best_fit: the plan against best-fit decreasing one piece at a time, and its samples."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path

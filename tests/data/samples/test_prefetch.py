@@ -2,8 +2,6 @@
 and nothing left behind.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

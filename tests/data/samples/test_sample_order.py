@@ -1,7 +1,5 @@
 """What the order of samples depends on: it differs where the samples would, and nowhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

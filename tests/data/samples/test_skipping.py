@@ -1,7 +1,5 @@
 """Samples without those that are skipped: no other is lost or repeated, whenever the skip was decided."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The shuffle by tasks: the same bytes for any number of tasks and any memory, after any interruption."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -2,8 +2,6 @@
 after any interruption.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

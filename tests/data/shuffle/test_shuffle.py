@@ -2,8 +2,6 @@
 bytes after any interruption.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

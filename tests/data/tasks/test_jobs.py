@@ -1,7 +1,5 @@
 """SLURM jobs of a conversion, run for real on a small stand-in for the cluster."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Tokens that documents end and begin with, from tokenizing to the exported model; one tokenizer a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

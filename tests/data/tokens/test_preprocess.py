@@ -2,8 +2,6 @@
 word.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -2,8 +2,6 @@
 is cut.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

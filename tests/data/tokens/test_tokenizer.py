@@ -2,8 +2,6 @@
 not do to a text.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """.bin/.idx files as Megatron's own reader sees them, and blends."""
 
-from __future__ import annotations
-
 import re
 import struct
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Parts made and joined by tasks of datatrove's executors: the bytes of one process."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

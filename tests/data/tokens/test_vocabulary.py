@@ -1,7 +1,5 @@
 """VOCAB_SIZE by the data, if it is not given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 without ranks.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ under torchrun: legs of equally many ranks run one after the other in the same p
 optimizer and process groups of its own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How much memory a call takes; needs Linux's /proc."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

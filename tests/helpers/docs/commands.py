@@ -1,7 +1,5 @@
 """The commands of the Markdown pages, and whether `moe-exp` takes them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """The Markdown pages, and the links between them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of this package with the weights of tiny models of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

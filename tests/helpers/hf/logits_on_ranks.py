@@ -1,7 +1,5 @@
 """Logits of our model from a checkpoints folder, on the ranks of a layout."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

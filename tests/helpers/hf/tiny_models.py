@@ -1,7 +1,5 @@
 """Tiny random models of transformers, one of every architecture that is converted, and folders with them."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from pathlib import Path

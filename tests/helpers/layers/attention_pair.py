@@ -4,8 +4,6 @@ Ours is that of a whole GPTModel, built from settings as in a run, so that the w
 computed is compared, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of experts for tests of the backward kernels; those after the last expert must not be read."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ constraints.txt, the table in docs/compiled_kernels.md. Run it after a change th
 code, and explain what grew.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Callable, Iterable

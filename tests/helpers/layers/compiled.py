@@ -12,8 +12,6 @@ its kernels are compiled instead of started: so it is tested as it is launched, 
 strides and what Triton knows of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -2,8 +2,6 @@
 building the same things again at every operation, which took three quarters of the time of a kernel.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType

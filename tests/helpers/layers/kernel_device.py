@@ -1,7 +1,5 @@
 """Where the kernels of the tests run: interpreted on the CPU without a CUDA device (tests/conftest.py)."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

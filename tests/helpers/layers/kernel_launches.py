@@ -2,8 +2,6 @@
 grouped GEMMs at one size, the rest is routing, row order and loss.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ Ranks are numbered as Megatron numbers them. For attention a rank is dp * TP + t
 are split over TP ranks along the sequence. For experts the same rank is edp * (EP * ETP) + ep * ETP + etp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

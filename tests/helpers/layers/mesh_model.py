@@ -2,8 +2,6 @@
 test_mesh.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

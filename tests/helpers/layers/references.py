@@ -2,8 +2,6 @@
 groups, counted operations and waits.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

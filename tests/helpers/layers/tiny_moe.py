@@ -2,8 +2,6 @@
 `moe_exp.layers`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -9,8 +9,6 @@ process, so that `built_ranks` starts one for all that it is asked:
     assert first.expert == rank_parameters(config).expert
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 fitted.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from functools import cache

@@ -2,8 +2,6 @@
 real when a test says so.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ srun starts real processes, one per node. What the programs print has the form o
 sbatch(1), scontrol(1) of SLURM 23.11).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Commands that start runs of their own, in the folder of a test: as processes, or in a fork."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A run folder, and a squeue, as tests of the watchdog want them to look; and one look, as cron makes it."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import datetime

@@ -2,8 +2,6 @@
 and does not know.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

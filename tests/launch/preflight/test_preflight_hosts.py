@@ -2,8 +2,6 @@
 another clock.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 Python of the job finds.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

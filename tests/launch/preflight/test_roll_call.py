@@ -1,7 +1,5 @@
 """Nodes as threads of one process: they meet, they are missed, their clocks and settings differ."""
 
-from __future__ import annotations
-
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor

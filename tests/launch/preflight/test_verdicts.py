@@ -1,7 +1,5 @@
 """From numbers to names, on reports as nodes make them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

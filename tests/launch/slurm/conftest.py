@@ -1,7 +1,5 @@
 """A chain of jobs that run_slurm.sh submits to a stand-in cluster, and its stand-in launcher."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 a run.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

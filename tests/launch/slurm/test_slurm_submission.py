@@ -1,7 +1,5 @@
 """What run_slurm.sh writes, what it refuses, and what --dry-run shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

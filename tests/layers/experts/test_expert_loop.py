@@ -1,7 +1,5 @@
 """The experts one by one: against the general path, which test_experts.py holds against a loop over rows."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

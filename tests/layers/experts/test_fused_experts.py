@@ -2,8 +2,6 @@
 where that is said.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

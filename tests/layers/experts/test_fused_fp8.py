@@ -3,8 +3,6 @@
 Most run the plain-torch twins, as a CPU does; tests/layers/kernels/fp8 compares the kernels with these.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

@@ -2,8 +2,6 @@
 what must not spread. Without a GPU they run under Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import random as draws
 from functools import partial
 from typing import NamedTuple

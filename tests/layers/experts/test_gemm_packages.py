@@ -5,8 +5,6 @@ layouts of the real ones, computing in plain torch: that proves how our call lay
 nothing about the packages. The tests marked `gpu` call the real ones.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -1,7 +1,5 @@
 """ROUTING_KERNELS: which of the layer's parts take a kernel, and what is said of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels as compiled for GPUs that are not there: they fit, spill nothing and use tensor cores."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import pkgutil

@@ -1,7 +1,5 @@
 """The cross entropy kernels against torch's own in float64, whole and with the vocabulary in parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Up-projection and grouped GEMM against float64; in Triton's interpreter on a CPU, real shapes on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

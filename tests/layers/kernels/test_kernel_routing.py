@@ -1,7 +1,5 @@
 """The layer with the kernels of routing and row order, and without; on a CPU they are interpreted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The kernels of routing and row order as compiled for GPUs that are not there."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.metadata import version
 

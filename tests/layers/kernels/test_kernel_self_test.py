@@ -1,7 +1,5 @@
 """The self-test finds a kernel that is wrong, and names it; right ones pass in every variant."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 and under torch.compile each is one operator. And inputs that a kernel could take for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

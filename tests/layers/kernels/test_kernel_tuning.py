@@ -1,7 +1,5 @@
 """How the fastest config is found and who takes it: interpreted kernels with times that the test makes up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType

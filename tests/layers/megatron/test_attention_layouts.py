@@ -5,8 +5,6 @@ Runs on several ranks start from the checkpoint of one rank, with another seed, 
 loaded is seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the Megatron side of the layer refuses, and how it reads Megatron's settings."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, fields

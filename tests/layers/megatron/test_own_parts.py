@@ -1,7 +1,5 @@
 """Routers and losses of a user's own in Megatron's layer: gradients on every layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The rotary embedding in few operations equals Megatron's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Megatron's own SequentialMLP writes and reads the checkpoints that ours reads and writes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Routers that give tokens different numbers of experts: top-p, null experts, ReLU with L1 control."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

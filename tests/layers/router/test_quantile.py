@@ -1,7 +1,5 @@
 """Quantile balancing: the bias against the quantile itself, exact sums in any order, and balance."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

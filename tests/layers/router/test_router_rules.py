@@ -1,7 +1,5 @@
 """The router's other rules, each with ten tokens by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

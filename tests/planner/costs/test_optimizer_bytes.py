@@ -1,7 +1,5 @@
 """Bytes of optimizer state by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 of worlds of any size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What is counted on devices newer than Ampere: exchange by dispatcher, the host, overlap, FSDP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 allocated.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run of this package as a row, and read again."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

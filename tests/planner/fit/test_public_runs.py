@@ -2,8 +2,6 @@
 the planner counts: TFLOP/s, memory, seconds.
 """
 
-from __future__ import annotations
-
 import csv
 import statistics
 import sys

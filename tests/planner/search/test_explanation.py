@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory

@@ -1,7 +1,5 @@
 """The schedule of an iteration takes as long as the formula of `timing.py` says, and keeps its own rules."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -2,8 +2,6 @@
 cannot be matched.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,8 +2,6 @@
 never started.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -2,8 +2,6 @@
 meant.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

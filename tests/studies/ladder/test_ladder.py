@@ -1,7 +1,5 @@
 """Definitions and rungs, what a ladder refuses, and its results from run folders with losses by a law."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Fits recover synthetic laws, with intervals that cover them; speedups and trends by worked examples."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -2,8 +2,6 @@
 starts.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a case ended, read from what it left."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 here and as SLURM jobs.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The table: what calibrate reads back, what people read, and what is predicted to be out of memory."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import fields, replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 -9.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

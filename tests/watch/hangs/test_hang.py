@@ -1,7 +1,5 @@
 """The launcher's checks of its ranks: what counts as a hang, and the stacks of real ranks in collectives."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

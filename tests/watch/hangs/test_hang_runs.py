@@ -1,7 +1,5 @@
 """Whole runs of four ranks, one of which sleeps in the all-to-all or the data, is stopped or is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a rank notes of itself, and when that is too long ago."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Stacks as py-spy and faulthandler print them, ranks with the same stack, and which ranks are named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lines in the formats that torch, NCCL, CUDA, the driver, the kernel and SLURM print."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

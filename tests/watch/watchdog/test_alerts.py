@@ -1,7 +1,5 @@
 """Messages by e-mail, webhook and file, over real sockets; secrets stay secret."""
 
-from __future__ import annotations
-
 import base64
 import email
 import email.policy

@@ -1,7 +1,5 @@
 """The watchdog over run folders and a squeue that prints what a test says: problems, and their end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

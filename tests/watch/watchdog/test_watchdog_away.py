@@ -1,7 +1,5 @@
 """The watchdog without a readable run folder: away, hanging, not created yet; and strange records."""
 
-from __future__ import annotations
-
 import functools
 import time
 

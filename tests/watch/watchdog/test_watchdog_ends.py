@@ -1,7 +1,5 @@
 """The watchdog on a run whose last start has failed, and where there is no squeue to ask."""
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import datetime

@@ -4,8 +4,6 @@ Operands are quantized here, right before each product, and nothing of that is k
 tensors are those of bf16. Shape suffixes in `moe_exp.layers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

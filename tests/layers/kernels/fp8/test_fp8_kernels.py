@@ -1,7 +1,5 @@
 """The kernels in FP8: quantization to the bit, products against their twins, and both against float64."""
 
-from __future__ import annotations
-
 import itertools
 from importlib.metadata import version
 
