@@ -5,6 +5,8 @@ nothing else of width F, and the gradient of the activation is never written. Sh
 `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

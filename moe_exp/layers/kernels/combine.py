@@ -1,5 +1,7 @@
 """Weighted sum of expert rows to tokens, also for gradients. Shape suffixes in `moe_exp.layers`."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

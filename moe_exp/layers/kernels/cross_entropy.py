@@ -6,6 +6,8 @@ and recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits 
 N tokens, V words of this rank.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

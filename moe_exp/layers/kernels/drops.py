@@ -3,6 +3,8 @@
 All start from `slot_sort`: slots by expert, in sequence order. Shape suffixes in `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

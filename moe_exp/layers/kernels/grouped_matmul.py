@@ -4,6 +4,8 @@ Forward only. fused.py calls it inside its autograd function, for the down-proje
 rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -5,6 +5,8 @@ public function that picks one. With TRITON_INTERPRET=1 in the environment befor
 interprets kernels on CPU tensors, slowly, and they are used there, too.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import inspect

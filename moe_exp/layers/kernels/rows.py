@@ -3,6 +3,8 @@
 Both directions are gathers: the gradient of `gather_rows` by rows of slots is `combine` by slots of rows.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

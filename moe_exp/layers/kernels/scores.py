@@ -1,5 +1,7 @@
 """Parts of the router's kernels, in fp32, on a tile of logits [tokens, experts]: scores, choice, weights."""
 
+from __future__ import annotations
+
 from moe_exp.layers.kernels.launch import jit, tl
 
 KERNEL_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")

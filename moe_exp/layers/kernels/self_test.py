@@ -5,6 +5,8 @@ more than a tile, in all configs that may be chosen; for tuning, with as many ro
 use torch's global random state.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import sys

@@ -5,6 +5,8 @@ each block's slots of an expert begin; move every slot to its place. Counting ke
 slots whatever the blocks are, so results are bitwise reproducible.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -5,6 +5,8 @@ which the program finds from the offsets in registers: nothing is counted in adv
 the host never waits for the number of tiles. Shape suffixes in `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.activations import QUICK as QUICK_GELU
 from moe_exp.layers.kernels.launch import jit, tl

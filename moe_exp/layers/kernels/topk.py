@@ -4,6 +4,8 @@ Never writes the scores of all experts or their gradient. Each program writes pa
 added in a fixed order. Shape suffixes in `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

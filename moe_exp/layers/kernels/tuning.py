@@ -2,6 +2,8 @@
 file.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json

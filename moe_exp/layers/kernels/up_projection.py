@@ -4,6 +4,8 @@ Shape suffixes in `moe_exp.layers`; W is the width of the first projection: 2F i
 else F.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

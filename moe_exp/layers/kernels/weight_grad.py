@@ -5,6 +5,8 @@ reproducible. Experts differ in rows; tiles of the fullest come first, so that t
 suffixes in `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Which code a planned run takes, as far as that changes its cost. No torch."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from itertools import compress
 from typing import TypeVar

@@ -5,6 +5,8 @@ The tensor cores sum 128 products at a time; these sums are multiplied by their 
 in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's keep about 14 bits of a sum in FP8.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

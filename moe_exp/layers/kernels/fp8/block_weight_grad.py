@@ -4,6 +4,8 @@ One program computes one tile from all rows of its expert: no atomics, so result
 Shape suffixes in `moe_exp.layers`.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -5,6 +5,8 @@ As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to the nea
 of the block, so that the largest value of a block is the largest of e4m3.
 """
 
+from __future__ import annotations
+
 import itertools
 
 import torch
