@@ -69,7 +69,7 @@ def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path]
     if not lines:
         return None
     others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
-    fix = "restore the files, or start anew elsewhere"
+    fix = "restore the files, or start a new run elsewhere"
     raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
 
 

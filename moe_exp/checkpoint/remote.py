@@ -195,7 +195,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """Copies the newest complete checkpoint of the run's copy, and small files, if there is none here."""
+    """Downloads the run's newest complete checkpoint and small files, unless a checkpoint is here."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
@@ -221,8 +221,8 @@ def fetch_load_dir(config: Config) -> Path:
 
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """Copies the newest complete checkpoint of a checkpoints or run folder at a store, or the one of an
-    iteration's folder; a call that was stopped is continued. Returns its folder here; raises a ValueError if
-    there is none, it does not fit on the disk, or files came damaged, which are removed.
+    iteration's folder; a repeated call resumes. Returns its local folder. Raises a ValueError if the store
+    has no checkpoint, the disk is too small, or files arrive damaged (they are removed).
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)

@@ -74,7 +74,7 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     """Replaces the initial weights by those of the dense run UPCYCLE_FROM, of any layout; the optimizer
-    starts anew. The router keeps its initial weights, but for the equal rows of virtual groups. Called by
+    starts from zero. The router keeps its initial weights, except the equal rows of virtual groups. Called by
     every rank. Returns what was done, in a line; ValueError if it is no dense run of the same sizes.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))

@@ -72,7 +72,7 @@ class Preparation:
     clamp_tasks: bool = False
 
     def source(self) -> Source:
-        """Source called `name`; ValueError if there is none."""
+        """Source named `name`; ValueError if it does not exist."""
         options = {name: getattr(self, name) for name in ("patterns", "text_field", "revision")}
         return resolve_source(self.name, **options)
 

@@ -129,7 +129,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """The only rank of this process group, which is made if there is none, and kept for further calls;
+    """Runtime of a single rank; creates its process group on the first call and keeps it. Raises a
     ValueError if this process is one of several ranks.
     """
     global _alone

@@ -24,8 +24,8 @@ def tokenizer_for(
 ) -> TextTokenizer:
     """The tokenizer of the run with the settings `saved` and the `saved_order` `order`, for documents as in
     its training. `name`: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`, in place of
-    the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if there is none, or it
-    has ids that the model has not, or lacks the token that ends a document.
+    the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if the
+    tokenizer is missing, has ids beyond the model's vocabulary, or lacks the end-of-document token.
     """
     trained, give = (
         (order or {}).get("tokenizer") or "",

@@ -251,7 +251,7 @@ class Agent(LocalElasticAgent):
                     self._signalled.add((pid, number))
                     send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if os.getppid() != self._parent:
-            # The launcher was killed (reported by SIGTERM): nobody else would end ranks that hang.
+            # The launcher was killed (reported by SIGTERM): only the agent can end ranks that hang.
             self._orphaned_at = self._orphaned_at or time.monotonic()
             if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
                 self._rounds.set_closed()

@@ -25,10 +25,10 @@ from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, Piece, joined, joined
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.setting_types import as_given
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
-from moe_exp.planner.search.layout_text import setting_text
 from moe_exp.runs.run_folder import LATEST
 
 logger = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
     """Writes all settings of the model, its weights and its training, which no machine's preset changes."""
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
     values |= {"load_dir": str(target.resolve())} | _CONTINUED
-    texts = {name.upper(): setting_text(value) for name, value in values.items() if value != ""}
+    texts = {name.upper(): as_given(value) for name, value in values.items() if value != ""}
     lines = ["# The model of this checkpoint, and how to continue its training, for moe-exp train --config"]
     lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
     write_atomically(path, "\n".join(lines) + "\n")

@@ -188,7 +188,7 @@ def _stem(name: str) -> str:
 
 
 def local_files(source: Source) -> list[Path]:
-    """The data files of a source with a path, sorted; ValueError if there is none."""
+    """The data files of a source with a path, sorted; ValueError if it has no data files."""
     assert source.path is not None
     if source.path.is_file():
         if not ending(source.path):

@@ -98,7 +98,7 @@ def verify(path: Path) -> Iterator[Finding]:
     files = _file_findings(manifest)
     yield from files
     if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
-        # data that nobody accounts for, but that a training run or the next step would read
+        # unlisted data that a training run or the next step would read
         listed = {one["name"] for one in manifest.outputs}
         suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
         for file in sorted(manifest.path.parent.iterdir()):

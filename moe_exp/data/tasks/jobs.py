@@ -150,7 +150,7 @@ def ray_executor(one: Pass, execution: Execution) -> Any:
 
 
 def check_no_jobs(folder: Path) -> None:
-    """Checks that no SLURM jobs work in a folder that is to be thrown away, or worked in from here."""
+    """Raises a ValueError if SLURM jobs still work in a folder that is to be deleted or resumed here."""
     if there := _jobs_there(folder):
         fix = f"scancel {' '.join(there)}, or wait for them"
         raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")

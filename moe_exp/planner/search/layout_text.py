@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from moe_exp.config import Config, ConfigError, load_config, problem, setting_error
+from moe_exp.config.setting_types import as_given
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
 T = TypeVar("T")
@@ -165,11 +166,4 @@ def exported_settings(
             rule = f"an empty variable would leave what PRESET={config.preset} has"
             fix = f"leave the preset's, and train with --{name.replace('_', '-')}="
             raise setting_error(name, "", rule, fix)
-        yield name.upper(), setting_text(value)
-
-
-def setting_text(value: object) -> str:
-    """A value as text for an environment variable."""
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        yield name.upper(), as_given(value)
