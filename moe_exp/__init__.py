@@ -6,7 +6,6 @@ Importing anything of this package lets megatron-core run on a host without CUDA
 of megatron.
 """
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -24,9 +23,6 @@ __all__ = ["__version__", "load_model", "load_run", "plan", "train"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "train" and importlib.util.find_spec("torch"):
-        # also the module of the training loop, which can be called
-        return importlib.import_module("moe_exp.train")
     from moe_exp import api
 
     return getattr(api, name)

@@ -143,8 +143,9 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
     flags = _flags(settings)
     folder = with_run_folder(flags, str(resume)) if resume else flags
     if runtime.is_rank():
-        # by name: that module imports this one
-        return Run(importlib.import_module("moe_exp.train").train_here(folder).path)
+        from moe_exp.training.loop import train_here
+
+        return Run(train_here(folder).path)
     run = Run(RunFolder.of(load_config(folder)).path)
     with tempfile.NamedTemporaryFile("r") as file:
         os.environ[REASONS_FILE] = file.name

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import add_command, positive_options, print_json
-from moe_exp.commands.plan import settings
 from moe_exp.commands.plan.settings import (
     FAILURE_FLAGS,
     add_settings,
     budget,
     check_new_file,
+    hardware_and_constants,
+    loaded,
+    refuse,
     refuse_settings,
+    searched,
 )
 from moe_exp.commands.plan.views import add_views
 from moe_exp.config import setting_error
@@ -105,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
 
     failures = _failures(arguments)
-    config, hardware, constants = settings.loaded(arguments)
+    config, hardware, constants = loaded(arguments)
     plan = plan_run(config, hardware, constants, **budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
@@ -140,10 +143,10 @@ def _search(arguments: argparse.Namespace) -> int:
         raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
-    settings.refuse(arguments, *FAILURE_FLAGS)
-    hardware, constants = settings.hardware_and_constants(arguments)
+    refuse(arguments, *FAILURE_FLAGS)
+    hardware, constants = hardware_and_constants(arguments)
     cost_flags = budget(arguments)
-    config, fixed = settings.searched(arguments, hardware)
+    config, fixed = searched(arguments, hardware)
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
     found = search(config, hardware, fixed=fixed_values, constants=constants)

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import add_command, add_json, print_json
-from moe_exp.commands.plan import settings
-from moe_exp.commands.plan.settings import FAILURE_FLAGS, refuse
+from moe_exp.commands.plan.settings import (
+    FAILURE_FLAGS,
+    add_settings,
+    check_new_file,
+    loaded,
+    refuse,
+    refuse_settings,
+    searched,
+)
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
@@ -28,7 +35,7 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         parser = add_command(subparsers, name, run, about, argument_default=argparse.SUPPRESS)
-        settings.add_settings(parser)
+        add_settings(parser)
         return parser
 
     def add_of_layout(
@@ -36,7 +43,7 @@ def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     ) -> argparse.ArgumentParser:
         def run(arguments: argparse.Namespace) -> None:
             refuse(arguments, *_OF_COST)
-            planned = settings.loaded(arguments)
+            planned = loaded(arguments)
             if problems := check_config(planned[0]):
                 raise ConfigError(problems)
             show(arguments, planned)
@@ -65,7 +72,7 @@ def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
-    settings.refuse_settings(arguments)
+    refuse_settings(arguments)
     profiles = hardware_profiles()
     if arguments.name:
         name = load_hardware(arguments.name).name
@@ -83,7 +90,7 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.views.timeline import as_svg, as_text, timeline
 
     if arguments.svg:
-        settings.check_new_file("svg", arguments.svg)
+        check_new_file("svg", arguments.svg)
     config, hardware, constants = planned
     job = Job.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
@@ -140,7 +147,7 @@ def _devices(arguments: argparse.Namespace) -> None:
     if others := set(prices) - set(devices):
         rule = f"{sorted(others)[0]} is not compared"
         raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
-    config, fixed = settings.searched(arguments, named[0])
+    config, fixed = searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
     with progress("devices", len(devices), unit="devices") as advance:

@@ -12,7 +12,15 @@ from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
-from moe_exp.layers.router import assignment
+from moe_exp.layers.router.assignment import (
+    NUM_BINS,
+    balanced_bias,
+    best_experts,
+    count_gaps,
+    sinkhorn,
+    within_top_p,
+    zipf_experts,
+)
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.replay import RoutingReplay, is_counted_forward
 
@@ -82,7 +90,7 @@ class Router(nn.Module):
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
             if config.finds_quantiles:
-                gaps_EB = torch.zeros(num_experts, assignment.NUM_BINS, dtype=torch.int64, device=device)
+                gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
                 self.register_buffer("gap_counts", gaps_EB, persistent=False)
             else:
                 self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
@@ -228,7 +236,7 @@ class Router(nn.Module):
             self.slots_and_tokens.zero_()
         if config.finds_quantiles:
             counts_EB = sum_over(self.gap_counts, group)
-            self.expert_bias.copy_(assignment.balanced_bias(self.expert_bias, counts_EB, config.topk))
+            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
             self.gap_counts.zero_()
 
     @torch.no_grad()
@@ -274,7 +282,7 @@ class Router(nn.Module):
         if self.config.score == "relu":
             return scores_TE > 0
         if self.config.top_p < 1:
-            return assignment.within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
+            return within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
         return None
 
     def _weights(
@@ -313,7 +321,7 @@ class Router(nn.Module):
             slots_N = torch.arange(num_tokens * config.topk, device=device)
             return (slots_N % config.num_experts).view(num_tokens, config.topk)
         if config.assignment == "zipf":
-            return assignment.zipf_experts(
+            return zipf_experts(
                 num_tokens,
                 num_experts=config.num_experts,
                 topk=config.topk,
@@ -323,18 +331,18 @@ class Router(nn.Module):
         if config.assignment == "sinkhorn":
             # Balanced over the batch only in training; in evaluation, tokens are routed independently.
             if self.training:
-                logits_TE = assignment.sinkhorn(logits_TE, valid_T, group=self.microbatch_group)
+                logits_TE = sinkhorn(logits_TE, valid_T, group=self.microbatch_group)
             return logits_TE.topk(config.topk, dim=-1).indices
         if config.expert_bias:
             choice_TE = raw_TE + self.expert_bias
             if config.finds_quantiles and self.training and is_counted_forward():
                 cutoff_T = choice_TE.topk(config.topk + 1, dim=-1).values[:, -1]
-                self.gap_counts += assignment.count_gaps(choice_TE, cutoff_T, valid_T)
+                self.gap_counts += count_gaps(choice_TE, cutoff_T, valid_T)
         else:
             # The same order as the scores, but without ties at 0 and 1; groups add up scores.
             by_logit = config.score != "softmax" and not config.num_groups
             choice_TE = logits_TE if by_logit else scores_TE
-        return assignment.best_experts(
+        return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )
 

@@ -97,7 +97,7 @@ class Job:
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
         """Products of its layers, see `products.products`."""
-        return products(self)
+        return products(self.config, sequence_parallel=self.sequence_parallel)
 
     @cached_property
     def num_microbatches(self) -> int:

@@ -79,7 +79,7 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
     parts["core"] = _core(job, device, constants)
-    shared = shared_rows(job, tokens) * config.hidden_size
+    shared = shared_rows(config, tokens, job.sequence_parallel) * config.hidden_size
     parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
         parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
@@ -92,7 +92,7 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     parts["mlp"] += activated(tokens * ways * config.ffn_hidden_size / config.tp)
     parts |= {"rows": nothing, "activation": nothing}
     if config.use_moe:
-        slots = num_slots(job, tokens)
+        slots = num_slots(config, tokens, job.sequence_parallel)
         parts["activation"] = activated(slots * config.expert_ffn_size / config.etp)
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.hardware import Hardware
-
-if TYPE_CHECKING:
-    from moe_exp.planner.costs.job import Job
 
 # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
 _ALIGNMENT = 8
@@ -118,9 +115,9 @@ class Shape(NamedTuple):
     is_fp8: bool = False
 
 
-def products(job: Job) -> dict[str, list[Shape]]:
+def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
     """Products of a layer of every kind and of the output layer, by part; scores are not among them."""
-    config, tokens, hidden = job.config, num_tokens(job.config), job.config.hidden_size
+    tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp
     heads, width = config.num_heads / tp, config.num_heads * config.kv_channels / tp
@@ -145,8 +142,8 @@ def products(job: Job) -> dict[str, list[Shape]]:
     }
     if config.use_moe:
         local, ffn = config.num_experts / config.ep, config.expert_ffn_size / config.etp
-        each = num_slots(job, tokens) / local
-        rows, width = shared_rows(job, tokens), config.expert_hidden_size
+        each = num_slots(config, tokens, sequence_parallel) / local
+        rows, width = shared_rows(config, tokens, sequence_parallel), config.expert_hidden_size
         found["router"] = [Shape(rows, config.num_router_outputs, hidden)]
         if config.moe_latent_size:
             down_and_up = ((width, hidden), (hidden, width))
@@ -171,15 +168,14 @@ def routed_bytes(config: Config) -> float:
     return hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
 
 
-def shared_rows(job: Job, tokens: float) -> float:
+def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
     """Rows of a rank between the products of a layer, of `tokens` of its micro-batch."""
-    return tokens / job.config.tp if job.sequence_parallel else tokens
+    return tokens / config.tp if sequence_parallel else tokens
 
 
-def num_slots(job: Job, tokens: float) -> float:
+def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
     """Slots (a token's use of an expert) of a rank's experts, all used alike or padded to capacity."""
-    config = job.config
-    factor, rows = config.expert_capacity_factor, shared_rows(job, tokens)
+    factor, rows = config.expert_capacity_factor, shared_rows(config, tokens, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
     return rows * config.experts_per_token * config.etp * min(factor or 1.0, 1.0)
