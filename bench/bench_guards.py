@@ -26,11 +26,11 @@ import torch
 from bench_step import Ours
 from small_model import SETTINGS
 
-from moe_exp import train
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import Config, load_config
 from moe_exp.engine import faults, runtime
 from moe_exp.host.processes import free_port
+from moe_exp.training import loop
 from moe_exp.training.loss_guard import LossGuard
 from moe_exp.training.profiling import Recorder
 from moe_exp.watch.hangs import heartbeat
@@ -42,7 +42,7 @@ BEATS = "BENCH_BEATS"
 
 
 class Guarded(Ours):
-    """One rank's model and the guards of `train.train`."""
+    """One rank's model and the guards of `loop.train`."""
 
     def __init__(self, config: Config, rank: runtime.Runtime):
         super().__init__(config, rank)
@@ -62,7 +62,7 @@ class Guarded(Ours):
         job, progress = self.job, self.progress
         torch.distributed.barrier()
         begin = time.perf_counter()
-        step = train.train_step(job, progress, self.interval, count_zeros=False)
+        step = loop.train_step(job, progress, self.interval, count_zeros=False)
         in_step = time.perf_counter() - begin
         torch.distributed.barrier()
         begin = time.perf_counter()
@@ -73,7 +73,7 @@ class Guarded(Ours):
         self.recorder.begin(progress.iteration + 1)
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
-        end = train.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
+        end = loop.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
         self.guard.check(progress, step.done, end)
         return in_step, time.perf_counter() - begin
 

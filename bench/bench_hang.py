@@ -18,10 +18,10 @@ from pathlib import Path
 from bench_step import Ours
 from small_model import SETTINGS
 
-from moe_exp import train
 from moe_exp.config import Config, load_config
 from moe_exp.engine import runtime
 from moe_exp.host.processes import free_port
+from moe_exp.training import loop
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import CallTrace
 from moe_exp.watch.hangs.heartbeat import HeartbeatWriter, read_beats
@@ -35,7 +35,7 @@ class Sides(Ours):
     def step(self) -> float:
         """Seconds of processor time of one iteration."""
         begin = time.process_time()
-        train.train_step(self.job, self.progress, self.interval, count_zeros=False)
+        loop.train_step(self.job, self.progress, self.interval, count_zeros=False)
         heartbeat.enter("end_of_iteration")
         return time.process_time() - begin
 

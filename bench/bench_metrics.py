@@ -26,12 +26,12 @@ import torch
 from bench_step import Ours
 from small_model import SETTINGS
 
-from moe_exp import train
 from moe_exp.config import Config, load_config
 from moe_exp.engine import runtime
 from moe_exp.host.processes import free_port
 from moe_exp.layers.statistics import MoEStatistics
 from moe_exp.runs.run_folder import open_run_folder
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval, PhaseTimers
 from moe_exp.training.metrics import Metrics
 
@@ -65,11 +65,11 @@ class Sides(Ours):
         self._set_timers(self.timers if on else None)
         if not on:
             with patch.object(MoEStatistics, "add", lambda *_, **__: None):
-                train.train_step(self.job, self.progress, self.uncounted, count_zeros=False)
+                loop.train_step(self.job, self.progress, self.uncounted, count_zeros=False)
             return
-        step = train.train_step(self.job, self.progress, self.interval, count_zeros=is_last)
+        step = loop.train_step(self.job, self.progress, self.interval, count_zeros=is_last)
         if is_last:
-            train.log(self.job, self.progress, self.interval, self.metrics, step)
+            loop.log(self.job, self.progress, self.interval, self.metrics, step)
 
     def _set_timers(self, timers: PhaseTimers | None) -> None:
         for layer in self.interval.layers.values():

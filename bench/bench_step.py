@@ -34,7 +34,6 @@ from small_model import SETTINGS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.engine.model import build_model
@@ -48,7 +47,7 @@ from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.statistics import MoEStatistics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training import samples
+from moe_exp.training import loop, samples
 from moe_exp.training.interval import Interval
 
 from megatron.core.distributed import DistributedDataParallel
@@ -71,8 +70,8 @@ class Ours:
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-        train.set_megatron_hooks(model, trained.optimizer)
-        self.job = train.Job(config, rank, RunFolder.of(config), trained, train_stream, None)
+        loop.set_megatron_hooks(model, trained.optimizer)
+        self.job = loop.Job(config, rank, RunFolder.of(config), trained, train_stream, None)
         self.progress = Progress()
         self.interval = Interval(config, rank, model)
 
@@ -83,7 +82,7 @@ class Ours:
 
     def step(self) -> None:
         count_zeros = (self.progress.iteration + 1) % self.job.config.log_interval == 0
-        train.train_step(self.job, self.progress, self.interval, count_zeros=count_zeros)
+        loop.train_step(self.job, self.progress, self.interval, count_zeros=count_zeros)
 
     def loss_sum(self) -> float:
         """Sum of the losses of all micro-batches so far."""
@@ -197,7 +196,7 @@ def measure(pair: Pair, name: str, *, num_pairs: int, warmup: int) -> str:
 # What is timed: (part of the step, where the function is, its name). A part's time is without that of the
 # parts it calls.
 OURS: list[tuple[str, Any, str]] = [
-    ("data", train, "_microbatch"),
+    ("data", loop, "read_microbatch"),
     ("zero gradients", DistributedDataParallel, "zero_grad_buffer"),
     ("zero gradients", optimizer.ChainedOptimizer, "zero_grad"),
     ("forward: rest", schedules, "forward_step"),
@@ -212,7 +211,7 @@ OURS: list[tuple[str, Any, str]] = [
     ("forward: MLP or experts", Experts, "forward"),
     ("forward: cross entropy", GPTModel, "compute_language_model_loss"),
     ("backward", schedules, "backward_step"),
-    ("DDP: finish gradients", train, "finalize_model_grads"),
+    ("DDP: finish gradients", loop, "finalize_model_grads"),
     ("optimizer: gradient norm", optimizer, "get_grad_norm_fp32"),
     ("optimizer: clipping", optimizer, "clip_grad_by_total_norm_fp32"),
     ("optimizer: count zeros", optimizer, "count_zeros_fp32"),

@@ -179,16 +179,6 @@ def test_without_pandas(dense_and_moe_runs, monkeypatch):
         run.train  # noqa: B018
 
 
-def test_train_is_a_function_and_the_module_of_the_loop(monkeypatch):
-    import moe_exp.train as module
-
-    assert moe_exp.train is module and module.train_step and callable(module)
-    monkeypatch.delattr(moe_exp, "train")  # as before its first import
-    from moe_exp import train
-
-    assert train is module is moe_exp.train
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

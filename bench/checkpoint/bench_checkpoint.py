@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_exp import train
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import load
@@ -36,6 +35,7 @@ from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -62,7 +62,7 @@ def write_tokens(folder: Path) -> None:
             writer.add_document([(start + 3 * i) % VOCAB for i in range(500)])
 
 
-def state_of_rank(job: train.Job) -> dict[str, torch.Tensor]:
+def state_of_rank(job: loop.Job) -> dict[str, torch.Tensor]:
     """What this rank holds: the same numbers, as plain tensors of their own."""
     state = {
         f"model.{name}": value.detach().clone() for name, value in job.trained.model[0].named_parameters()
@@ -79,7 +79,7 @@ def state_of_rank(job: train.Job) -> dict[str, torch.Tensor]:
 class Bench:
     """One job, and the seconds of everything that was done."""
 
-    def __init__(self, job: train.Job, progress: Progress, folder: Path):
+    def __init__(self, job: loop.Job, progress: Progress, folder: Path):
         self.job, self.progress, self.folder = job, progress, folder
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.interval = Interval(job.config, job.runtime, job.trained.model)
@@ -98,7 +98,7 @@ class Bench:
         self.seconds[name].append(slowest.item())
 
     def step(self) -> None:
-        train.train_step(self.job, self.progress, self.interval, count_zeros=False)
+        loop.train_step(self.job, self.progress, self.interval, count_zeros=False)
 
     def peer(self, state: dict[str, torch.Tensor]) -> int:
         """torch.save, torch.load and the copy into the tensors; returns the bytes of all ranks."""
@@ -168,7 +168,7 @@ def main() -> None:
 
 def measure(config: Config, folder: Path, repeats: int) -> None:
     """Everything, and the table."""
-    job, progress = train.build(config, runtime.start(config))
+    job, progress = loop.build(config, runtime.start(config))
     bench = Bench(job, progress, folder)
     bench.step()  # makes the moments
     state = state_of_rank(job)

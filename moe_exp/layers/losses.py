@@ -11,6 +11,8 @@ CP, DP and number of micro-batches.
 Scores of padding tokens must be zero. A loss that needs only the sum of scores over tokens also accepts that,
 [E], with `num_tokens`: a routing kernel emits the sum without writing the scores.
 
+`share_of` computes a loss of a layer: AUX_LOSSES has the function of each name.
+
 Arguments that mean the same in every function:
     scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
     tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
@@ -67,6 +69,44 @@ class AuxLoss:
     def needs(self) -> Loss:
         """Scores and state of the router that the loss needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the losses of a layer are made from: a micro-batch of this rank, and counts over its ranks."""
+
+    decision: RoutingDecision
+    scores: Tensor  # of `RoutingDecision.for_losses`
+    # as the losses count slots: by highest score, see `MoELayer.auxiliary_loss`; of the whole micro-batch
+    counts_E: Tensor
+    expert_TK: Tensor | None  # None after a routing kernel, which no sequence loss follows
+    counted_TK: Tensor | None  # slots that tokens fill; None for all
+    topk: int
+    num_tokens: Tensor | int  # of the whole micro-batch
+    group: ProcessGroup | None
+    shape: torch.Size  # of the layer's input, without D
+    batch_dim: int  # of `shape`, if it has two dimensions
+    balance: Tensor  # the load-balancing loss of the micro-batch, which statistics need in any case
+    global_counts_E: Tensor | None  # slots of the last global batch, if a loss needs them
+
+    def by_sequence(self, x: Tensor) -> Tensor:
+        """[T, ...] to [B, S, ...]."""
+        if len(self.shape) == 1:
+            return x.unsqueeze(0)
+        x = x.unflatten(0, self.shape)
+        return x.transpose(0, 1) if self.batch_dim == 1 else x
+
+
+def share_of(loss: AuxLoss, inputs: LossInputs) -> Tensor:
+    """This rank's share of a loss, without its coefficient; ValueError if a function returns no scalar."""
+    if isinstance(loss.kind, str):
+        return AUX_LOSSES[loss.kind](inputs)
+    share = loss.kind(inputs.decision, inputs.group)
+    if not isinstance(share, Tensor) or share.dim():
+        rule = f"returned {list(share.shape) if isinstance(share, Tensor) else share!r}"
+        fix = "return this rank's share of the loss, a scalar tensor"
+        raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
+    return share
 
 
 def _check_function(kind: LossFunction) -> None:
@@ -222,3 +262,54 @@ def _num_tokens(x: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup 
     if num_tokens is None:
         num_tokens = x.size(0) * group_size(group)
     return num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
+
+
+def _of_microbatch(inputs: LossInputs) -> Tensor:
+    return inputs.balance
+
+
+def _of_sequences(inputs: LossInputs) -> Tensor:
+    assert inputs.expert_TK is not None
+    valid_T, counted_TK = inputs.decision.valid_T, inputs.counted_TK
+    return sequence_balancing_loss_share(
+        inputs.by_sequence(inputs.scores),
+        inputs.by_sequence(inputs.expert_TK),
+        None if valid_T is None else inputs.by_sequence(valid_T),
+        counted_BSK=None if counted_TK is None else inputs.by_sequence(counted_TK),
+        group=inputs.group,
+    )
+
+
+def _of_global_batch(inputs: LossInputs) -> Tensor:
+    assert inputs.global_counts_E is not None
+    return global_balancing_loss_share(
+        inputs.scores,
+        inputs.global_counts_E,
+        inputs.counts_E,
+        num_tokens=inputs.num_tokens,
+        group=inputs.group,
+    )
+
+
+def _l1(inputs: LossInputs) -> Tensor:
+    return load_balancing_loss_share(
+        inputs.decision.weights_for_l1(),
+        inputs.counts_E,
+        topk=inputs.topk,
+        num_tokens=inputs.num_tokens,
+        group=inputs.group,
+    )
+
+
+def _entropy(inputs: LossInputs) -> Tensor:
+    return entropy_loss_share(inputs.scores, num_tokens=inputs.num_tokens, group=inputs.group)
+
+
+# Name to function; config/choices.py has the traits of each, for the settings.
+AUX_LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
+    "aux_loss": _of_microbatch,
+    "seq_aux_loss": _of_sequences,
+    "global_aux_loss": _of_global_batch,
+    "l1": _l1,
+    "entropy": _entropy,
+}

@@ -2,61 +2,22 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers import losses
-from moe_exp.layers.dispatcher import Dispatcher
-from moe_exp.layers.experts import Experts, RoutedTokens
+from moe_exp.layers.dispatcher import Dispatcher, TokensDispatcher
+from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import sum_over
-from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.losses import AuxLoss, LossInputs, share_of
 from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
+from moe_exp.layers.phases import PhaseTimers, TimedDispatcher
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.replay import is_counted_forward
 from moe_exp.layers.statistics import MoEStatistics
-
-
-class PhaseTimers(Protocol):
-    """Receives the phases of a layer; stopping a phase that was not started has no effect."""
-
-    def start(self, phase: str) -> None: ...
-
-    def stop(self, phase: str) -> None: ...
-
-
-def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-    """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
-
-    In backward the gradient of `x` crosses the same mark: the phase that began here ends and the one before
-    it begins, so each phase's forward and backward lie between its two marks. A forward pass that is
-    recomputed counts again, because it takes its time again; if non-reentrant checkpointing (not used by
-    Megatron) starts it in the middle of a phase, the rest of that phase is lost.
-    """
-    return _Mark.apply(x, timers, ends, begins)
-
-
-def _switch(timers: PhaseTimers, ends: str | None, begins: str | None) -> None:
-    if ends is not None:
-        timers.stop(ends)
-    if begins is not None:
-        timers.start(begins)
-
-
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, timers: PhaseTimers, ends: str | None, begins: str | None) -> Tensor:
-        ctx.phases = timers, ends, begins
-        _switch(timers, ends, begins)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        timers, ends, begins = ctx.phases
-        _switch(timers, begins, ends)
-        return grads[0], None, None, None
 
 
 def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
@@ -107,6 +68,7 @@ class MoELayer(nn.Module):
                 field = "score=relu" if state == "l1_factor" else "global_fractions=True"
                 raise ValueError(f"aux_loss_type={loss.name}: {rule}. Fix: set {field} in RouterConfig.")
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
+        self._by_tokens = TokensDispatcher(pads=experts.needs_padding)
         self.settings, self.shared = settings, shared
         if (down is None) != (up is None):
             raise ValueError("down, up: only one is given. Fix: pass both projections, or neither.")
@@ -155,11 +117,15 @@ class MoELayer(nn.Module):
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if with_loss else None
 
         x_TD = x.flatten(0, -2) if self.down is None else self.down(x.flatten(0, -2))
-        few_kept = self.router.config.score == "relu"  # of a slot per expert
-        if self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept):
-            output_TD, shared = self._compute_tokens(x_TD, x, decision)
-        else:
-            output_TD, shared = self._dispatch_and_compute(x_TD, x, decision)
+        dispatcher = self._dispatcher_for(x)
+        rows_per_expert = None
+        if dispatcher.pads:
+            rows_per_expert = self.capacity.rows_per_expert(decision, dispatcher.exchange_groups)
+        pending = dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
+        # Runs while the tokens travel, and its backward while their gradients do.
+        shared = None if self.shared is None else self.shared(x)
+        dispatched = dispatcher.finish(pending)
+        output_TD = dispatcher.combine(self.experts(dispatched), dispatched.record)
         output = (output_TD if self.up is None else self.up(output_TD)).view_as(x)
         return (output if shared is None else output + shared), loss
 
@@ -168,38 +134,14 @@ class MoELayer(nn.Module):
         """The router's mode: Megatron's wrapper of this layer does not pass train() and eval() to it."""
         return self.router.training
 
-    def _dispatch_and_compute(
-        self, x_TD: Tensor, x: Tensor, decision: RoutingDecision
-    ) -> tuple[Tensor, Tensor | None]:
-        """Dispatch, experts, combine: `x_TD` for the experts, `x` for the shared one, which runs while the
-        tokens travel, and its backward while their gradients do.
-        """
-        rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
-        x_TD = self._mark(x_TD, begins="all_to_all")
-        pending = self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
-        shared = None if self.shared is None else self.shared(x)
-        dispatched = self.dispatcher.finish(pending)
-        rows_RD = self._mark(dispatched.rows_RD, ends="all_to_all", begins="experts")
-        rows_RD = self.experts(replace(dispatched, rows_RD=rows_RD))
-        rows_RD = self._mark(rows_RD, ends="experts", begins="all_to_all")
-        return self._mark(self.dispatcher.combine(rows_RD, dispatched.record), ends="all_to_all"), shared
-
-    def _compute_tokens(
-        self, x_TD: Tensor, x: Tensor, decision: RoutingDecision
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same by one function from tokens to tokens, which writes no rows."""
-        x_TD = self._mark(x_TD, begins="experts")
-        rows_per_expert = None
-        if self.experts.needs_padding:
-            rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
-        output_TD = self.experts(RoutedTokens(x_TD, decision, rows_per_expert))
-        return self._mark(output_TD, ends="experts"), None if self.shared is None else self.shared(x)
-
-    def _mark(self, x: Tensor, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-        """Marks the phases for the timers, in training; returns `x`."""
+    def _dispatcher_for(self, x: Tensor) -> Dispatcher:
+        """The dispatcher, or one that moves no rows if all experts are on this rank and can take tokens."""
+        few_kept = self.router.config.score == "relu"  # of a slot per expert
+        by_tokens = self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept)
+        dispatcher = self._by_tokens if by_tokens else self.dispatcher
         if self.timers is None or not self.is_training:
-            return x
-        return mark(x, self.timers, ends=ends, begins=begins)
+            return dispatcher
+        return TimedDispatcher(dispatcher, self.timers)
 
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
@@ -221,41 +163,32 @@ class MoELayer(nn.Module):
         The shares of a micro-batch's ranks add up to the loss, see `moe_exp.layers.losses`. `shape`: of the
         input, without D.
         """
-        settings, group = self.settings, self.microbatch_group
+        settings, config, group = self.settings, self.router.config, self.microbatch_group
         scores, logits = decision.for_losses()
         num_tokens = tokens_in_group(decision, group)
         counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
-        self.router.count_global(counts_E)
+        self.router.count_by_score(counts_E)
         counts_E = sum_over(counts_E, group)
-        topk: Tensor | int = self.router.config.topk
-        has_other_number = decision.counted_TK is not None or decision.expert_TK.size(1) != topk
-        balance = losses.load_balancing_loss_share(
+        topk: Tensor | int = config.topk
+        if decision.counted_TK is not None or decision.expert_TK.size(1) != topk:
+            topk = counts_E.sum().clamp(min=1) / num_tokens
+        sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
+        balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
+        z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
+        inputs = LossInputs(
+            decision,
             scores,
             counts_E,
-            topk=counts_E.sum().clamp(min=1) / num_tokens if has_other_number else topk,
-            num_tokens=num_tokens,
-            group=group,
+            expert_TK,
+            counted_TK,
+            config.topk,
+            **sizes,
+            shape=shape,
+            batch_dim=settings.batch_dim,
+            balance=balance,
+            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
         )
-        z = losses.z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
-        share_of: dict[str, Callable[[], Tensor]] = {
-            "aux_loss": lambda: balance,
-            "seq_aux_loss": lambda: self._sequence_loss(
-                scores, expert_TK, counted_TK, decision.valid_T, shape
-            ),
-            "global_aux_loss": lambda: losses.global_balancing_loss_share(
-                scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
-            ),
-            "l1": lambda: losses.load_balancing_loss_share(
-                decision.weights_for_l1(), counts_E, topk=topk, num_tokens=num_tokens, group=group
-            ),
-            "entropy": lambda: losses.entropy_loss_share(scores, num_tokens=num_tokens, group=group),
-        }
-        shares = {
-            loss.name: share_of[loss.kind]()
-            if isinstance(loss.kind, str)
-            else self._own_share(loss, decision)
-            for loss in settings.aux_losses
-        }
+        shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
         weighted = [
@@ -265,15 +198,6 @@ class MoELayer(nn.Module):
         ]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return sum(weighted[1:], weighted[0]) if weighted else None
-
-    def _own_share(self, loss: AuxLoss, decision: RoutingDecision) -> Tensor:
-        assert not isinstance(loss.kind, str)
-        share = loss.kind(decision, self.microbatch_group)
-        if not isinstance(share, Tensor) or share.dim():
-            rule = f"returned {list(share.shape) if isinstance(share, Tensor) else share!r}"
-            fix = "return this rank's share of the loss, a scalar tensor"
-            raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
-        return share
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
@@ -295,25 +219,3 @@ class MoELayer(nn.Module):
             expert_TK, kept_slots(counted_TK, decision.valid_T, expert_TK), config.num_outputs
         )
         return counts_E, expert_TK, counted_TK
-
-    def _sequence_loss(
-        self,
-        scores_TE: Tensor,
-        expert_TK: Tensor | None,
-        counted_TK: Tensor | None,
-        valid_T: Tensor | None,
-        shape: torch.Size,
-    ) -> Tensor:
-        assert expert_TK is not None
-
-        def by_sequence(x: Tensor) -> Tensor:
-            x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
-            return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
-
-        return losses.sequence_balancing_loss_share(
-            by_sequence(scores_TE),
-            by_sequence(expert_TK),
-            None if valid_T is None else by_sequence(valid_T),
-            counted_BSK=None if counted_TK is None else by_sequence(counted_TK),
-            group=self.microbatch_group,
-        )

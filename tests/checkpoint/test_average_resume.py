@@ -13,7 +13,6 @@ from torch import Tensor
 
 from helpers.checkpoint.legs import Leg, run_legs, write_data
 from helpers.relative_error import relative_error
-from moe_exp import train
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.load import _progress
@@ -23,6 +22,7 @@ from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.training import loop
 
 STEPS, SAVED, DECAY = 4, 2, 0.7
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -217,14 +217,14 @@ def test_one_line_says_so(decay, has_average, line, number, caplog):
 def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch):
     """Steps are made at iterations 1, 3, 4, 5 and 6: the second is 3, and the fourth 5."""
     numbers = []
-    monkeypatch.setattr(train, "update_average", lambda optimizer, **given: numbers.append(given))
+    monkeypatch.setattr(loop, "update_average", lambda optimizer, **given: numbers.append(given))
     config = Leg({"ema_decay": 0.5, "average_every": 2, "gpus_per_node": 1}).config
     job = SimpleNamespace(config=config, trained=SimpleNamespace(optimizer=None))
     progress, averaged_at = Progress(), []
     for iteration in range(1, 7):
         progress.add(config, 8, flops=1, skipped=iteration == 2)
         if iteration != 2:
-            train.average_weights(job, progress, SimpleNamespace(timers=None))
+            loop.average_weights(job, progress, SimpleNamespace(timers=None))
             averaged_at += [iteration] if len(numbers) > len(averaged_at) else []
     assert averaged_at == [3, 5] and progress.num_averaged == 2
     assert numbers == [{"decay": 0.5, "number": 1}, {"decay": 0.5, "number": 2}]

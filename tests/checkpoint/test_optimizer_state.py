@@ -9,7 +9,6 @@ import torch
 from helpers.checkpoint.legs import Leg, run_legs, start_job, write_data
 from helpers.checkpoint.saving import save
 from helpers.ranks import RankError, free_port, run_on_ranks
-from moe_exp import train
 from moe_exp.checkpoint import optimizer_state
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
@@ -25,6 +24,7 @@ from moe_exp.checkpoint.state import (
     whole_state,
 )
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 from megatron.core import dist_checkpointing
@@ -39,7 +39,7 @@ def _trained(settings: dict[str, Any], port: int, *, steps: int = 2) -> tuple[An
     progress = Progress()
     interval = Interval(job.config, job.runtime, job.trained.model)
     for _ in range(steps):
-        train.train_step(job, progress, interval, count_zeros=False)
+        loop.train_step(job, progress, interval, count_zeros=False)
     return job, progress
 
 

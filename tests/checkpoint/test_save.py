@@ -22,7 +22,6 @@ from helpers.checkpoint.small_job import (
     write_tokens,
 )
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp import train
 from moe_exp.checkpoint import save as save_module
 from moe_exp.checkpoint.format.folders import (
     Manifest,
@@ -34,6 +33,7 @@ from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 
@@ -91,7 +91,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     checkpoints, interval = job.folder.checkpoints, Interval(job.config, job.runtime, job.trained.model)
 
     def step() -> torch.Tensor:
-        train.train_step(job, progress, interval, count_zeros=False)
+        loop.train_step(job, progress, interval, count_zeros=False)
         return weights_of(job)
 
     step()
@@ -142,7 +142,7 @@ def at_once(settings: dict[str, Any], port: int) -> list[float]:
     job, progress = build_small(settings, port)
     interval = Interval(job.config, job.runtime, job.trained.model)
     for _ in range(5):
-        train.train_step(job, progress, interval, count_zeros=False)
+        loop.train_step(job, progress, interval, count_zeros=False)
     return weights_of(job).tolist()[:100]
 
 

@@ -12,12 +12,12 @@ import pytest
 from helpers.checkpoint.saving import save
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import free_port, in_turn, run_on_ranks
-from moe_exp import train
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.optimizer_state import owned_state
 from moe_exp.checkpoint.state import parameters_in_sync, rng_state
 from moe_exp.checkpoint.tools.average import average
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 DECAY = 0.6
@@ -62,10 +62,10 @@ def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     interval, records, norms = Interval(job.config, job.runtime, job.trained.model), Records(), []
     # fp16 begins with steps that are skipped, until the loss scale fits
     for iteration in range(1, 30 if job.config.dtype == "fp16" else 6):
-        step = train.train_step(job, progress, interval, count_zeros=False)
+        step = loop.train_step(job, progress, interval, count_zeros=False)
         norms.append((step.done.grad_norm, [float(total / count) for total, count in step.losses]))
         if iteration % 2 == 1:
-            train.validate(job, progress, records)
+            loop.validate(job, progress, records)
     if folder:
         save(job.config, job.runtime, Path(folder), job.trained, progress)
     found = state_of(job) | {"norms": norms, "losses": records.losses, "num_averaged": progress.num_averaged}
@@ -82,7 +82,7 @@ def validated(settings: dict[str, Any], port: int, folder: str) -> float:
         time.sleep(0.01)
     job, progress = build_small(settings | {"load_dir": f"{folder}/mean"}, port)
     records = Records()
-    train.validate(job, progress, records)
+    loop.validate(job, progress, records)
     runtime.stop()
     return records.losses[0][0]
 

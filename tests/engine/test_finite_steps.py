@@ -11,9 +11,9 @@ import torch
 
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import run_jobs
-from moe_exp import train
 from moe_exp.checkpoint.state import unwrapped
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.microbatch import lm_loss
 
@@ -50,7 +50,7 @@ def trained(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
             continue
         before, has_fault = _state(job), iteration == BAD_ITERATION and fault and is_last
         with _broken(job, fault) if has_fault else contextlib.nullcontext():
-            step = train.train_step(job, progress, interval, count_zeros=True)
+            step = loop.train_step(job, progress, interval, count_zeros=True)
         rate = job.trained.optimizer.param_groups[0]["lr"]
         found["steps"].append((step.done.updated, step.done.grad_norm, rate))
         found["states"].append(before == _state(job))

@@ -11,7 +11,6 @@ from torch import Tensor
 from helpers.checkpoint.legs import MODEL, Leg, run_legs, start_job, write_data
 from helpers.ranks import run_jobs
 from helpers.relative_error import relative_error
-from moe_exp import train
 from moe_exp.checkpoint.format.naming import logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
@@ -21,6 +20,7 @@ from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.planner.costs.params import count_parameters
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.replica_checks import replica_problems
 
@@ -128,7 +128,7 @@ def updates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[Tensor, T
     names, parameters = parameter_names(job.trained.model), list(job.trained.model[0].parameters())
     before = [parameter.detach().double() for parameter in parameters]
     interval = Interval(job.config, job.runtime, job.trained.model)
-    train.train_step(job, Progress(), interval, count_zeros=False)
+    loop.train_step(job, Progress(), interval, count_zeros=False)
     runtime.stop()
     pairs = zip(parameters, before, strict=True)
     return {names[id(p)]: (start, p.detach().double() - start) for p, start in pairs}

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from helpers.checkpoint.small_job import build_small, records, small_settings, train_whole, write_tokens
 from helpers.ranks import RankError, free_port, run_on_ranks
-from moe_exp import train
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.engine import backends, runtime
 from moe_exp.layers.experts import grouped_gemm
@@ -29,6 +28,7 @@ from moe_exp.layers.kernels import (
     weight_grad,
 )
 from moe_exp.layers.megatron import moe_parts
+from moe_exp.training import loop
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -77,7 +77,7 @@ def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
     """On a rank: the choices and the number of timed configs when training begins and at the end, and all
     warnings. On rank 0 every config is faster than the one before, on others slower.
     """
-    warnings, num_timed, begin, states = pretend(None), 0, train.train, []
+    warnings, num_timed, begin, states = pretend(None), 0, loop.train, []
     faster = -1 if os.environ["RANK"] == "0" else 1
 
     def stopwatch(run: Any) -> float:
@@ -91,7 +91,7 @@ def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     for module in TUNED:
         module._kernel.configs = [tuning.make_config(config) for config in module.CONFIGS]
-    tuning.milliseconds, train.train = stopwatch, note
+    tuning.milliseconds, loop.train = stopwatch, note
     backends.check_kernels = lambda *args: []  # takes a minute for all configs
     self_test.ROWS_OF_CLASSES = ()
     train_whole(settings, port)

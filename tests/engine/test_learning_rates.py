@@ -9,11 +9,11 @@ from torch import Tensor
 from helpers.checkpoint.legs import MODEL, start_job, write_data
 from helpers.ranks import run_jobs
 from helpers.relative_error import relative_error
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config.parameter_groups import KINDS, kind_of
 from moe_exp.engine import runtime
 from moe_exp.engine.optimizer_setup import base_learning_rate
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 # Without momentum, decay and clipping an update is the gradient times the learning rate.
@@ -57,7 +57,7 @@ def updates_of(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], 
     parameters = dict(job.trained.model[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     interval = Interval(job.config, job.runtime, job.trained.model)
-    train.train_step(job, Progress(), interval, count_zeros=False)
+    loop.train_step(job, Progress(), interval, count_zeros=False)
     rate = base_learning_rate(job.trained.scheduler)
     runtime.stop()
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}, rate

@@ -9,8 +9,8 @@ import torch
 
 from helpers.checkpoint.small_job import build_small, small_settings, write_tokens
 from helpers.ranks import run_jobs
-from moe_exp import train
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 from megatron.core.utils import get_model_config
@@ -37,7 +37,7 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     def iterate() -> bool:
         progress.consumed_samples = 0
-        step = train.train_step(job, progress, interval, count_zeros=False)
+        step = loop.train_step(job, progress, interval, count_zeros=False)
         parts = job.trained.optimizer.chained_optimizers
         found["scales"].append([float(part.get_loss_scale()) for part in parts])
         found["updated"].append(step.done.updated)

@@ -7,10 +7,10 @@ import torch
 
 from helpers.checkpoint.legs import Leg, deviations, run_legs, start_job, write_data
 from helpers.ranks import run_jobs
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress
 from moe_exp.engine import runtime
 from moe_exp.engine.qk_clip import _scale_rows, attention_cores
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.metrics import curves
 
@@ -34,7 +34,7 @@ def clipped(settings: dict[str, Any], port: int) -> Any:
             if name.endswith("linear_qkv.bias"):
                 parameter.normal_(generator=torch.Generator().manual_seed(1), std=0.1)
     interval, progress = Interval(config, job.runtime, model), Progress()
-    train.forward_backward(job, job.train_stream, 0, 1)
+    loop.forward_backward(job, job.train_stream, 0, 1)
     core = attention_cores(model)[0]
     before, core.max_logit = core.take_max_logits(), None
     for other in attention_cores(model)[1:]:
@@ -44,10 +44,10 @@ def clipped(settings: dict[str, Any], port: int) -> Any:
     (stored,) = (p for key, p in parameters.items() if f"layers.0.self_attention.linear_{name}.weight" in key)
     heads = config.num_heads if config.multi_latent_attention else config.num_query_groups
     values = stored.detach().view(heads, -1, stored.size(1))[:, -8:].clone()
-    train.train_step(job, progress, interval, count_zeros=False)
+    loop.train_step(job, progress, interval, count_zeros=False)
     same_values = torch.allclose(stored.view(heads, -1, stored.size(1))[:, -8:], values, rtol=1e-6)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
-    train.forward_backward(job, job.train_stream, 0, 1)
+    loop.forward_backward(job, job.train_stream, 0, 1)
     pairs = [(p, p.main_param) for p in parameters.values() if hasattr(p, "main_param")]
     is_rounded = all(torch.equal(p, main.to(p.dtype)) for p, main in pairs)
     runtime.stop()

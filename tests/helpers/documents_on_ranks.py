@@ -100,17 +100,17 @@ def built(settings: dict[str, Any], port: int) -> Any:
 
 
 def _packed(settings: dict[str, Any], without_mask: bool, port: int) -> dict[str, Any]:
-    from moe_exp import train
     from moe_exp.engine import runtime
     from moe_exp.layers.megatron.documents import Documents
+    from moe_exp.training import loop
 
     if without_mask:
         Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
     job = built(settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
-    train.set_megatron_hooks(model, job.trained.optimizer)
+    loop.set_megatron_hooks(model, job.trained.optimizer)
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
-    losses = train.forward_backward(job, DocumentTokens(config.seq_len, 200), 0, num_microbatches)
+    losses = loop.forward_backward(job, DocumentTokens(config.seq_len, 200), 0, num_microbatches)
     found = _found(job)
     for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):
         found["losses"][index * groups.dp.size() + groups.dp.rank()] = loss.double()

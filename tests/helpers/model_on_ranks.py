@@ -91,12 +91,12 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from helpers.checkpoint.saving import save
-    from moe_exp import train
     from moe_exp.checkpoint.load import load
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+    from moe_exp.training import loop
 
     load_from, iterations = settings.pop("load", None), settings.pop("iterations", 2)
     save_to, save_after = settings.pop("save", None), settings.pop("save_after", 0)
@@ -109,7 +109,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
         draw_vectors(chunk.module)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained.optimizer)
+    loop.set_megatron_hooks(model, trained.optimizer)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
     found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}
@@ -122,8 +122,8 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
 
 def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
-    from moe_exp import train
     from moe_exp.data.samples.prefetch import microbatch_start
+    from moe_exp.training import loop
 
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
@@ -131,7 +131,7 @@ def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
         chunk.zero_grad_buffer()
     job.trained.optimizer.zero_grad()
     stream, first_sample = RandomTokens(config.seq_len, 200), progress.consumed_samples
-    losses = train.forward_backward(job, stream, first_sample, num_microbatches)
+    losses = loop.forward_backward(job, stream, first_sample, num_microbatches)
     for index, loss in enumerate(losses if groups.tp.rank() == 0 else []):  # on the last pipeline stage
         place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
         found["losses"][microbatch_start(first_sample, index, **place)] = loss.double()

@@ -22,7 +22,7 @@ for name in (
     "moe_exp.layers.megatron.attention",
     "moe_exp.layers.moe_layer",
     "moe_exp.runs.summary",
-    "moe_exp.train",
+    "moe_exp.training.loop",
     "pytest",
     "tensorboard.plugins.hparams.metadata",
     "torch._dynamo",

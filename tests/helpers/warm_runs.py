@@ -144,10 +144,10 @@ def _rank(environ: Mapping[str, str], arguments: list[str]) -> NoReturn:
     logging.root.handlers.clear()  # the launcher's
     code: Any = 1
     try:
-        from moe_exp import train
+        from moe_exp.training import loop
 
         sys.argv = ["train", *arguments]
-        code = train.main(arguments)
+        code = loop.main(arguments)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

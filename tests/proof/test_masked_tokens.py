@@ -14,10 +14,10 @@ from helpers.documents_on_ranks import built
 from helpers.model_on_ranks import EOD, Found, assembled_job, parameter_pieces
 from helpers.ranks import run_jobs
 from helpers.relative_error import assert_equal_to
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress
 from moe_exp.data.samples.dataset import Stage, filler_mask
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
 LIMIT = 1e-10
@@ -70,19 +70,19 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
     job = built(MODEL | settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     job.valid_stream = Rows(tokens, has_filler=has_filler)
-    train.set_megatron_hooks(model, job.trained.optimizer)
+    loop.set_megatron_hooks(model, job.trained.optimizer)
     interval, num = Interval(config, job.runtime, model), config.num_microbatches
-    losses = train.forward_backward(job, job.valid_stream, 0, num)
+    losses = loop.forward_backward(job, job.valid_stream, 0, num)
     interval.add(losses, num_microbatches=num, batch_size=config.gbsz, flops=1, skipped=False)
     step = SimpleNamespace(losses=losses, num_microbatches=num)
-    end = train.agree_with_all_ranks(job, step, "", is_writing=False)
+    end = loop.agree_with_all_ranks(job, step, "", is_writing=False)
     pieces = [piece for chunk in model for piece in parameter_pieces(chunk.module, groups)]
     values = {"learning_rate": 0.0, "grad_norm": None, "num_zeros": None, "loss_scale": 1.0}
     record = interval.record(Progress(1, config.gbsz), **values)
     with torch.no_grad():
         for chunk in model:
             chunk.eval()
-        valid = train.mean_valid_loss(job)
+        valid = loop.mean_valid_loss(job)
     runtime.stop()
     found = {"losses": {0: torch.zeros(2)}, "norms": [], "pieces": pieces}
     return found, record, end.lm_loss, valid

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from helpers.model_on_ranks import RandomTokens
 from helpers.ranks import run_jobs, run_on_ranks
 from helpers.whole_runs import SMALL
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
@@ -24,6 +23,7 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval, IterationEnd, _expert_record, end_of_iteration
 
 ITERATIONS = 2
@@ -68,13 +68,13 @@ def record_on_rank(settings: dict[str, Any], port: int) -> tuple[dict[str, Any],
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained.optimizer)
+    loop.set_megatron_hooks(model, trained.optimizer)
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, train_stream=stream, eod_id=None)
     interval, progress = Interval(config, rank, model), Progress()
     rows, counts = _count_rows(interval), _counts_of_microbatches(interval)
     for _ in range(ITERATIONS):
-        train.train_step(job, progress, interval, count_zeros=False)
+        loop.train_step(job, progress, interval, count_zeros=False)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
     if rank.world_size == 1:
         for layer in record["experts"]:

@@ -8,11 +8,11 @@ import pytest
 
 from helpers.checkpoint.legs import MODEL, start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress
 from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.engine import runtime
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.proxy import Proxy, coordinates
 
@@ -29,7 +29,7 @@ def losses_of(settings: dict[str, Any], port: int) -> tuple[list[float], list[fl
     job, progress = start_job(settings, port), Progress()
     interval, expected = Interval(job.config, job.runtime, job.trained.model), []
     for _ in range(NUM_STEPS):
-        step = train.train_step(job, progress, interval, count_zeros=False)
+        step = loop.train_step(job, progress, interval, count_zeros=False)
         total, num_counted = sum(step.losses)
         expected.append(float(total / num_counted))
     proxy = Proxy(job.config)

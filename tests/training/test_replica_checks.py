@@ -10,9 +10,9 @@ import torch
 
 from helpers.checkpoint.legs import start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp import train
 from moe_exp.checkpoint.state import Progress, parameters_in_sync, unwrapped
 from moe_exp.engine.initial_weights import global_name
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.replica_checks import is_norm_or_bias, named_parameters, replica_problems
 
@@ -38,7 +38,7 @@ def found_on_rank(
     found = [problems_of(job)]
     interval, progress = Interval(job.config, job.runtime, job.trained.model), Progress()
     for _ in range(steps):
-        train.train_step(job, progress, interval, count_zeros=False)
+        loop.train_step(job, progress, interval, count_zeros=False)
         found.append(problems_of(job))
     with parameters_in_sync(job.trained.model):
         tensors = dict(named_parameters(job.trained.model))

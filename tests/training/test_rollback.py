@@ -21,9 +21,9 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order
     gets that of the run.
     """
-    from moe_exp import train
     from moe_exp.data.samples.order import order_of_files
     from moe_exp.engine import runtime
+    from moe_exp.training import loop
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})
@@ -32,7 +32,7 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
     write_json(folder.skipped_samples, {"rollbacks": [{"sample_order": order} | entry for entry in entries]})
-    _, progress = train.build(config, rank)
+    _, progress = loop.build(config, rank)
     runtime.stop()
     return progress.skipped_samples
 

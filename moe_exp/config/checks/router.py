@@ -41,7 +41,7 @@ class RouterRules:
         expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
             (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
-            mean load, `quantile` to the value that would have balanced the batch (router/quantile.py).
+            mean load, `quantile` to the value that would have balanced the batch (router/balance.py).
         bias_update_rate: that step (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.

@@ -7,12 +7,14 @@ from moe_exp.layers.dispatcher.dispatcher import (
     DispatchRecord,
     LocalDispatcher,
     Pending,
+    RoutedTokens,
     SpreadDispatcher,
+    TokensDispatcher,
     experts_per_rank,
     sort_slots,
 )
 
 __all__ = [
     "AllToAllDispatcher", "DispatchRecord", "Dispatched", "Dispatcher", "LocalDispatcher", "Pending",
-    "SpreadDispatcher", "experts_per_rank", "sort_slots",
+    "RoutedTokens", "SpreadDispatcher", "TokensDispatcher", "experts_per_rank", "sort_slots",
 ]  # fmt: skip

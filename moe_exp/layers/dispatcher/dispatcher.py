@@ -60,7 +60,17 @@ class Dispatched:
     splits: tuple[int, ...] | None = None  # tokens_per_expert_L on the host if known without synchronizing
 
 
-Pending = Callable[[], Dispatched]  # a dispatch in flight; pass to `finish` once
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens and their routing, for experts that are all on this rank: no rows are written."""
+
+    x_TD: Tensor
+    decision: RoutingDecision
+    rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
+    record: DispatchRecord = DispatchRecord(None)  # the experts sum a token's results: nothing to combine
+
+
+Pending = Callable[[], Dispatched | RoutedTokens]  # a dispatch in flight; pass to `finish` once
 
 
 class Dispatcher(ABC):
@@ -72,6 +82,8 @@ class Dispatcher(ABC):
 
     name: str
     is_local = False  # all experts are on this rank, so tokens need no exchange
+    moves_rows = True  # else the experts take the tokens as they are
+    pads = True  # uses `rows_per_expert`
     # Groups whose ranks exchange rows and so must agree on `rows_per_expert`.
     exchange_groups: tuple[ProcessGroup | None, ...] = ()
 
@@ -92,13 +104,13 @@ class Dispatcher(ABC):
             For `finish`, on the same CUDA stream; work in between overlaps, in forward and backward.
         """
 
-    def finish(self, pending: Pending) -> Dispatched:
+    def finish(self, pending: Pending) -> Dispatched | RoutedTokens:
         """Waits for the rows of this rank's experts."""
         return pending()
 
     def dispatch(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Dispatched:
+    ) -> Dispatched | RoutedTokens:
         """`start`, then `finish`."""
         return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
 
@@ -131,6 +143,25 @@ class LocalDispatcher(Dispatcher):
         )
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits)
+
+
+class TokensDispatcher(Dispatcher):
+    """All experts are on this rank, and compute tokens with their routing by one function (RoutedTokens).
+
+    `pads`: they need the rows of every expert padded, or their shapes depend on the data.
+    """
+
+    name = "tokens"
+    is_local = True
+    moves_rows = False
+
+    def __init__(self, *, pads: bool):
+        self.pads = pads
+
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
+        return lambda: RoutedTokens(x_TD, decision, rows_per_expert)
 
 
 class SpreadDispatcher(Dispatcher):

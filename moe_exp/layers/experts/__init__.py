@@ -1,5 +1,6 @@
 """The experts of one rank, and the code that computes them: a loop, grouped GEMMs, Triton kernels, FP8."""
 
-from moe_exp.layers.experts.experts import ACTIVATIONS, Experts, RoutedTokens, SharedExpert, squared_relu
+from moe_exp.layers.dispatcher import RoutedTokens
+from moe_exp.layers.experts.experts import ACTIVATIONS, Experts, SharedExpert, squared_relu
 
 __all__ = ["ACTIVATIONS", "Experts", "RoutedTokens", "SharedExpert", "squared_relu"]

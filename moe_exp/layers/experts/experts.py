@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,23 +10,13 @@ from torch import Tensor, nn
 from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
 from moe_exp.layers.activations import activate, differentiable_weighted_activation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
-from moe_exp.layers.dispatcher import Dispatched
+from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts.fp8 import check_fp8_kernels
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, PACKAGES, fused_problem
 from moe_exp.layers.experts.loop import expert_loop
-from moe_exp.layers.router import RoutingDecision
-
-
-@dataclass(frozen=True)
-class RoutedTokens:
-    """Tokens and their routing, for experts that are all on this rank: no rows are written."""
-
-    x_TD: Tensor
-    decision: RoutingDecision
-    rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
 
 
 def _check_activation(name: str) -> None:

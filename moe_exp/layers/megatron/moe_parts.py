@@ -21,8 +21,10 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer, PhaseTimers
+from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.phases import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router.balance import GlobalFractions, L1Factor, QuantileBias
 from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
@@ -112,11 +114,11 @@ class MegatronRouter(Router):
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Called by Megatron's finalize_model_grads per global batch; Megatron updates the expert bias."""
-        self.end_of_global_fractions(self.batch_group)
+        self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
         """Updates what Megatron's finalize_model_grads, after which it is called, does not know."""
-        self.end_of_own_state(self.batch_group)
+        self.end_of_batch(self.batch_group, (QuantileBias, L1Factor))
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:

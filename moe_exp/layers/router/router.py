@@ -8,20 +8,12 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.config.checks.router import RouterConfig
 from moe_exp.config.choices import LOSSES
-from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
-from moe_exp.layers.router.assignment import (
-    NUM_BINS,
-    balanced_bias,
-    best_experts,
-    count_gaps,
-    sinkhorn,
-    within_top_p,
-    zipf_experts,
-)
-from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
+from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
+from moe_exp.layers.router.balance import BalanceRule, rules_of
+from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots
 from moe_exp.layers.router.replay import RoutingReplay, is_counted_forward
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -86,21 +78,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype, device=device))
         bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if config.bias else None
         self.register_parameter("bias", bias)
-        zeros_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
-        if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
-            self.register_buffer("expert_bias", zeros_E.clone())
-            if config.finds_quantiles:
-                gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
-                self.register_buffer("gap_counts", gaps_EB, persistent=False)
-            else:
-                self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
-        if config.global_fractions:
-            self.register_buffer("global_tokens_per_expert", zeros_E.clone())
-            self.register_buffer("batch_tokens_per_expert", zeros_E.clone(), persistent=False)
-        if config.score == "relu":
-            self.register_buffer("l1_factor", torch.ones((), device=device))
-            slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
-            self.register_buffer("slots_and_tokens", slots_and_tokens, persistent=False)
+        self.rules = rules_of(config)
+        for rule in self.rules:
+            for name, buffer in rule.buffers(num_experts).items():
+                self.register_buffer(name, buffer.to(device), persistent=name in rule.saved)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -108,8 +89,9 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        for name, buffer in self.named_buffers(recurse=False):
-            nn.init.constant_(buffer, 1.0 if name == "l1_factor" else 0.0)
+        for rule in self.rules:
+            for name in rule.buffers(self.config.num_outputs):
+                nn.init.constant_(getattr(self, name), rule.initial if name in rule.saved else 0.0)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keeps counters and accumulators in their dtype when the model is cast to bf16."""
@@ -127,8 +109,8 @@ class Router(nn.Module):
             if self.bias is not None:
                 logits_TE = logits_TE + self.bias.to(logits_TE.dtype)
             decision = self.route(logits_TE, valid_T)
-        if self.training and is_counted_forward():
-            self._count(decision)
+        for rule in self._counting_rules:
+            rule.count(self, decision)
         return decision
 
     def logits(self, x_TD: Tensor) -> Tensor:
@@ -203,61 +185,33 @@ class Router(nn.Module):
             counted_TK=counted_TK,
         )
 
-    @torch.no_grad()
-    def end_of_batch(self, group: ProcessGroup | None = None) -> None:
-        """Updates the expert bias and the global fractions, after the last forward pass of a global batch.
+    @property
+    def _counting_rules(self) -> tuple[BalanceRule, ...]:
+        """Rules that count this forward pass."""
+        return self.rules if self.training and is_counted_forward() else ()
 
-        With the rule `sign` the bias of an expert rises by `bias_update_rate` if it has fewer slots than the
-        mean and falls if it has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing
-        (arXiv:2408.15664), algorithm 1. Only for use outside Megatron: in moe_exp's training, Megatron's
-        finalize_model_grads does this, and `end_of_own_state` the rest.
+    def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
+        """Counts the slots [E] of a micro-batch as the losses count them, by score."""
+        for rule in self._counting_rules:
+            rule.count_by_score(self, tokens_per_expert_E)
+
+    @torch.no_grad()
+    def end_of_batch(
+        self,
+        group: ProcessGroup | None = None,
+        kinds: type[BalanceRule] | tuple[type[BalanceRule], ...] = BalanceRule,
+    ) -> None:
+        """Updates the expert bias and what losses need of earlier batches, after the last forward pass of a
+        global batch.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
+            kinds: update rules of these classes only, see balance.py. Within Megatron, finalize_model_grads
+                does what SignBias does.
         """
-        if self.config.expert_bias and not self.config.finds_quantiles:
-            counts_E = sum_over(self.local_tokens_per_expert, group)
-            self.expert_bias += torch.sign(counts_E.mean() - counts_E) * self.config.bias_update_rate
-            self.local_tokens_per_expert.zero_()
-        self.end_of_global_fractions(group)
-        self.end_of_own_state(group)
-
-    @torch.no_grad()
-    def end_of_own_state(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` that Megatron does not have: quantile balancing, and the weight of the
-        loss `l1`, which grows by a fifth if tokens had more than K experts on average and shrinks if they had
-        fewer (ReMoE, arXiv:2412.14711, equation 8).
-        """
-        config = self.config
-        if config.score == "relu":
-            slots, tokens = sum_over(self.slots_and_tokens, group).double()
-            self.l1_factor *= 1.2 ** torch.sign(slots - tokens * config.topk).float()
-            self.l1_factor.clamp_(1e-20, 1e20)  # of the smallest numbers of fp32 a fifth more is the same
-            self.slots_and_tokens.zero_()
-        if config.finds_quantiles:
-            counts_EB = sum_over(self.gap_counts, group)
-            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
-            self.gap_counts.zero_()
-
-    @torch.no_grad()
-    def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` for `global_aux_loss`."""
-        if self.config.global_fractions:
-            self.global_tokens_per_expert.copy_(sum_over(self.batch_tokens_per_expert, group))
-            self.batch_tokens_per_expert.zero_()
-
-    def count_global(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts the slots [E] of a micro-batch for `global_aux_loss`, as the losses count them: by score."""
-        if self.config.global_fractions and self.training and is_counted_forward():
-            self.batch_tokens_per_expert += tokens_per_expert_E.detach()
-
-    @torch.no_grad()
-    def _count(self, decision: RoutingDecision) -> None:
-        if self.config.expert_bias and not self.config.finds_quantiles:
-            self.local_tokens_per_expert += decision.tokens_per_expert_E
-        if self.config.score == "relu":
-            self.slots_and_tokens[0] += decision.tokens_per_expert_E.sum()
-            self.slots_and_tokens[1] += tokens_in_group(decision, None)
+        for rule in self.rules:
+            if isinstance(rule, kinds):
+                rule.end_of_batch(self, group)
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Three tensors [T, E], with which `_choose_experts` makes a fourth, choice, for top-k to rank:
@@ -335,9 +289,8 @@ class Router(nn.Module):
             return logits_TE.topk(config.topk, dim=-1).indices
         if config.expert_bias:
             choice_TE = raw_TE + self.expert_bias
-            if config.finds_quantiles and self.training and is_counted_forward():
-                cutoff_T = choice_TE.topk(config.topk + 1, dim=-1).values[:, -1]
-                self.gap_counts += count_gaps(choice_TE, cutoff_T, valid_T)
+            for rule in self._counting_rules:
+                rule.count_choice(self, choice_TE, valid_T)
         else:
             # The same order as the scores, but without ties at 0 and 1; groups add up scores.
             by_logit = config.score != "softmax" and not config.num_groups

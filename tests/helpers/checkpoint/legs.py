@@ -17,7 +17,6 @@ import numpy as np
 from helpers.checkpoint.saving import save
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
-from moe_exp import train
 from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
@@ -26,6 +25,7 @@ from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import base_learning_rate, build_optimizer, build_scheduler
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.samples import build_data
 
@@ -105,7 +105,7 @@ def _run(leg: Leg, port: int) -> list[Step]:
     interval, steps = Interval(config, rank, job.trained.model), []
     for step in range(leg.steps + 1):
         if step:
-            grad_norm = train.train_step(job, progress, interval, count_zeros=False).done.grad_norm
+            grad_norm = loop.train_step(job, progress, interval, count_zeros=False).done.grad_norm
             steps.append(_step(job, progress, interval, grad_norm))
         if progress.iteration in leg.saves:
             save(config, rank, leg.saves[progress.iteration], job.trained, progress)
@@ -121,13 +121,13 @@ def start_job(settings: Mapping[str, Any], port: int) -> Any:
 
 
 def build_job(config: Config, rank: Any) -> Any:
-    """What `train.build` builds, without a run folder."""
+    """What `loop.build` builds, without a run folder."""
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained.optimizer)
+    loop.set_megatron_hooks(model, trained.optimizer)
     samples, _ = build_data(config)
-    return train.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None)
+    return loop.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None)
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:

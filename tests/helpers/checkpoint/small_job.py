@@ -43,20 +43,20 @@ def small_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 def build_small(settings: dict[str, Any], port: int) -> Any:
     """On a rank: the job and its progress, as a run builds them."""
-    from moe_exp import train
     from moe_exp.engine import runtime
+    from moe_exp.training import loop
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})
-    return train.build(config, runtime.start(config))
+    return loop.build(config, runtime.start(config))
 
 
 def train_whole(settings: dict[str, Any], port: int) -> None:
     """On a rank: a run to its end."""
-    from moe_exp import train
+    from moe_exp.training import loop
 
     os.environ["MASTER_PORT"] = str(port)
-    assert train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]) == 0
+    assert loop.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]) == 0
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -82,13 +82,13 @@ def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_l
     os.dup2(stream.fileno(), 2)
     os.environ.update(variables)
     torch.set_num_threads(1)
-    from moe_exp import train
+    from moe_exp.training import loop
 
     sys.argv = ["train", *flags]
     if file_limit:
         with no_file_over(file_limit):
-            sys.exit(train.main(flags))
-    sys.exit(train.main(flags))
+            sys.exit(loop.main(flags))
+    sys.exit(loop.main(flags))
 
 
 def end_run(processes: list[Any], printed: Path, *, timeout: float = 120.0) -> list[int]:

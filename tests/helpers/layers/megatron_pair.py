@@ -19,6 +19,7 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router.balance import GlobalFractions
 
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
@@ -200,7 +201,7 @@ def _end_of_batch(layer: nn.Module) -> None:
     if hasattr(layer.router, "reset_global_aux_loss_tracker"):
         layer.router.reset_global_aux_loss_tracker()
     else:
-        layer.router.end_of_global_fractions(group)
+        layer.router.end_of_batch(group, GlobalFractions)
     if getattr(layer.router, "local_tokens_per_expert", None) is not None:
         layer.router.local_tokens_per_expert.zero_()
 

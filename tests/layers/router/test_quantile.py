@@ -5,7 +5,7 @@ import torch
 
 from helpers.layers.tiny_moe import random
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.layers.router.assignment import NUM_BINS, balanced_bias, count_gaps
+from moe_exp.layers.router.balance import NUM_BINS, balanced_bias, count_gaps
 
 TOKENS, EXPERTS, TOPK = 4000, 12, 3
 

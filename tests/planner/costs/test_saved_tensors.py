@@ -140,10 +140,10 @@ def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[in
 
 
 def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
-    from moe_exp import train
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.layers.kernels import launch
+    from moe_exp.training import loop
 
     launch.INTERPRETED = False  # the kernels' twins keep the same, sooner
 
@@ -151,12 +151,12 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config) if config.world_size > 1 else runtime.start_alone(config)
     model = build_model(config, rank)
-    train.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
+    loop.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     ledger = Ledger(model)
     trained = SimpleNamespace(model=model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
-        train.forward_backward(
+        loop.forward_backward(
             job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
         )
     runtime.stop()

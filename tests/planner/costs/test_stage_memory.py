@@ -359,10 +359,10 @@ BYTES_BEFORE = 340e6  # of a process with the build of torch for CPUs, when it b
 
 def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     """In a process of its own: its resident size when it begins, and the largest over two iterations."""
-    from moe_exp import train
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+    from moe_exp.training import loop
 
     config = load_config(settings, {})
     rank = runtime.start_alone(config)
@@ -371,12 +371,12 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
-    train.set_megatron_hooks(model, job.trained.optimizer)
+    loop.set_megatron_hooks(model, job.trained.optimizer)
     for _ in range(2):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        train.forward_backward(
+        loop.forward_backward(
             job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
         )
         optimizer.step()
