@@ -5,6 +5,7 @@ logits, same gradients.
 import itertools
 import os
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from helpers.checkpoint.saving import save
 from helpers.layers.megatron_pair import build_latent_projections_without_te
 from helpers.ranks import RankError, free_port, run_on_ranks
+from helpers.relative_error import assert_equal_to, relative_error
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint import save as save_module
 from moe_exp.checkpoint.format.folders import iteration_folder
@@ -57,23 +59,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 STYLES = {"singleton": True, "stacked": False}
 
 
-def _relative(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
 def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> Any:
     build_latent_projections_without_te()
     settings = transformer_config(config)
     spec = get_gpt_decoder_block_spec(
         settings, use_transformer_engine=False, normalization=config.normalization
     )
-    if norm_as_in_te:
-        for index in range(config.first_k_dense, config.num_layers):
-            layer = spec.layer_specs[index]
-            names = layer.submodules.sharded_state_dict_keys_map
-            names = {key: value for key, value in names.items() if "pre_mlp" not in key}
-            submodules = replace(layer.submodules, sharded_state_dict_keys_map=names)
-            spec.layer_specs[index] = replace(layer, submodules=submodules)
+    for index in range(config.first_k_dense, config.num_layers) if norm_as_in_te else ():
+        layer = spec.layer_specs[index]
+        names = layer.submodules.sharded_state_dict_keys_map
+        names = {key: value for key, value in names.items() if "pre_mlp" not in key}
+        submodules = replace(layer.submodules, sharded_state_dict_keys_map=names)
+        spec.layer_specs[index] = replace(layer, submodules=submodules)
     return _gpt(config, settings, spec, groups)
 
 
@@ -96,7 +93,7 @@ def _fill(model: Any, ep_rank: int) -> None:
         value.copy_(1 + 0.1 * drawn if "norm" in name and name.endswith("weight") else 0.2 * drawn)
 
 
-def _outputs(model: Any, config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _outputs(model: Any, config: Any) -> dict[str, Tensor]:
     """Logits, and gradients of a fixed function of them; gradients of experts as our two tensors."""
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -104,29 +101,18 @@ def _outputs(model: Any, config: Any) -> tuple[Tensor, dict[str, Tensor]]:
     positions = torch.arange(config.seq_len).expand_as(tokens)
     if config.add_bias_linear:  # Megatron's experts with biases have no backward: a view changed in place
         with torch.no_grad():
-            return model(tokens, positions, None), {}
+            return {"logits": model(tokens, positions, None)}
     logits = model(tokens, positions, None)
     (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
-    grads: dict[str, Tensor] = {}
-    experts: dict[str, list[Tensor]] = {}
+    found, experts = {"logits": logits.detach()}, defaultdict(list)
     for name, parameter in model.named_parameters():
         grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
         if ".local_experts." in name:
             before, _, after = name.partition(".local_experts.")
-            experts.setdefault(f"{before}.weight{1 if 'fc1' in after else 2}", []).append(grad)
+            experts[f"{before}.weight{1 if 'fc1' in after else 2}"].append(grad)
         else:
-            grads[name] = grad.clone()
-    return logits.detach(), grads | {name: torch.stack(tensors) for name, tensors in experts.items()}
-
-
-def _assert_equal(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> float:
-    assert set(ours[1]) == set(theirs[1])
-    errors = {"logits": _relative(ours[0], theirs[0])} | {
-        name: _relative(grad, theirs[1][name]) for name, grad in ours[1].items()
-    }
-    over = {name: error for name, error in errors.items() if not error < LIMIT}
-    assert not over, over
-    return max(errors.values())
+            found[name] = grad.clone()
+    return found | {name: torch.stack(tensors) for name, tensors in experts.items()}
 
 
 def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
@@ -149,7 +135,7 @@ def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool)
     dist_checkpointing.save(stock.sharded_state_dict(metadata=metadata), f"{folder}/theirs")
     load_weights(rank, Path(folder) / "theirs", trained)
     ours, theirs = trained.model[0].module, _outputs(stock, config)
-    error = _assert_equal(_outputs(ours, config), theirs)
+    error = assert_equal_to(LIMIT, _outputs(ours, config), theirs)
 
     save(config, rank, Path(folder) / "ours", trained, Progress())
     written = str(iteration_folder(Path(folder) / "ours", 0))
@@ -158,7 +144,7 @@ def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool)
     metadata = {**dist_checkpointing.load_content_metadata(written), "dp_cp_group": rank.groups.dp_cp}
     read = dist_checkpointing.load({"model": again.sharded_state_dict(metadata=metadata)}, written)
     again.load_state_dict(read["model"])
-    return max(error, _assert_equal(_outputs(again, config), theirs))
+    return max(error, assert_equal_to(LIMIT, _outputs(again, config), theirs))
 
 
 SHORT = [
@@ -280,18 +266,17 @@ def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
     run_on_ranks(1, start_from_megatrons, settings, free_port(), str(tmp_path), join=False)
 
 
-def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
+def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> None:
     """On one rank: Megatron's loader and nothing of ours but the layers, both ways; see docs/library.md."""
     config, rank, _ = _our_job(settings, port)
     stock = _stock_model(config, rank.groups)
     _fill(stock, rank.groups.ep.rank())
-    theirs = _outputs(stock, config)
+    logits = _outputs(stock, config)["logits"]
     spec = decoder_spec(transformer_config(config), backend="loop")
     for layer in spec.layer_specs:
         layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     ours = _gpt(config, transformer_config(config), spec, rank.groups)
     metadata = {"singleton_local_shards": singleton, "dp_cp_group": rank.groups.dp_cp}
-    errors = []
     for name, writer, reader in (("theirs", stock, ours), ("ours", ours, stock)):
         dist_checkpointing.save(writer.sharded_state_dict(metadata=metadata), f"{folder}/{name}")
         for value in reader.parameters():
@@ -299,9 +284,7 @@ def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, sing
         state = reader.sharded_state_dict(metadata=metadata)
         loaded = dist_checkpointing.load(state, f"{folder}/{name}", strict=StrictHandling.RAISE_ALL)
         reader.load_state_dict(loaded)
-        errors.append(_relative(_outputs(reader, config)[0], theirs[0]))
-    assert max(errors) < LIMIT, errors
-    return max(errors)
+        assert relative_error(_outputs(reader, config)["logits"], logits) < LIMIT, name
 
 
 @pytest.mark.parametrize(

@@ -256,24 +256,6 @@ def test_null_is_what_transformers_makes_of_it(architecture):
     assert accepted == architecture.null.keys()
 
 
-def test_fields_that_deepseek_v3_leaves_out_or_has_as_null():
-    """n_group 8 and routed_scaling_factor 2.5 are those of its class; null is false."""
-    defaults = {
-        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-        "q_lora_rank": 1536, "first_k_dense_replace": 3,
-    }  # fmt: skip
-    left_out = {name: value for name, value in DEEPSEEK.items() if name not in defaults}
-    found = settings(left_out)
-    assert found == settings(left_out | defaults)
-    assert (found["num_router_groups"], found["router_scaling_factor"]) == (8, 2.5)
-    assert found["q_lora_rank"] == 1536
-    assert settings(DEEPSEEK | {"norm_topk_prob": None})["router_normalize"] == "false"
-    assert settings(DEEPSEEK | {"q_lora_rank": None})["q_lora_rank"] == 0
-    for name, rule in (("rope_interleave", "False: Megatron's"), ("n_group", "null: .* leave it out for 8")):
-        with pytest.raises(UnsupportedModel, match=f"{name}={rule}"):
-            settings(DEEPSEEK | {name: None})
-
-
 def test_a_window_is_switched_off_by_fields_of_the_class_alone():
     window = {"sliding_window": 1024, "max_position_embeddings": 4096}
     mixtral = fields_of_class(ARCHITECTURES["MixtralForCausalLM"])[2] | window

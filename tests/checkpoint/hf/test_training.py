@@ -83,9 +83,7 @@ def test_goes_back_with_the_same_logits(trained):
 
 
 def test_is_readable_by_what_serves_models(trained):
-    """vLLM's Qwen2Moe has biases on queries, keys and values and a gate of the shared expert whatever
-    config.json says; transformers reports a shared expert of size 0 as missing. So there is one of zeros.
-    """
+    """Biases on queries, keys and values and a shared expert, which vLLM's Qwen2Moe always has, are zero."""
     from transformers import AutoModelForCausalLM
 
     fields = json.loads((trained.exported / "config.json").read_text())
@@ -117,20 +115,11 @@ def test_fp32_weights_of_the_optimizer(trained, tmp_path):
 def test_fp32_weights_of_a_bf16_run(distributed, tmp_path):
     """They are what the weights are rounded from, and are rounded once on the way out."""
     settings = {"dtype": "bf16", "num_experts": 4, "topk": 2, "vocab_size": 256}
-    settings["distributed_optimizer"] = distributed
-    run_models(1, [settings | {"save": str(tmp_path / "run")}])
+    run_models(1, [settings | {"distributed_optimizer": distributed, "save": str(tmp_path / "run")}])
     to_hf(tmp_path / "run", tmp_path / "model")
     to_hf(tmp_path / "run", tmp_path / "main", main_weights=True)
     to_hf(tmp_path / "run", tmp_path / "rounded", main_weights=True, dtype="bf16")
     model, main, rounded = (weights_of(tmp_path / name) for name in ("model", "main", "rounded"))
-    assert all(value.dtype == torch.float32 for value in main.values())
     for name, value in model.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(rounded[name], main[name].bfloat16()), name
-        assert torch.equal(value, rounded[name]), name
-
-
-def test_model_card_says_what_it_is(trained):
-    card = (trained.exported / "README.md").read_text()
-    for text in ("`Qwen2MoeForCausalLM`", "# back\n", "from iteration 2 of the run or folder `on`"):
-        assert text in card
+        assert (value.dtype, main[name].dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(rounded[name], main[name].bfloat16()) and torch.equal(value, rounded[name]), name

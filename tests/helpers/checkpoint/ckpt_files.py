@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.runs.run_folder import LATEST
 
@@ -35,7 +36,7 @@ WHOLE = {
     "decoder.final_layernorm.weight": (HIDDEN,),
     "output_layer.weight": (VOCAB, HIDDEN),
 }
-BIAS = "decoder.layers.mlp.router.expert_bias"
+BIAS, ROUTER = "decoder.layers.mlp.router.expert_bias", "decoder.layers.mlp.router.weight"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -112,6 +113,14 @@ def flip_bit(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def flip_a_value(folder: Path) -> None:
+    """Changes one bit of the router of layer 1, in a chunk of its own."""
+    chunk = CheckpointReader(folder).tensors[ROUTER].chunks[1]
+    content = (folder / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.num_bytes]
+    values = drawn_state()[ROUTER][1].contiguous().view(torch.uint8).numpy().tobytes()
+    flip_bit(folder / chunk.file, chunk.start + content.index(values) + 20)
 
 
 def write_without_tensors(folder: Path, common: dict[str, Any] | None = None) -> None:
