@@ -86,11 +86,9 @@ def test_resumed_and_reshaped(tmp_path):
     same = compare(source, other, optimizer=True)
     assert same.is_within(0.0)
     assert sum(tensor.name.startswith("ema of ") for tensor in same.tensors) > 30
-    legs = [
-        Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"}),
-        Leg(settings_of(tmp_path, "TP2_ETP2", gbsz=4), other, STEPS - SAVED, {STEPS: tmp_path / "moved"}),
-    ]
-    run_legs(legs)
+    again = Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"})
+    moved = settings_of(tmp_path, "TP2_ETP2", gbsz=4)
+    run_legs([again, Leg(moved, other, STEPS - SAVED, {STEPS: tmp_path / "moved"})])
     assert deviation(read(tmp_path / "again", STEPS), read(whole, STEPS)) == 0
     assert deviation(read(tmp_path / "moved", STEPS), read(whole, STEPS)) < 1e-6
 
@@ -110,13 +108,8 @@ def test_every_layout(saved_at, loaded_at, tmp_path, record_property):
     settings = settings_of(tmp_path, saved_at)
     whole = tmp_path / "whole"
     run_legs([Leg(settings, None, STEPS, dict.fromkeys((SAVED, STEPS), whole))])
-    legs = {
-        name: Leg(
-            settings_of(tmp_path, name), whole / f"iter_{SAVED:07d}", STEPS - SAVED, {STEPS: tmp_path / name}
-        )
-        for name in loaded_at
-    }
-    run_legs(list(legs.values()))
+    given = (whole / f"iter_{SAVED:07d}", STEPS - SAVED)
+    run_legs([Leg(settings_of(tmp_path, name), *given, {STEPS: tmp_path / name}) for name in loaded_at])
     for name in loaded_at:
         found = deviation(read(tmp_path / name, STEPS), read(whole, STEPS))
         record_property(name, found)
@@ -215,7 +208,7 @@ def test_one_line_says_so(decay, has_average, line, number, caplog):
 
 
 def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch):
-    """Steps are made at iterations 1, 3, 4, 5 and 6: the second is 3, and the fourth 5."""
+    """The second step is at iteration 3, and the fourth at 5."""
     numbers = []
     monkeypatch.setattr(train, "update_average", lambda optimizer, **given: numbers.append(given))
     config = Leg({"ema_decay": 0.5, "average_every": 2, "gpus_per_node": 1}).config

@@ -65,12 +65,13 @@ def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> An
     spec = get_gpt_decoder_block_spec(
         settings, use_transformer_engine=False, normalization=config.normalization
     )
-    for index in range(config.first_k_dense, config.num_layers) if norm_as_in_te else ():
-        layer = spec.layer_specs[index]
-        names = layer.submodules.sharded_state_dict_keys_map
-        names = {key: value for key, value in names.items() if "pre_mlp" not in key}
-        submodules = replace(layer.submodules, sharded_state_dict_keys_map=names)
-        spec.layer_specs[index] = replace(layer, submodules=submodules)
+    if norm_as_in_te:
+        for index in range(config.first_k_dense, config.num_layers):
+            layer = spec.layer_specs[index]
+            names = layer.submodules.sharded_state_dict_keys_map
+            names = {key: value for key, value in names.items() if "pre_mlp" not in key}
+            submodules = replace(layer.submodules, sharded_state_dict_keys_map=names)
+            spec.layer_specs[index] = replace(layer, submodules=submodules)
     return _gpt(config, settings, spec, groups)
 
 

@@ -20,7 +20,7 @@ def usage(*counts: list[int]) -> LayerUsage:
 
 
 def test_experts_of_one_source_each():
-    """Four experts, two sources that share none: which expert it was says which source it was, one bit."""
+    """Which expert it was says which of two sources it was, one bit."""
     layer = usage([30, 10, 0, 0], [0, 0, 2, 2])
     assert layer.shares_PE.tolist() == [[0.75, 0.25, 0, 0], [0, 0, 0.5, 0.5]]
     # s/2 * log2(s / (s/2)) = s/2: half the share in the only source that uses the expert.
