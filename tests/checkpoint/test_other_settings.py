@@ -40,15 +40,15 @@ def resumed(
     """Continues with `after` on top of `before`; deviations from the run that was not interrupted."""
     before = {"gpus_per_node": 1} | before
     checkpoints, uninterrupted = whole(folder, *before.items())
-    settings = {"train_data": str(folder / "tokens")} | before | after
+    settings, expected = {"train_data": str(folder / "tokens")} | before | after, uninterrupted[SAVED:]
     (steps,) = run_legs([Leg(settings, checkpoints, STEPS - SAVED)])
-    found, expected = ([s.tokens_per_expert for s in some] for some in (steps, uninterrupted[SAVED:]))
-    assert (found == expected) is same_routing
-    return deviations(steps, uninterrupted[SAVED:])
+    tokens, others = ([step.tokens_per_expert for step in some] for some in (steps, expected))
+    assert (tokens == others) is same_routing
+    return deviations(steps, expected)
 
 
 def check(found: dict[str, float]) -> None:
-    limits = {name: 1e-5 if name == "grad_norm" else 1e-6 for name in found}
+    limits = dict.fromkeys(found, 1e-6) | {"grad_norm": 1e-5}
     assert {name: value for name, value in found.items() if not value <= limits[name]} == {}
 
 

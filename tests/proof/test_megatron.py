@@ -26,16 +26,8 @@ import functools
 import pytest
 import torch
 
-from helpers.layers.megatron_pair import (
-    EXPERTS,
-    SHARED_FFN,
-    Comparison,
-    Pair,
-    apply_router_token_dropping,
-    balancing,
-    compare_on_rank,
-    losses,
-)
+from helpers.layers import megatron_pair
+from helpers.layers.megatron_pair import EXPERTS, SHARED_FFN, Comparison, Pair, balancing, losses
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.layers.activations import quick_gelu
 from moe_exp.layers.experts import squared_relu
@@ -137,7 +129,7 @@ def on_ranks(ep: int) -> dict[str, list[Comparison]] | RankError:
     """
     pairs = {name: pair for name, pair in PAIRS.items() if pair.only_ep in (None, ep)}
     try:
-        ranks = run_on_ranks(ep, compare_on_rank, ep, pairs, timeout=300)
+        ranks = run_on_ranks(ep, megatron_pair.compare_on_rank, ep, pairs, timeout=300)
     except RankError as error:
         return error
     return {name: [rank[name] for rank in ranks] for name in pairs}
@@ -173,7 +165,8 @@ def test_drops_by_position_are_as_many(capacity):
     expert_TK = torch.rand(36, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(2).indices
     routing_map = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, True)
     rule = {"capacity_factor": capacity * EXPERTS / 72, "drop_policy": "position"}
-    _, theirs = apply_router_token_dropping(routing_map.float(), routing_map, router_topk=2, **rule)
+    drop = megatron_pair.apply_router_token_dropping
+    _, theirs = drop(routing_map.float(), routing_map, router_topk=2, **rule)
     kept_TK = keep_within_capacity(expert_TK, None, num_experts=EXPERTS, capacity=capacity)
     ours = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, kept_TK)
     assert ours.sum(dim=0).tolist() == theirs.sum(dim=0).tolist()
