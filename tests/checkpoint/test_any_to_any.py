@@ -1,6 +1,4 @@
-"""A run continues under any other layout as if it had been there from the start: losses, gradient norms,
-routing, optimizer state.
-"""
+"""A run continues under any other layout as if it had been there from the start."""
 
 from collections.abc import Callable
 from functools import cache
@@ -70,9 +68,7 @@ def check(steps: list[Step], expected: list[Step], limits: dict[str, float]) -> 
 
 
 def test_short_matrix(tmp_path, data):
-    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts and whole
-    latent projections, virtual stages.
-    """
+    """Into and out of EP, TP with parts of gated experts and whole latent projections, virtual stages."""
     layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")}
     layouts |= {"PP2_VPP2": LAYOUTS["PP2_VPP2"] | {"gpus_per_node": 2}}
     changes = {"moe_latent_size": 20, "gbsz": 4, "warmup_iters": 1, "lr": 5e-3}
@@ -87,9 +83,7 @@ def test_short_matrix(tmp_path, data):
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_whole_matrix(dtype, target, matrix, record_property):
-    """In bf16 layouts round differently from the first step on, so a moved run differs as uninterrupted runs
-    of two layouts do, not more.
-    """
+    """bf16 rounds differently by layout: a moved run differs as uninterrupted runs of two layouts do."""
     runs, limits = matrix(dtype), LIMITS
     if dtype == "bf16":
         limits = {name: 3 * value for name, value in runs.between_layouts.items()}

@@ -1,6 +1,4 @@
-"""The average of the weights (EMA_DECAY) in checkpoints is that of the weights of all iterations, and a
-resume continues it in any layout.
-"""
+"""EMA_DECAY averages the weights of all iterations, and a resume continues the average in any layout."""
 
 import logging
 from pathlib import Path
@@ -163,9 +161,7 @@ def test_every_optimizer(name, tmp_path):
 
 
 def test_newly_set_and_dropped(tmp_path):
-    """A start without an average takes the weights of the checkpoint as its first; one without EMA_DECAY
-    drops it; another optimizer keeps it.
-    """
+    """A new average starts with the loaded weights; EMA_DECAY=0 drops it; another optimizer keeps it."""
     settings = settings_of(tmp_path, "one", gbsz=2)
     plain = settings | {"ema_decay": 0.0}
     other = settings | {"optimizer": "sgd", "allow_other_optimizer": True}

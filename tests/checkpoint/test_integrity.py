@@ -286,9 +286,7 @@ def test_no_code_of_a_file_is_run(kind, checkpoints, tmp_path):
 
 
 def test_whole_run_goes_on_from_the_one_before(tmp_path):
-    """Reported, `latest` set back, records after it removed, and in the end the same numbers as without the
-    damage.
-    """
+    """Reported, `latest` set back, records after it removed, and in the end the same numbers."""
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "run", save_interval=2, exit_interval=4)
     checkpoints = tmp_path / "run" / "checkpoints"

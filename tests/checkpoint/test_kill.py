@@ -1,6 +1,4 @@
-"""kill -9 while checkpoints are written: there is always one to continue from, and every one is what it has
-to be.
-"""
+"""kill -9 while checkpoints are written: there is always one to continue from, and every one is whole."""
 
 import itertools
 import random

@@ -1,6 +1,4 @@
-"""Checkpoints go both ways between our model and Megatron's own (stock local spec, SequentialMLP): same
-logits, same gradients.
-"""
+"""Checkpoints go both ways between our model and Megatron's own (local spec): same logits, same gradients."""
 
 import itertools
 import os
@@ -126,9 +124,7 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
 
 
 def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
-    """On one rank: Megatron's model writes and ours reads, ours writes and Megatron's reads. The largest
-    relative error.
-    """
+    """On one rank: each reads what the other's model has written. The largest relative error."""
     config, rank, trained = _our_job(settings, port)
     stock = _stock_model(config, rank.groups)
     _fill(stock, rank.groups.ep.rank())
@@ -233,9 +229,7 @@ def test_checkpoints_from_before_router_biases_resume(distributed, tmp_path):
 
 
 def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
-    """On one rank: LOAD_DIR names what Megatron-LM's script left behind, with the state of an optimizer that
-    is not ours.
-    """
+    """On one rank: LOAD_DIR names what Megatron-LM's script wrote, with the state of another optimizer."""
     config, rank, trained = _our_job(settings, port)
     stock = _stock_model(config, rank.groups)
     _fill(stock, 0)

@@ -226,9 +226,7 @@ def _sorted(state: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def of_an_older_version(settings: dict[str, Any], ports: list[int], folder: str) -> bool:
-    """On one rank: what Megatron writes without its distributed optimizer, as this package did before
-    2026-12, is read into it.
-    """
+    """On one rank: what Megatron's other optimizer writes, as this package did before 2026-12, is read."""
     job, progress = _trained(settings | {"distributed_optimizer": False}, ports[0])
     expected = _state(job)
     _save_as_megatron_does(job, progress, Path(folder) / "iter_0000002")

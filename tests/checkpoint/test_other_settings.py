@@ -1,6 +1,4 @@
-"""What else may change where a run continues: how a step is computed, and nothing of what it computes. Each
-case trains 4 steps with some settings, and continues with others from the checkpoint of the 2nd.
-"""
+"""After 2 of 4 steps a run continues with other settings of how a step is computed: the same numbers."""
 
 from functools import cache
 from pathlib import Path

@@ -54,9 +54,7 @@ def cross_entropy(logits: torch.Tensor, samples: torch.Tensor) -> float:
 
 
 def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
-    """Dropless, and with a capacity over which tokens are dropped in training. VOCAB_SIZE is a multiple of
-    128: rows that pad the vocabulary are in the softmax of the training, and not among the logits.
-    """
+    """Dropless, and where training drops tokens. Rows of padding are in the softmax of the training alone."""
     prefix = write_tokens(tmp_path)
     changes = {"seq_len": 32, "train_iters": 4, "warmup_iters": 1, "decay_iters": 4, "lr": 0.01}
     changes |= {"init_std": 0.1, "first_k_dense": 1, "valid_data": str(prefix)}

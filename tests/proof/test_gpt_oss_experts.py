@@ -1,6 +1,4 @@
-"""Our experts against those of gpt-oss in transformers, with biases and the clamped SwiGLU: outputs and every
-gradient.
-"""
+"""Our experts against those of gpt-oss, with biases and the clamped SwiGLU: outputs and every gradient."""
 
 import pytest
 import torch

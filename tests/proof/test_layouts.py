@@ -1,9 +1,7 @@
-"""The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64, and
-on some layouts in float32.
+"""The layer is the same function on every layout of ranks: loss, outputs and every gradient.
 
-Two global batches of four micro-batches, so that expert bias and the state of losses move on between them,
-on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a
-micro-batch are split along the sequence, and expert groups are folded over the same ranks.
+Two global batches of four micro-batches, so that expert bias and the state of losses move on between them.
+The rest of the ranks of (EP, TP, ETP) is data parallel. With TP a micro-batch is split along the sequence.
 """
 
 import functools
@@ -75,9 +73,7 @@ def on_one_rank(name: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def is_fast(name: str, layout: Layout) -> bool:
-    """All cases over expert parallel ranks, and half of them by the other dispatcher; one half on each layout
-    without expert parallel ranks.
-    """
+    """On EP ranks all cases, half of them by the other dispatcher too; else one half on each layout."""
     half = list(CASES).index(name) % 2
     if layout.ep > 1:
         return layout in FAST and (layout.dispatcher == "alltoall" or half == 1)
@@ -96,9 +92,7 @@ def on_ranks(layout: Layout, fast: bool) -> list[dict[Any, dict[str, Any]]] | Ra
 
 
 def expected_on(rank: int, whole: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What a rank has to have found, from what one rank alone did: its part of the tokens and of the
-    experts.
-    """
+    """What a rank has to have found: its part of the tokens and of the experts."""
     tp, ep, etp = rank % layout.tp, rank // layout.etp % layout.ep, rank % layout.etp
     expected = {}
     for name, value in whole.items():

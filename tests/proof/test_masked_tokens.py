@@ -1,6 +1,4 @@
-"""Tokens that do not count: filler is as if it were not there, and a micro-batch that is masked completely
-takes no part in a mean; in float64, in every kind of layout.
-"""
+"""Filler is as if it were not there, and a masked micro-batch takes no part in a mean; in every layout."""
 
 from functools import cache
 from types import SimpleNamespace

@@ -124,9 +124,7 @@ PAIRS = {
 
 @functools.cache
 def on_ranks(ep: int) -> dict[str, list[Comparison]] | RankError:
-    """Of every pair that can be compared at this size, what each rank found; or how the job failed, which is
-    to be seen once.
-    """
+    """Of every pair for this size, what each rank found; or how the job failed, which is to be seen once."""
     pairs = {name: pair for name, pair in PAIRS.items() if pair.only_ep in (None, ep)}
     try:
         ranks = run_on_ranks(ep, megatron_pair.compare_on_rank, ep, pairs, timeout=300)

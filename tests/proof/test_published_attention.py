@@ -1,6 +1,4 @@
-"""Our attention against that of transformers: same weights, fp32, outputs and every gradient; rotary
-frequencies of published sizes.
-"""
+"""Our attention against that of transformers: outputs, every gradient; published rotary frequencies."""
 
 from functools import partial
 from typing import Any

@@ -188,9 +188,7 @@ NULL_BUILDS_NOTHING |= {"num_experts_per_tok"}
 
 
 def fields_of_class(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The configuration class of the installed transformers, the defaults of its fields that our rules know,
-    and a config.json with all of them.
-    """
+    """A class of the installed transformers, defaults of fields that we know, a config.json with them."""
     known = {name for rule in architecture.fields for name in rule.names} - {"rope_parameters"}
     of_class = CONFIG_MAPPING[architecture.model_type]
     defaults = {field.name: field.default for field in dataclasses.fields(of_class) if field.name in known}

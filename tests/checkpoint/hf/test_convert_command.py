@@ -76,9 +76,7 @@ def test_a_source_without_tokenizer_json_leaves_tokenizer_empty(tmp_path, hf_fol
 
 @pytest.mark.parametrize("num_added", [None, 0, 3])
 def test_settings_of_the_printed_command_are_read(num_added, tmp_path):
-    """What it prints, as a shell runs it, but for the training: the dry run builds the settings and checks
-    them, the tokenizer's size among them.
-    """
+    """As a shell runs it, but for the training: the dry run builds the settings and checks them."""
     source = tiny_folder(tmp_path / "hf", "qwen2_moe")
     if num_added is not None:
         save_tokenizer(source, 256, num_added)

@@ -1,6 +1,4 @@
-"""Hugging Face -> checkpoint -> Hugging Face, on one process: the same tensors bit by bit, and a config.json
-that says the same.
-"""
+"""Hugging Face -> checkpoint -> Hugging Face: the same tensors bit by bit, the same config.json."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""Checkpoints of a small model for tests of the commands: written chunk by chunk in this package's style,
-without ranks.
-"""
+"""Checkpoints of a small model, written chunk by chunk in this package's style, without ranks."""
 
 import pickle
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,7 @@
-"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save on its
-way.
+"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save.
 
-`run_legs` trains every leg with `moe_exp.train`'s own step, in processes of this test session instead of
-under torchrun: legs of equally many ranks run one after the other in the same processes, each with model,
-optimizer and process groups of its own.
+`run_legs` trains them with `moe_exp.train`'s own step: those of equally many ranks in the same processes, one
+after the other, each with model and optimizer of its own.
 """
 
 import os

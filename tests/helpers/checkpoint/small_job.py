@@ -1,6 +1,4 @@
-"""A small training job, built inside ranks that `run_on_ranks` starts or started whole, for tests of saving
-and loading.
-"""
+"""A small training job, built inside ranks that `run_on_ranks` starts, or started whole."""
 
 import os
 import signal
