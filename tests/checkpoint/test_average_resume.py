@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoint.legs import Leg, run_legs, write_data
+from helpers.checkpoint.legs import LAYOUTS, Leg, run_legs, write_data
 from helpers.relative_error import relative_error
 from moe_exp import train
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
@@ -23,17 +23,6 @@ from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 STEPS, SAVED, DECAY = 4, 2, 0.7
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"gpus_per_node": 1},
-    "DP2": {"gpus_per_node": 2},
-    "DP2 whole": {"gpus_per_node": 2, "distributed_optimizer": False},
-    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
-    "EP2": {"gpus_per_node": 2, "ep": 2},
-    "PP2_VPP2": {"gpus_per_node": 2, "pp": 2, "vpp": 2},
-    "EP4": {"gpus_per_node": 4, "ep": 4},
-    "TP2_EP2_ETP2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
-    "PP2_EP2": {"gpus_per_node": 4, "pp": 2, "ep": 2},
-}
 SLOW = pytest.mark.slow
 
 
@@ -61,8 +50,7 @@ def averaged(checkpoints: Path, iterations: list[int]) -> dict[str, Tensor]:
 
 
 def num_averaged(checkpoints: Path, iteration: int) -> int:
-    common = CheckpointReader(checkpoints / f"iter_{iteration:07d}").common()
-    return common["progress"]["num_averaged"]
+    return CheckpointReader(checkpoints / f"iter_{iteration:07d}").common()["progress"]["num_averaged"]
 
 
 def settings_of(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
@@ -179,11 +167,10 @@ def test_newly_set_and_dropped(tmp_path):
     assert read(folders["dropped"], 4) == {} and num_averaged(folders["dropped"], 4) == 0
     assert deviation(read(folders["other"], 4), read(folders["set"], 4)) == 0
     assert num_averaged(folders["other"], 4) == 3
-    sizes = []
-    for name in ("set", "dropped"):
-        tensors = CheckpointReader(folders[name] / "iter_0000004").tensors
-        sizes.append(sum(one.num_bytes for key, one in tensors.items() if "rng_state" not in key))
-    assert sizes == [checkpoint_bytes(Leg(one).config) for one in (settings, plain)]
+    for name, of in (("set", settings), ("dropped", plain)):
+        tensors = CheckpointReader(folders[name] / "iter_0000004").tensors.items()
+        num_bytes = sum(one.num_bytes for key, one in tensors if "rng_state" not in key)
+        assert num_bytes == checkpoint_bytes(Leg(of).config)
 
 
 @pytest.mark.parametrize(

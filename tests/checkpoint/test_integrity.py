@@ -8,6 +8,7 @@ import shutil
 import signal
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,8 @@ def test_sizes_alone_where_checksums_are_off(checkpoints):
 
 
 def test_none_is_whole(checkpoints):
-    for iteration in (10, 20, 30):
-        cut(checkpoints / f"iter_{iteration:07d}" / "__0_0.distcp")
+    for path in checkpoints.glob("iter_*/__0_0.distcp"):
+        cut(path)
     place = checkpoints / "iter_0000030" / "__0_0.distcp"
     refused(checkpoints, rf"checkpoint={checkpoints}: none can be used, {place}: has .*2 older.*Fix: ", 2)
 
@@ -185,9 +186,7 @@ def test_killed_before_the_first_latest_and_while_one_takes_another_place(checkp
 
 def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     """As that version of Megatron-Core writes them: in common.pt, or as an object of the checkpoint."""
-    arguments = Namespace(
-        lr=0.1, params_dtype=torch.bfloat16, attention_backend=AttnBackend.fused, exit_signal=signal.SIGTERM
-    )
+    arguments = Namespace(params_dtype=torch.bfloat16, backend=AttnBackend.fused, exit_signal=signal.SIGTERM)
     if version == "0.16":
         torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
     else:
@@ -224,18 +223,17 @@ def test_what_one_rank_cannot_read_ends_all_with_the_same_words(tmp_path, name):
     for rank in ("0", "1"):
         write_checkpoint(tmp_path / "new", 1).rename(tmp_path / rank)
     cut(tmp_path / "1" / name)
-    first, second = run_on_ranks(2, one_rank_cannot_read, tmp_path)
-    assert first == second
+    assert len(set(run_on_ranks(2, one_rank_cannot_read, tmp_path))) == 1
 
 
+@dataclass
 class Payload:
     """Unpickled, it makes a file."""
 
-    def __init__(self, path: Path):
-        self.path = str(path)
+    path: Path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.path, "w")
+        return open, (str(self.path), "w")
 
 
 def hostile(kind: str, folder: Path, mark: Path) -> None:
@@ -244,15 +242,15 @@ def hostile(kind: str, folder: Path, mark: Path) -> None:
     elif kind == "common":
         torch.save({"progress": Payload(mark)}, folder / "common.pt")
     else:
-        writer = TorchDistWriter(folder)
-        writer.add_tensor("weight", torch.ones(50, 20))
-        writer.add_object("rng_state/shard_0.0_1.1", Payload(mark))
-        writer.finish({})
+        with TorchDistWriter(folder) as writer:
+            writer.add_tensor("weight", torch.ones(50, 20))
+            writer.add_object("rng_state/shard_0.0_1.1", Payload(mark))
+            writer.finish({})
     (folder / "manifest.json").unlink()
 
 
-def load_hostile(folder: Path) -> list[str]:
-    """Every way in which this package reads a checkpoint; the refusals."""
+def load_hostile(folder: Path) -> None:
+    """Every way in which this package reads a checkpoint is refused."""
 
     def load() -> None:
         state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}
@@ -264,22 +262,18 @@ def load_hostile(folder: Path) -> list[str]:
         reader.common()
         reader.read_object("rng_state/shard_0.0_1.1")
 
-    refusals = []
     for way in (load, read):
-        with pytest.raises(ValueError, match=r"cannot be used \(.*\)\. Fix: use another") as caught:
+        with pytest.raises(ValueError, match=rf"{folder}.*cannot be used \(.*\)\. Fix: use another"):
             way()
-        refusals.append(str(caught.value))
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
-    return refusals
 
 
 @pytest.mark.parametrize("kind", ["metadata", "common", "object"])
 def test_no_code_of_a_file_is_run(kind, checkpoints, tmp_path):
     folder = checkpoints / "iter_0000030"
     hostile(kind, folder, tmp_path / "mark")
-    (refusals,) = run_on_ranks(1, load_hostile, folder)
+    run_on_ranks(1, load_hostile, folder)
     assert not (tmp_path / "mark").exists()
-    assert all(str(folder) in refusal for refusal in refusals)
     # The payload is a real one.
     pickle.loads(pickle.dumps(Payload(tmp_path / "mark"))).close()
     assert (tmp_path / "mark").exists()

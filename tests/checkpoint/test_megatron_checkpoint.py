@@ -123,6 +123,12 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
     return config, rank, Trained(model, optimizer, build_scheduler(config, optimizer))
 
 
+def on_ranks(function: Any, folder: Path, *args: Any, num: int = 1, **changes: Any) -> list[Any]:
+    """What a function returns on every rank, with expert parallelism over all of them."""
+    settings = MODEL | {"gpus_per_node": num, "ep": num} | changes
+    return run_on_ranks(num, function, settings, free_port(), str(folder), *args, join=False)
+
+
 def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
     """On one rank: each reads what the other's model has written. The largest relative error."""
     config, rank, trained = _our_job(settings, port)
@@ -157,8 +163,7 @@ CASES = [
 @pytest.mark.parametrize(("variant", "style", "ep"), CASES)
 def test_same_function_after_an_exchange(variant, style, ep, tmp_path, record_property):
     (tmp_path / "theirs").mkdir()
-    settings = MODEL | VARIANTS[variant] | {"gpus_per_node": ep, "ep": ep}
-    errors = run_on_ranks(ep, both_ways, settings, free_port(), str(tmp_path), STYLES[style], join=False)
+    errors = on_ranks(both_ways, tmp_path, STYLES[style], num=ep, **VARIANTS[variant])
     record_property("largest_relative_error", max(errors))
 
 
@@ -180,9 +185,8 @@ def refused(settings: dict[str, Any], port: int, folder: str, of_theirs: dict[st
     ],
 )
 def test_another_model_is_refused_by_name(of_theirs, drop, text, tmp_path):
-    settings = MODEL | {"gpus_per_node": 1}
     with pytest.raises(RankError, match=f"checkpoint=.*: {text}.*Fix: ") as caught:
-        run_on_ranks(1, refused, settings, free_port(), str(tmp_path), of_theirs, drop, join=False)
+        on_ranks(refused, tmp_path, of_theirs, drop)
     assert isinstance(caught.value.error, ValueError)
 
 
@@ -196,26 +200,25 @@ def resume_from_before_router_biases(settings: dict[str, Any], port: int, folder
             state[part] = {k: v for k, v in state[part].items() if not v.key.endswith("router.bias")}
         return state
 
-    def values() -> dict[str, dict[str, Tensor]]:
+    def values() -> dict[tuple[str, str], Tensor]:
         names = {parameter: name for name, parameter in trained.model[0].module.named_parameters()}
-        return {names[one.parameter]: dict(one.values) for one in owned_state(trained.optimizer)}
+        owned = owned_state(trained.optimizer)
+        return {(names[one.parameter], key): value for one in owned for key, value in one.values.items()}
 
     def fill(factor: float) -> None:
-        for seed, of_one in enumerate(values().values()):
-            for value in of_one.values():
-                value.copy_(factor * torch.rand(value.shape, generator=torch.Generator().manual_seed(seed)))
+        for seed, value in enumerate(values().values()):
+            value.copy_(factor * torch.rand(value.shape, generator=torch.Generator().manual_seed(seed)))
 
     fill(1)
     with patch.object(save_module, "whole_state", of_an_older_version):
         save(config, rank, Path(folder), trained, Progress(iteration=3))
-    saved = {name: {key: value.clone() for key, value in kept.items()} for name, kept in values().items()}
+    saved = {name: value.clone() for name, value in values().items()}
     fill(2)
     assert load(config, rank, Path(folder), trained).iteration == 3
-    biases = [name for name in saved if name.endswith("router.bias")]
+    biases = {name for name, _ in saved if name.endswith("router.bias")}
     assert len(biases) == config.num_layers
-    for name, kept in values().items():
-        for key, value in kept.items():
-            assert torch.equal(value, 0 * value if name in biases else saved[name][key]), (name, key)
+    for name, value in values().items():
+        assert torch.equal(value, 0 * value if name[0] in biases else saved[name]), name
     fill(3)
     load_weights(rank, iteration_folder(Path(folder), 3), trained)
     assert not any(trained.model[0].module.get_parameter(name).any() for name in biases)
@@ -223,9 +226,8 @@ def resume_from_before_router_biases(settings: dict[str, Any], port: int, folder
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_checkpoints_from_before_router_biases_resume(distributed, tmp_path):
-    settings = MODEL | {"gpus_per_node": 1, "add_bias_linear": True, "fingerprints": False}
-    settings |= {"distributed_optimizer": distributed}
-    run_on_ranks(1, resume_from_before_router_biases, settings, free_port(), str(tmp_path), join=False)
+    changes = {"add_bias_linear": True, "fingerprints": False, "distributed_optimizer": distributed}
+    on_ranks(resume_from_before_router_biases, tmp_path, **changes)
 
 
 def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
@@ -257,8 +259,7 @@ def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> No
 
 
 def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
-    settings = MODEL | {"gpus_per_node": 1}
-    run_on_ranks(1, start_from_megatrons, settings, free_port(), str(tmp_path), join=False)
+    on_ranks(start_from_megatrons, tmp_path)
 
 
 def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> None:
@@ -289,5 +290,4 @@ def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, sing
 def test_a_megatron_program_exchanges_checkpoints(variant, style, ep, tmp_path):
     for name in ("theirs", "ours"):
         (tmp_path / name).mkdir()
-    settings = MODEL | VARIANTS[variant] | {"gpus_per_node": ep, "ep": ep}
-    run_on_ranks(ep, program_with_our_spec, settings, free_port(), str(tmp_path), STYLES[style], join=False)
+    on_ranks(program_with_our_spec, tmp_path, STYLES[style], num=ep, **VARIANTS[variant])

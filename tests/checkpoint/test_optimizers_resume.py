@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.legs import MODEL, Leg, deviations, run_legs, start_job, write_data
+from helpers.checkpoint.legs import LAYOUTS, MODEL, Leg, deviations, run_legs, start_job, write_data
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
@@ -22,15 +22,6 @@ from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 STEPS, SAVED = 8, 5
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "DP1": {"gpus_per_node": 1},
-    "DP2": {"gpus_per_node": 2},
-    "TP2": {"gpus_per_node": 2, "tp": 2},
-    "PP2": {"gpus_per_node": 2, "pp": 2},
-    "EP2": {"gpus_per_node": 2, "ep": 2},
-    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
-}
-LAYOUTS |= {f"{name} whole": layout | {"distributed_optimizer": False} for name, layout in LAYOUTS.items()}
 # The loss moves in a few steps.
 QUICK: dict[str, Any] = {"lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0}
 SGD: dict[str, Any] = QUICK | {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.01}
@@ -67,12 +58,12 @@ def interrupted(name: str, saved_at: str, loaded_at: list[str], folder: Path) ->
     ("name", "saved_at", "loaded_at"),
     [
         pytest.param("sgd", "TP2", ["PP2"], marks=SLOW),
-        pytest.param("sgd", "DP2 whole", ["DP1", "DP2", "EP2", "TP2"], marks=SLOW),
+        pytest.param("sgd", "DP2 whole", ["one", "DP2", "EP2", "TP2"], marks=SLOW),
         pytest.param("sgd without momentum", "DP2", ["TP2"], marks=SLOW),
         ("bf16 moments", "DP2", ["TP2"]),
         ("muon", "DP2 whole", ["DP2 whole", "TP2_ETP2 whole"]),
         pytest.param("muon", "TP2 whole", ["EP2 whole", "PP2 whole"], marks=SLOW),
-        pytest.param("bf16 moments", "DP2 whole", ["DP1", "PP2"], marks=SLOW),
+        pytest.param("bf16 moments", "DP2 whole", ["one", "PP2"], marks=SLOW),
     ],
 )
 def test_goes_on_under_another_layout(name, saved_at, loaded_at, tmp_path):
@@ -117,7 +108,7 @@ def test_adam8bit_goes_on(dtype, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["sgd", "bf16 moments", "muon"])
 def test_bytes_of_a_checkpoint(name, tmp_path):
-    settings = OPTIMIZERS[name] | LAYOUTS["DP1 whole" if name == "muon" else "DP1"]
+    settings = OPTIMIZERS[name] | LAYOUTS["one whole" if name == "muon" else "one"]
     settings |= {"train_data": str(write_data(tmp_path)), "dtype": "bf16"}
     leg = Leg(settings, steps=0, saves={0: tmp_path})
     run_legs([leg])
@@ -130,7 +121,7 @@ def test_bytes_of_a_checkpoint(name, tmp_path):
 
 
 def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
-    settings = MUON | LAYOUTS["DP1 whole"] | {"train_data": str(write_data(tmp_path)), "dtype": "bf16"}
+    settings = MUON | LAYOUTS["one whole"] | {"train_data": str(write_data(tmp_path)), "dtype": "bf16"}
     settings |= {"shared_expert_size": 16, "first_k_dense": 1, "qkv_bias": True}
     run_legs([Leg(settings, steps=0, saves={0: tmp_path})])
     keys = CheckpointReader(tmp_path / "iter_0000000").tensors

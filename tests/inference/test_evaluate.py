@@ -324,7 +324,6 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
         (["--data", str(tmp_path / "tiny")], ["tiny: it has fewer tokens than two. Fix: "]),
         (["--data", prose, prose + ".idx"], ["names a prefix twice. Fix: "]),
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),
-        (["--data", prose, "--tokenizer", "nowhere"], ["TOKENIZER=nowhere: does not exist. Fix: "]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
         ([], ["DATA=: there is none, and the training had neither VALID_DATA nor a SPLIT"]),

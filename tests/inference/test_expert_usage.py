@@ -48,16 +48,9 @@ def test_one_expert_by_hand():
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
-    seq_len=st.integers(1, 7),
-    by_document=st.booleans(),
-)
-def test_every_token_but_the_first_of_a_text_is_predicted_once(
-    tmp_path_factory, lengths, seq_len, by_document
-):
-    prefix = tmp_path_factory.mktemp("tokens") / "t"
-    numbers = iter(range(1, 1000))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 7), st.booleans())
+def test_every_token_but_the_first_is_predicted_once(tmp_path_factory, lengths, seq_len, by_document):
+    prefix, numbers = tmp_path_factory.mktemp("tokens") / "t", iter(range(1, 1000))
     with BinIdxWriter(prefix, vocab_size=1000, eod_id=0) as writer:
         for length in lengths:
             writer.add_document([next(numbers) for _ in range(length)])

@@ -125,15 +125,6 @@ def test_the_cache_changes_no_logit(pair):
                 assert relative_error(cached[:, position], whole[:, position]) < 1e-6, (first, position)
 
 
-def test_rows_do_not_depend_on_each_other(pair):
-    _, folder = pair
-    tokens = torch.from_numpy(ids(4, 30))
-    with one_stage(folder) as stage:
-        together = stage.logits(tokens)
-        alone = torch.cat([stage.logits(row[None]) for row in tokens])
-    assert relative_error(alone, together) < 1e-6
-
-
 def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
     """Scores and generates, greedily and by drawing, on this rank of a job."""
     scoring = plan_scoring(ScoreRequest(str(folder), str(tokens), str(out), batch_size=2, layout=layout))

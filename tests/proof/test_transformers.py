@@ -34,8 +34,8 @@ SHAPES = {"one token": (1, 1), "three tokens": (1, 3), "odd": (3, 17), "many": (
 COMMON = {"hidden_size": HIDDEN, "experts_implementation": "eager"}
 
 
-def mixtral(topk: int = 2) -> nn.Module:
-    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": topk}
+def mixtral() -> nn.Module:
+    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}
     return MixtralSparseMoeBlock(MixtralConfig(**COMMON, **sizes))
 
 

@@ -16,7 +16,6 @@ from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
@@ -116,17 +115,16 @@ def test_what_has_no_main_weights_in_one_or_is_no_float(tmp_path):
     assert torch.equal(reader.read(counts), drawn[1][counts])
 
 
-def with_ema(seed: int, iteration: int, folder: Path, num_averaged: int = 3) -> Path:
+def with_ema(folder: Path, iteration: int, num_averaged: int = 3) -> Path:
     """A checkpoint with an average of the weights, which is drawn."""
-    tensors = drawn_state(seed)
-    ema = {f"optimizer.state.ema.{key}": torch.randn(tensors[key].shape) for key in (*STACKED, *WHOLE)}
-    common = common_state(iteration)
+    shapes, common = STACKED | WHOLE, common_state(iteration)
+    ema = {f"optimizer.state.ema.{key}": torch.randn(shape) for key, shape in shapes.items()}
     common["progress"]["num_averaged"] = num_averaged
-    return write_checkpoint(folder, iteration, tensors=tensors | ema, common=common)
+    return write_checkpoint(folder, iteration, tensors=drawn_state(iteration) | ema, common=common)
 
 
 def test_the_average_that_a_run_has_kept(tmp_path):
-    sources = [with_ema(n, n + 1, tmp_path / "run" / "checkpoints") for n in range(2)]
+    sources = [with_ema(tmp_path / "run" / "checkpoints", iteration) for iteration in (1, 2)]
     command = ["ckpt", "average", str(tmp_path / "run")]
     assert main([*command, str(tmp_path / "out"), "--ema"]) == 0
     assert main([*command, str(tmp_path / "two"), "--ema", "--last", "2", "--weights", "1,3"]) == 0
@@ -145,7 +143,7 @@ def test_the_average_that_a_run_has_kept(tmp_path):
 
 
 def test_a_run_that_has_kept_none_or_has_not_averaged_yet(tmp_path, capsys):
-    for folder in (write_checkpoint(tmp_path / "plain"), with_ema(0, 5, tmp_path / "early", num_averaged=0)):
+    for folder in (write_checkpoint(tmp_path / "plain"), with_ema(tmp_path / "early", 5, num_averaged=0)):
         assert main(["ckpt", "average", str(folder), str(tmp_path / "out"), "--ema"]) == 1
         assert f"SRC={folder}: has no average of the weights. Fix: omit --ema" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -234,13 +232,10 @@ def peak_of_average(folder: Path, sources: list[Path]) -> int:
 @pytest.mark.parametrize("number", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_memory_is_about_one_tensor_per_checkpoint(number, tmp_path):
     num_bytes, sources = 48 * 2**20, [write_checkpoint(tmp_path / "small")]
+    tensors = {f"decoder.layers.{layer}.mlp.router.weight": torch.rand(1, 4, 64) for layer in range(2)}
     for n in range(number):
-        sources.append(tmp_path / f"{n}" / "iter_0000001")
-        with TorchDistWriter(sources[-1]) as writer:
-            for layer in range(2):
-                writer.add_tensor(f"decoder.layers.{layer}.mlp.router.weight", torch.rand(4, 64))
-            writer.add_tensor("embedding.word_embeddings.weight", torch.rand(num_bytes // 256, 64))
-            writer.finish(common_state(1))
+        tensors["embedding.word_embeddings.weight"] = torch.rand(num_bytes // 256, 64)
+        sources.append(write_checkpoint(tmp_path / f"{n}", tensors=tensors, manifest=False))
     (peak,) = run_on_ranks(1, peak_of_average, tmp_path, sources, join=False)
     assert 0.9 * number * num_bytes < peak < 1.3 * number * num_bytes
 

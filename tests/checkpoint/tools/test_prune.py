@@ -44,9 +44,9 @@ def test_what_is_kept(flags, kept, run, capsys):
 
     assert main(["ckpt", "prune", str(checkpoints), *flags]) == 0
     assert iterations(checkpoints) == kept
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == [f"removed {folders[i]}: {sizes[i]:,} bytes" for i in gone]
-    assert lines[-1] == f"removed {len(gone)} checkpoints, {planned['num_bytes']:,} bytes"
+    *removed, total = capsys.readouterr().out.splitlines()
+    assert removed == [f"removed {folders[i]}: {sizes[i]:,} bytes" for i in gone]
+    assert f"{planned['num_bytes']:,} bytes" in total
     assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{i:07d}" for i in kept), LATEST]
 
 

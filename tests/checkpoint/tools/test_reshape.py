@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, drawn_state, fli
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import free_port, run_on_ranks
 from helpers.whole_runs import SMALL
-from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import latest_iteration, one_checkpoint
 from moe_exp.checkpoint.format.keys import model_state, sharded_tensors
 from moe_exp.checkpoint.format.settings import saved_order
@@ -179,17 +177,6 @@ def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
 def test_a_damaged_source_leaves_nothing_behind(tmp_path):
     flip_a_value(write_checkpoint(tmp_path / "a"))
     assert "__0_0.distcp: cannot be used (the checksum of" in refusals(tmp_path)
-
-
-def test_a_target_that_exists_or_has_no_room(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path / "a")
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage(20_000))
-    assert re.search(r"DST=\S+b: needs \S+ [kM]B, 20 kB are free\. Fix: ", refusals(tmp_path))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "mine").touch()
-    with pytest.raises(ValueError, match=r"DST=\S+b: exists already\. Fix: "):
-        reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping())
 
 
 def test_memory_is_that_of_the_largest_chunk(tmp_path):
