@@ -114,8 +114,7 @@ def test_same_tensors_as_megatrons_gathered_ones(layout, dtype, tmp_path):
     found = run_on_ranks(settings["gpus_per_node"], both_formats, settings, ports, str(tmp_path), join=False)
     assert set(found) == {(True, True)}
     ours, theirs = (CheckpointReader(tmp_path / name / "iter_0000002") for name in ("ours", "theirs"))
-    shapes = [{key: value.shape for key, value in reader.tensors.items()} for reader in (ours, theirs)]
-    assert shapes[0] == shapes[1]
+    assert ours.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(ours.read(key), theirs.read(key)) for key in ours.tensors)
     # A rank's range cuts few parameters.
     num_chunks = [sum(len(value.chunks) for value in reader.tensors.values()) for reader in (ours, theirs)]

@@ -107,9 +107,8 @@ def test_rows_and_total_are_those_of_transformers(checkpoint, prefixes, capsys):
 
 def test_samples_and_documents(checkpoint, prefixes, capsys):
     """The first sequences alone; and every document alone, whose first token nothing predicts."""
-    tokens = joined(documents("prose"))
     (row,) = evaluated(checkpoint, capsys, "--data", prefixes["prose"] + ".bin", "--samples", "2")["data"]
-    expected, num_tokens, _ = nats(tokens, samples=2)
+    expected, num_tokens, _ = nats(joined(documents("prose")), samples=2)
     assert (row["sequences"], row["tokens"], num_tokens) == (2, 2 * SEQ_LEN, 2 * SEQ_LEN)
     assert row["lm_loss"] == pytest.approx(expected / num_tokens, rel=1e-6)
     (row,) = evaluated(checkpoint, capsys, "--data", prefixes["code"], "--by-document")["data"]

@@ -8,13 +8,13 @@ Megatron, so their gradients are compared.
 Where Megatron's definitions differ by design:
 - Capacity: Megatron decides it per rank, we over a micro-batch, which is the same here, where a micro-batch
   is on one rank.
-- Drops by position: Megatron takes the top k of ones and zeros, of which torch.topk does not define the order.
+- Drops by position: Megatron takes the top k of ones and zeros, in an order that torch.topk does not define.
   Each expert keeps as many slots as here, where it is the first of the sequence.
 - Token counts for the expert bias: Megatron's are of the slots that are not dropped, ours of those that were
   chosen.
 - Groups with the softmax over the chosen: Megatron adds up logits for the score of a group, we scores.
 - `global_aux_loss`: Megatron's fractions are those of the global batch so far, ours of the last complete one,
-  and of the micro-batch as long as there is none. They are the same in a first global batch of one micro-batch,
+  and of the micro-batch as long as there is none. They are the same in a first global batch of a micro-batch,
   and in a second one that repeats the first. Megatron divides by the number of data parallel ranks twice, in
   the loss and with the gradients, so its coefficient has to be as many times larger.
 """

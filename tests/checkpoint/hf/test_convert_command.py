@@ -36,7 +36,6 @@ def test_single_layers_and_experts_are_stacked_by_the_command_in_the_error(tmp_p
     assert main(["ckpt", "reshape", str(checkpoints["mixtral"]), str(tmp_path / "single"), *single]) == 0
     assert main(["convert", "to-hf", str(tmp_path / "single"), str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and not (tmp_path / "none").exists()
     advised = shlex.split(re.search(r"stack them first, .*(ckpt reshape .*)\.\n", error)[1])
     assert main(advised) == 0
     for source, name in ((Path(advised[3]), "hf"), (checkpoints["mixtral"], "expected")):

@@ -113,19 +113,13 @@ def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
     assert report["parameters"]["total"] == sum(PARAMETERS.values())
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda path: None, "holds no distributed checkpoint (no metadata.json). Fix: name an iter_ folder"),
-        (lambda path: (path / LATEST).write_text("x"), "must hold the number of an iteration"),
-        (lambda path: (path / LATEST).write_text("9"), "iter_0000009: does not exist"),
-    ],
-)
-def test_what_is_no_checkpoint(make, text, tmp_path, capsys):
-    make(tmp_path)
+@pytest.mark.parametrize(("latest", "text"), [("x", "must hold the number"), ("9", "iter_0000009: does not")])
+def test_what_is_no_checkpoint(latest, text, tmp_path, capsys):
+    assert main(["ckpt", "info", str(tmp_path)]) == 1
+    assert "holds no distributed checkpoint (no metadata.json)" in capsys.readouterr().err
+    (tmp_path / LATEST).write_text(latest)
     assert main(["ckpt", "info", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("moe-exp ckpt: ")
     assert text in line
 
 
