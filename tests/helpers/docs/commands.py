@@ -24,21 +24,14 @@ _KEYWORDS = ("$", "do", "then", "time", "export")
 
 @dataclass(frozen=True)
 class Command:
-    """A simple command of a page, without comments and redirections.
+    """A simple command of a page, without comments and redirections."""
 
-    Args:
-        place: page and line.
-        variables: assignments in front of its first word, or that it exports.
-        words: program and arguments.
-    """
-
-    place: str
-    variables: tuple[str, ...]
-    words: tuple[str, ...]
+    place: str  # page and line
+    variables: tuple[str, ...]  # assignments in front of its first word, or that it exports
+    words: tuple[str, ...]  # program and arguments
 
     @property
     def names(self) -> set[str]:
-        """Names of the variables."""
         return {assignment.partition("=")[0] for assignment in self.variables}
 
     def __str__(self) -> str:
@@ -126,7 +119,7 @@ def problem_of(arguments: list[str]) -> str:
     """What the parser of `moe-exp` has against the arguments; of a command that a page shortens by `...` or
     `[--flag]`, only whether all of its flags exist. Empty if nothing.
     """
-    if shortened(arguments):
+    if any(word == "..." or word.startswith("[") or word.endswith("]") for word in arguments):
         return _unknown_flags(arguments)
     err = io.StringIO()
     try:
@@ -135,11 +128,6 @@ def problem_of(arguments: list[str]) -> str:
     except SystemExit as end:
         return err.getvalue() if end.code else ""
     return ""
-
-
-def shortened(arguments: list[str]) -> bool:
-    """Whether a page shows a form of the command, not the command itself."""
-    return any(word == "..." or word.startswith("[") or word.endswith("]") for word in arguments)
 
 
 def _unknown_flags(arguments: list[str]) -> str:
