@@ -42,9 +42,7 @@ def as_on_a_gpu(name: str, **options: Any) -> tuple[str, str]:
 
 
 def pretend(broken_rank: int | None) -> list[str]:
-    """On a rank: auto is what it is on a GPU, and a kernel is wrong on one of the ranks. Returns a list that
-    gets all warnings.
-    """
+    """On a rank: auto is as on a GPU, and a kernel is wrong on one rank. The list gets all warnings."""
     for place in (backends, moe_parts):
         place.choose_backend = as_on_a_gpu
     kernel = grouped_matmul._kernel.fn
@@ -74,7 +72,7 @@ def trained(settings: dict[str, Any], port: int) -> None:
 
 
 def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
-    """On a rank: the choices and the number of timed configs when training begins and at the end, and all
+    """On a rank: the number of timed configs and the choices when training begins and at the end, and all
     warnings. On rank 0 every config is faster than the one before, on others slower.
     """
     warnings, num_timed, begin, states = pretend(None), 0, train.train, []
@@ -104,10 +102,6 @@ def settings(tmp_path):
     return small_settings(tmp_path, "run", train_iters=2)
 
 
-def test_auto_takes_kernels_that_are_right(settings):
-    assert run_on_ranks(1, built, settings, None, free_port(), join=False) == [({"triton"}, [])]
-
-
 def test_auto_continues_on_another_backend_with_a_warning_and_an_event(settings, tmp_path):
     run_on_ranks(1, trained, settings, free_port(), join=False)
     assert len(records(tmp_path / "run", "train")) == 2
@@ -130,12 +124,15 @@ def test_a_backend_that_was_named_ends_the_start(settings):
     assert line.endswith("; and 1 more. Fix: set EXPERT_BACKEND=auto.") and "\n" not in line
 
 
-@pytest.mark.parametrize("broken_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_ranks_change_together(settings, broken_rank):
-    two = settings | {"gpus_per_node": 2, "ep": 2}
-    for found, warnings in run_on_ranks(2, built, two, broken_rank, free_port(), join=False):
-        assert found == {"loop"}
-        assert len(warnings) == 2
+@pytest.mark.parametrize(
+    ("num_ranks", "broken_rank", "backend"),
+    [(1, None, "triton"), pytest.param(2, 0, "loop", marks=pytest.mark.slow), (2, 1, "loop")],
+)
+def test_auto_takes_kernels_that_are_right_on_all_ranks(settings, num_ranks, broken_rank, backend):
+    settings |= {"gpus_per_node": num_ranks, "ep": num_ranks}
+    for found, warnings in run_on_ranks(num_ranks, built, settings, broken_rank, free_port(), join=False):
+        assert found == {backend}
+        assert len(warnings) == (0 if broken_rank is None else 2)
         assert all(f"(rank {broken_rank}, " in warning for warning in warnings)
 
 

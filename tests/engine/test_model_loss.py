@@ -4,10 +4,10 @@ and 2. And auto takes it on GPUs.
 
 import pytest
 import torch
+from test_backends import TINY
 
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
-from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import model as engine_model
 from moe_exp.engine import runtime
@@ -15,11 +15,6 @@ from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
 from moe_exp.layers.kernel_choice import KernelFailure
 from moe_exp.layers.kernels import launch
-
-TINY = {
-    **SMALL, "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2",
-    "num_query_groups": "2", "seq_len": "12", "vocab_size": "500", "num_experts": "2",
-}  # fmt: skip
 
 
 def losses_and_gradients(tp, kinds):
@@ -74,7 +69,7 @@ def kinds_as_on_a_gpu() -> list[str]:
         name, device_type="cuda", failure=failure
     )
     launch.missing = lambda: ""
-    config = load_config(TINY | {"gpus_per_node": "1"}, environ={})
+    config = load_config(TINY, {})
     rank = runtime.start(config)
     failed = KernelFailure("cross entropy", ["it is wrong"], "megatron")
     models = [build_model(config, rank, kernel_failures=failures)[0] for failures in ([], [failed])]
