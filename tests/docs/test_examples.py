@@ -74,11 +74,3 @@ def test_the_notebook_runs(tmp_path, session_runs):
     codes, printed = run_script_on_ranks(1, run_cells, tmp_path, settings, MPLBACKEND="agg")
     assert codes == [0], printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["notebook_dense", "notebook_moe"]
-
-
-def test_the_notebook_is_stored_with_its_outputs():
-    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
-    outputs = [output for cell in CELLS for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error"]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert len(json.dumps(NOTEBOOK)) < 500_000
