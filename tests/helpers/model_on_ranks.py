@@ -35,9 +35,7 @@ EOD = 0
 
 
 class Piece(NamedTuple):
-    """A tensor of one rank: which block along `dim` (-1: a copy of all) it is, of `stride` interleaved
-    ones.
-    """
+    """A tensor of one rank: a block along `dim` (-1: a copy of all), of `stride` interleaved ones."""
 
     name: str
     rank: int
@@ -77,13 +75,8 @@ class RandomTokens:
 
 
 def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
-    """Every job on `num_ranks` processes, in turn.
-
-    Args:
-        num_ranks: of all jobs.
-        jobs: settings above those of TINY; beside them `load` and `save`, checkpoints folders, `save_after`
-            and `iterations`, which are 0 and 2.
-        timeout: seconds.
+    """Every job on `num_ranks` processes, in turn: settings above those of TINY, and beside them `load` and
+    `save`, checkpoints folders, `save_after` (0) and `iterations` (2).
     """
     given = [(dict(settings),) for settings in jobs]
     return [assembled_job(ranks) for ranks in run_jobs(num_ranks, _run, given, timeout=timeout)]
