@@ -74,15 +74,9 @@ def after_three_steps(folder: Path, layouts: dict[str, dict[str, Any]], **settin
         # Adam would divide rounding errors of gradients near 0 by their own size.
         "adam_eps": 1e-5, "lr_groups": GROUPS, **settings,
     }  # fmt: skip
-    for num_ranks in (1, 2):
-        before = {0: folder / "start"} if num_ranks == 1 else {}
-        legs = [
-            Leg(settings | layout, steps=3, saves={3: folder / name, **before})
-            for name, layout in layouts.items()
-            if layout["gpus_per_node"] == num_ranks
-        ]
-        if legs:
-            run_legs(legs)
+    for name, layout in layouts.items():
+        before = {0: folder / "start"} if layout["gpus_per_node"] == 1 else {}
+        run_legs([Leg(settings | layout, steps=3, saves={3: folder / name, **before})])
     iterations = {name: 0 if name == "start" else 3 for name in ("start", *layouts)}
     readers = {name: CheckpointReader(folder / name / f"iter_{i:07d}") for name, i in iterations.items()}
     return {

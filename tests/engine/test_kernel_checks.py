@@ -119,8 +119,7 @@ def test_a_backend_that_was_named_ends_the_start(settings):
     with pytest.raises(RankError) as raised:
         run_on_ranks(1, built, settings | {"expert_backend": "triton"}, 0, free_port(), join=False)
     (line,) = raised.value.error.problems
-    rule = "the self-test of its kernels has failed: kernel grouped_matmul ("
-    assert line.startswith(f"EXPERT_BACKEND=triton: {rule}")
+    assert line.startswith("EXPERT_BACKEND=triton: ") and "kernel grouped_matmul (" in line
     assert line.endswith("; and 1 more. Fix: set EXPERT_BACKEND=auto.") and "\n" not in line
 
 
@@ -147,10 +146,8 @@ def test_all_ranks_take_what_is_fastest_on_the_first_and_time_nothing_in_trainin
     num_timed, choices = first["begin"]
     assert num_timed > 0 and second["begin"] == (0, choices)
     # One expert GEMM forward and one backward; for fp32 there are no descriptors.
-    num_keys = {name: len(found) for name, found in choices.items()}
-    assert num_keys == {
-        "up_projection": 2, "grouped_matmul": 2, "activation_grad": 1, "weight_grad": 2, "combine": 2 - ep
-    }  # fmt: skip
+    expected = {"up_projection": 2, "grouped_matmul": 2, "activation_grad": 1, "weight_grad": 2}
+    assert {name: len(found) for name, found in choices.items()} == expected | {"combine": 2 - ep}
     for module in TUNED:
         last = max(i for i, config in enumerate(module.CONFIGS) if not config.get("TMA"))
         assert set(choices[module._kernel.name].values()) <= {last}
@@ -164,8 +161,7 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
     monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
     sizes = self_test.Sizes(torch.float32, 8, 8, 2)
     assert backends._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
-    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert record.getMessage().startswith("some kernels are not tuned, as memory is full: OutOfMemoryError")
+    assert "some kernels are not tuned, as memory is full: OutOfMemoryError" in caplog.text
 
 
 RANK: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, host="here")

@@ -1,5 +1,6 @@
 """The commands of the Markdown pages, and whether `moe-exp` takes them."""
 
+import argparse
 import contextlib
 import functools
 import io
@@ -147,12 +148,11 @@ def flags_problem(arguments: list[str]) -> str:
     return _unknown_flags([word for word in arguments if word])
 
 
-def step_flags(step: str) -> set[str]:
-    """The flags of a step of `moe-exp data`."""
-    parser = _parser("data")
-    for name in ("data", step):
-        parser = next(one.choices for one in parser._actions if isinstance(one.choices, dict))[name]
-    return set(parser._option_string_actions)
+def all_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of all below it."""
+    choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    below = [one for parsers in choices for one in parsers.values()]
+    return set(parser._option_string_actions).union(*map(all_flags, below))
 
 
 _parser = functools.cache(cli._parser)
