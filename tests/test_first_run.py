@@ -5,7 +5,6 @@ import json
 import math
 import statistics
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,15 +18,11 @@ from moe_exp.training.console import console_line, validation_lines
 def first_run(session_runs: Runs) -> EndedRun:
     """PRESET=cpu as it is, only shorter."""
     short = {"TRAIN_ITERS": 10, "LOG_INTERVAL": 2, "EVAL_INTERVAL": 5, "EVAL_ITERS": 2, "SAVE_INTERVAL": 5}
-    temporary = _temporary(session_runs)
+    temporary = session_runs.run_dir.with_name("temporary")
     temporary.mkdir()
     return dataclasses.replace(session_runs, by_script=True).succeed(
         "first", tiny=False, PRESET="cpu", TMPDIR=temporary, **short
     )
-
-
-def _temporary(runs: Runs) -> Path:
-    return runs.run_dir.with_name("temporary")
 
 
 def test_loss_falls(first_run):
@@ -40,8 +35,8 @@ def test_loss_falls(first_run):
 
 
 def test_nothing_is_left_in_the_folder_of_temporary_files(first_run, session_runs):
-    names = {path.name for path in _temporary(session_runs).iterdir()}
-    assert {name for name in names if not name.startswith("torchinductor_")} == set()  # torch's cache
+    names = [path.name for path in session_runs.run_dir.with_name("temporary").iterdir()]
+    assert [name for name in names if not name.startswith("torchinductor_")] == []  # torch's cache
 
 
 def test_run_folder_has_what_the_design_lists(first_run):
@@ -113,17 +108,7 @@ def test_bf16_with_ramped_up_batch(runs):
     used = [sum(experts[0]["tokens_per_expert"]) for experts in run.curve("experts")]
     assert used == [size * 64 * 2 for size in sizes]
     assert run.curve("lm_loss") == pytest.approx([7.62] * 8, abs=0.1)
-    assert run.curve("loss_scale") == [1.0] * 8
     assert set(run.curve("nan_iterations") + run.curve("skipped_iterations")) == {0}
-
-
-@pytest.mark.slow
-def test_fp16_finds_its_loss_scale_and_learns(runs):
-    run = runs.succeed("half", TRAIN_ITERS=40, DTYPE="fp16", DECAY_ITERS=40)
-    skipped, losses = run.curve("skipped_iterations"), run.curve("lm_loss")
-    assert skipped[:10] == [1] * 10
-    assert sum(skipped[20:]) <= 4
-    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.slow

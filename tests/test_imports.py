@@ -1,6 +1,4 @@
-"""The layout of docs/architecture.md, read from the source: who imports whom, at module level and inside
-functions, and how files lie.
-"""
+"""The layout of docs/architecture.md, read from the source: who imports whom, and how files lie."""
 
 import ast
 import re

@@ -68,9 +68,7 @@ def loss_of(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
 def train(
     model: Model, num_data: int, data_ranks: list[int], device: torch.device
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Losses of every step, summed over `data_ranks` over `num_data`, and whole gradients of the first and
-    the last step.
-    """
+    """Losses of every step, summed over `data_ranks` over `num_data`; first and last gradients, whole."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
     for step in range(STEPS):

@@ -62,11 +62,8 @@ def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
             train.validate(job, progress, metrics)
     if folder:
         save(job.config, job.runtime, Path(folder), job.trained, progress)
-    found = state_of(job) | {
-        "norms": norms,
-        "losses": losses_of(metrics),
-        "num_averaged": progress.num_averaged,
-    }
+    found = {"norms": norms, "losses": losses_of(metrics), "num_averaged": progress.num_averaged}
+    found |= state_of(job)
     runtime.stop()
     return found
 

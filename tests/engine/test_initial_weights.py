@@ -126,9 +126,7 @@ def test_another_seed_draws_other_weights():
 
 
 def test_mup_scales_them():
-    """The weights of a model four times as wide as its base are those of the standard parametrization, times
-    1/2; those of the output layer 1/4, and of the embedding 1.
-    """
+    """Four times as wide as its base: 1/2 of the standard ones, of the output layer 1/4, embedding 1."""
     settings = settings_of("moe_shared", 1, "one")
     mup = {"parametrization": "mup", "mup_base_hidden_size": 8}
     (((plain, scaled),),) = run_jobs(1, build, [([settings, settings | mup],)])

@@ -40,9 +40,7 @@ _FORK_SERVER = "MOE_EXP_TESTS_FORK_SERVER"  # address
 
 
 class RankError(RuntimeError):
-    """A rank failed: the message has its number and its traceback. `error` is what it raised, if that can be
-    pickled.
-    """
+    """The message has the rank's number and traceback; `error` is what it raised, if that pickles."""
 
     error: BaseException | None = None
 

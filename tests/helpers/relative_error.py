@@ -1,6 +1,4 @@
-"""The measure of every comparison with a reference: norm of the difference over norm of the reference, per
-tensor, in float64.
-"""
+"""The measure of comparisons: norm of the difference over norm of the reference, per tensor, in float64."""
 
 import math
 from collections.abc import Mapping

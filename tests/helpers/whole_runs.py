@@ -78,9 +78,7 @@ class EndedRun:
 
 @dataclass(frozen=True)
 class Runs:
-    """Where runs of a test are kept, and how they are started. Settings are environment variables, above
-    those of TINY.
-    """
+    """Runs of a test in `run_dir`. Settings are environment variables, above those of TINY."""
 
     run_dir: Path
     data_dir: Path

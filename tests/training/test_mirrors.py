@@ -1,6 +1,4 @@
-"""TensorBoard and wandb: what they wrote is read back by their own libraries and equals metrics.jsonl, also
-after a resume.
-"""
+"""TensorBoard, wandb and Prometheus: what is read back equals metrics.jsonl, also after a resume."""
 
 import gc
 import json
@@ -165,9 +163,7 @@ def test_tensorboard_has_settings_and_group(config, folder, use_moe, moe_type, g
 
 
 def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """History rows of an offline run: after 7 bytes of header, blocks of 32 KiB with (crc, length, type)
-    before each piece.
-    """
+    """Of an offline run: a header of 7 bytes, blocks of 32 KiB with (crc, length, type) before each piece."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, message = path.read_bytes(), 7, b""

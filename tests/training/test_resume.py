@@ -196,8 +196,7 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     del state["progress"]["sample_order"]
     torch.save(state, common)
     saved = saved_progress(source)
-    assert saved is not None
-    assert (saved.iteration, saved.consumed_samples, saved.sample_order) == (6, 48, None)
+    assert saved and (saved.iteration, saved.consumed_samples, saved.sample_order) == (6, 48, None)
     caplog.clear()
     facts, changes = training_data._compared(config, source)
     assert (facts["seq_len"], changes) == (32, [])
