@@ -67,7 +67,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell has what it starts with `&` ignore Ctrl-C, which tests press; and hypothesis may take its time."""
+    """A shell has what it starts with `&` ignore Ctrl-C, which tests press. And hypothesis may be slow."""
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
