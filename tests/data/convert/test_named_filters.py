@@ -117,12 +117,8 @@ def wrong(document):
 def test_a_function_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    documents = {
-        "a": "a secret plan",
-        "b": "a bad plan",
-        "c": "secret",
-        "d": {"text": "no score", "score": 0},
-    }
+    documents = {"a": "a secret plan", "b": "a bad plan", "c": "secret"}
+    documents["d"] = {"text": "no score", "score": 0}
     kept, manifest = converted(tmp_path, documents, "mine.py:keep")
     assert kept == {"a": "a  plan"}
     assert manifest["reasons"]["mine.py:keep"] == {"bad word": 1, NOTHING_LEFT: 1, "": 1}
@@ -255,15 +251,11 @@ def a_corpus():
 def whole_chain(folder, inputs, num_tasks):
     filters = ["gopher-quality: {min_doc_words: 20}", "c4-quality", "pii", f"{folder}/mine.py:keep"]
     settings = ConvertSettings(
-        tasks=num_tasks,
-        languages=("en",),
-        min_score=1,
-        min_chars=10,
+        tasks=num_tasks, languages=("en",), min_score=1, min_chars=10, dedup=True,
         filters=tuple(map(NamedFilter.parse, filters)),
-        dedup=True,
         near_dedup=NearDuplicates(num_buckets=20, hashes_per_bucket=3),
         decontaminate=benchmarks_of(folder / "benchmark.jsonl"),
-    )
+    )  # fmt: skip
     manifest = convert(inputs, folder / f"by_{num_tasks}", settings, HERE)
     return manifest, read_jsonl(*(folder / f"by_{num_tasks}").glob("*.jsonl"))
 
@@ -314,31 +306,23 @@ def test_what_was_made_before_there_were_filters_stays(tmp_path):
         convert(inputs, tmp_path / "out", ConvertSettings(filters=(NamedFilter("pii"),)), HERE)
 
 
+READ, WRITTEN = Tally(3, 30, 7), Tally(2, 20, 4)
 ONE, TWO = Tally(1, 10, 1), Tally(1, 4, 2)  # a text, and what a filter makes of it
 
 
 @pytest.mark.parametrize(
     ("counts", "wrong"),
     [
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 10, 3)}), ""),
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4)), "num_documents is 3 of what was read, 2 of what was"),
-        (
-            Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 11, 3)}),
-            "num_text_bytes is 30 of .*, 31 of",
-        ),
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 10, 4)}), "text_hash is 7 of .*, 8 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 10, 3)}), ""),
+        (Counts(READ, WRITTEN), "num_documents is 3 of what was read, 2 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 11, 3)}), "num_text_bytes is 30 of .*, 31 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 10, 4)}), "text_hash is 7 of .*, 8 of"),
         (Counts(ONE, TWO, edited={"b": (ONE, TWO)}), ""),
-        (
-            Counts(TWO, Tally(1, 3, 1), edited={"b": (ONE, TWO)}),
-            "num_text_bytes is 8 of what was read, 13 of",
-        ),
+        (Counts(TWO, Tally(1, 3, 1), edited={"b": (ONE, TWO)}), "num_text_bytes is 8 of .*, 13 of"),
     ],
 )
 def test_counts_that_do_not_agree_are_an_error(counts, wrong):
-    if wrong:
-        with pytest.raises(ValueError, match=f"task 0: {wrong}"):
-            counts.check("task 0")
-    else:
+    with pytest.raises(ValueError, match=f"task 0: {wrong}") if wrong else contextlib.nullcontext():
         counts.check("task 0")
 
 

@@ -14,12 +14,7 @@ from tokenizers import Tokenizer
 
 from moe_exp.cli import main
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.inspection import (
-    inspect_path,
-    inspect_tokens,
-    length_summary,
-    token_blocks,
-)
+from moe_exp.data.inspect.inspection import inspect_path, inspect_tokens, length_summary, token_blocks
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter, TokenFiles
 
@@ -148,27 +143,23 @@ def test_damaged_files(tmp_path):
             inspect_path(path)
 
 
-# JSONL
-
-
-def test_jsonl_folder(tmp_path):
+def test_a_folder_of_records(tmp_path):
     lines = ['{"text": "one", "id": 1}', "", '{"text": "three"}', '{"text": "one", "id": 2}']
     lines += ["{broken", '{"text": 5}', '{"text": ""}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "b.jsonl").write_text('{"text": "\\u00e4\\u2028"}')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "c.parquet")
     (tmp_path / "notes.txt").write_text("not read")
     report = inspect_path(tmp_path, num_samples=2)
-    assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1}
-    assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (4, 3 + 5 + 3 + 5, 1)
+    assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1, "c.parquet": 1}
+    assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (5, 3 + 5 + 3 + 6, 1)
     reasons = ("blank line", "empty text", "field 'text' is a number, not a text", "not valid JSON")
     assert report["skipped"] == dict.fromkeys(reasons, 1)
-    assert report["fields"] == {"id": 2, "text": 4}
-    assert report["lengths"]["histogram"] == [(2, 3, 2), (4, 7, 2)]
+    assert report["fields"] == {"id": 2, "text": 5}
+    assert report["lengths"]["histogram"] == [(1, 1, 1), (2, 3, 2), (4, 7, 2)]
     assert [sample["text"] for sample in report["samples"]] == ["one", "three"]
-    assert inspect_path(tmp_path / "b.jsonl")["documents"] == 1
-
-
-# The command
+    for name in ("b.jsonl", "notes.txt"):
+        assert inspect_path(tmp_path / name)["documents"] == 1
 
 
 def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
@@ -192,11 +183,3 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     lengths = "Lengths in bytes of text: min 3, median 3, mean 3, max 3"
     for text in ("duplicates of another document", "id, text", lengths):
         assert text in printed
-
-
-def test_files_of_all_kinds_are_inspected(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
-    assert inspect_path(tmp_path)["documents"] == 2
-    (tmp_path / "c.txt").write_text("c")
-    assert inspect_path(tmp_path / "c.txt")["documents"] == 1

@@ -1,6 +1,4 @@
-"""verify finds what has changed since a step made its files, and compare what two corpora do not have in
-common.
-"""
+"""verify finds what has changed since a step made its files, compare what two corpora have not in common."""
 
 import json
 from collections import Counter
@@ -65,9 +63,6 @@ def token_files(prefix, documents, **facts):
 
 def problems(path):
     return {finding.name: finding.problem for finding in verify(path) if finding.problem}
-
-
-# Against the manifest
 
 
 def test_nothing_is_wrong(texts, tmp_path):
@@ -182,9 +177,6 @@ def test_no_manifest(texts, tmp_path):
             find_manifest(tmp_path)
 
 
-# Against another corpus
-
-
 def test_compare_files_in_other_order(texts, tmp_path):
     folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
     (tmp_path / "all.jsonl").write_text(lines(reversed(texts)))
@@ -222,19 +214,13 @@ def test_difference_of_multisets(one, other):
     assert sides[0].is_in(*sides[1].sorted_words()).tolist() == [number in other for number in one]
 
 
-# The command
-
-
 def test_command(texts, tmp_path, capsys):
     folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
     assert main(["data", "verify", str(folder)]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "validation against training: ok, none of 10 is in training"
-    assert len(printed) == 8
+    assert "validation against training: ok, none of 10 is in training\n" in capsys.readouterr().out
     valid = folder / "c.val.jsonl"
     assert main(["data", "verify", str(folder), "--against", str(valid)]) == 1
-    rule = f"50 documents are not in {valid}, 0 of it are not here"
-    assert capsys.readouterr().out == f"{folder} against {valid}: {rule}\n"
+    assert f"{folder} against {valid}: 50 documents are not in " in capsys.readouterr().out
     (folder / "c.val.jsonl").unlink()
     assert main(["data", "verify", str(folder)]) == 1
     assert capsys.readouterr().out.splitlines()[2] == "c.val.jsonl: is missing"
