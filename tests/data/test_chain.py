@@ -67,12 +67,6 @@ def test_from_a_name_to_a_run(tmp_path, runs):
     chunks, shuffled = tmp_path / "data/fineweb_edu_10bt", tmp_path / "data/fineweb_edu_10bt_shuffled"
     names = [path.name for path in sorted(chunks.glob("*.jsonl"))]
     assert names == [f"fineweb_edu_10bt.chunk.{task:05d}.jsonl" for task in range(2)]
-    made = {path.name for path in (chunks / "datatrove").iterdir()}
-    assert {"completions", "executor.json", "logs", "stats", "stats.json"} <= made
-    first = read_jsonl(chunks / names[0])[0]
-    assert list(first) == ["text", "id", "metadata"]
-    fields = ["dump", "url", "file_path", "language", "language_score", "token_count", "score", "int_score"]
-    assert list(first["metadata"]) == fields
     names = [path.name for path in sorted(shuffled.glob("*.jsonl"))]
     shards = [f"fineweb_edu_10bt.chunk.{shard:02d}.jsonl" for shard in range(3)]
     assert names == [*shards, "fineweb_edu_10bt.val.jsonl"]

@@ -48,10 +48,7 @@ def read_texts(prefix, tokenizer):
 def test_corpus_holds_every_document_once(small_corpus, tmp_path):
     corpus = build(tmp_path / "new" / "data")
     tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
-    texts = {
-        "train": [text for _, text in DOCUMENTS if text not in HELD_OUT],
-        "valid": HELD_OUT,
-    }
+    texts = {"train": [text for _, text in DOCUMENTS if text not in HELD_OUT], "valid": HELD_OUT}
     folder = tmp_path / "new/data" / FOLDER
     manifest = json.loads((folder / "manifest.json").read_text())
     assert len(HELD_OUT) > 2 and manifest["license"] == "PSF-2.0 and BSD-3-Clause"
@@ -155,12 +152,10 @@ embedded._build = slow_build
 embedded._documents = lambda: documents
 embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300)
 """
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
     # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
     with FileLock(tmp_path / f".{FOLDER}.lock"):
-        processes = [
-            subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
+        processes = [subprocess.Popen(command, stdout=pipe, text=True) for _ in range(2)]
         with pytest.raises(subprocess.TimeoutExpired):
             processes[0].wait(timeout=2)
     outputs = sorted(process.communicate(timeout=60)[0].split() for process in processes)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from helpers import ROOT
-from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
@@ -297,10 +296,7 @@ def test_lengths_that_do_not_agree(how, inputs, tmp_path, monkeypatch):
     assert not (tmp_path / "x.bin").exists()
 
 
-def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys):
-    cluster = Cluster(tmp_path / "queue")
-    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys, cluster):
     flags = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "x"), "--append-eod"]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     jobs = ["--executor", "slurm", "--partition", "cpu", "--time", "1:00:00"]
