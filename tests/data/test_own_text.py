@@ -238,7 +238,7 @@ BAD = {
     "latin.txt": (b"caf\xe9\n", r"TRAIN_DATA=latin\.txt: latin\.txt, line 1: .* not UTF-8 text\. .*iconv"),
     "x.jsonl": (
         b'{"content": "a", "id": 1}\n',
-        r"TRAIN_DATA=x\.jsonl: x\.jsonl has no field .*content, id\. Fix: set",
+        r"TRAIN_DATA=x\.jsonl: x\.jsonl has no field .*content, id\. Fix: ",
     ),
     "*.md": (None, r"TRAIN_DATA=\*\.md: no file matches the pattern\. Fix: check the path"),
     "1.0 text 2.0 text/deep": (None, r"is a blend with text, which needs one tokenizer\. Fix: set TOKENIZER"),

@@ -27,9 +27,6 @@ def write(prefix, docs, vocab_size=300, eod_id=0):
     return writer
 
 
-# Token files
-
-
 @settings(max_examples=25, deadline=None)
 @given(documents, st.sampled_from([300, 65499, 65500]))
 def test_megatron_reads_what_we_write(tmp_path_factory, docs, vocab_size):
@@ -162,14 +159,6 @@ def test_damaged_index_is_reported(offset, new, text, tmp_path):
     index[offset : offset + len(new)] = new
     (tmp_path / "part.idx").write_bytes(index)
     assert text in bin_idx_problem(tmp_path / "part")
-
-
-def test_no_documents_is_reported(tmp_path):
-    write(tmp_path / "part", [])
-    assert bin_idx_problem(tmp_path / "part") == f"{tmp_path}/part.idx has no documents"
-
-
-# Blends
 
 
 @pytest.mark.parametrize(

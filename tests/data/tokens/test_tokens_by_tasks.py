@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.tokens.test_preprocess import contents, own_vocabulary
 from helpers import ROOT
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
@@ -47,10 +48,6 @@ def inputs(tmp_path):
         content = "\n".join([*lines, "", ""]).encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return paths
-
-
-def contents(prefix):
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
 def facts_of(manifest):
@@ -130,9 +127,7 @@ def test_another_number_of_tasks_keeps_the_parts(how, inputs, tmp_path, monkeypa
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
 
 
-def test_what_one_process_has_begun_tasks_do_not_continue_and_the_other_way(
-    how, inputs, tmp_path, monkeypatch
-):
+def test_one_process_and_tasks_do_not_continue_each_other(how, inputs, tmp_path, monkeypatch):
     alone = partial(tokenize_files, inputs, settings=how, part_bytes=200)
     by_three = partial(tokenize_documents, inputs, settings=how, **SMALL, tasks=3)
     stopped("publish", partial(alone, output=tmp_path / "one"), monkeypatch)
@@ -213,19 +208,11 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, do
 
 def test_what_is_skipped_is_counted(how, tmp_path):
     """A model with </s> as a piece reads it in a text as the end-of-document token, whatever one asks for."""
-    pieces = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
-    stopping, skipping = (PartSettings(tokenizer, append_eod=True, skip_bad=bad) for bad in (False, True))
+    skipping = PartSettings(own_vocabulary("Unigram", tmp_path), append_eod=True, skip_bad=True)
     paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
     lines = [json.dumps({"text": text}) for text in ("one", "two </s> three", "four")]
     for path, content in zip(paths, ([*lines, "not JSON", "", ""], ["", "", ""], [lines[0]]), strict=True):
         path.write_text("\n".join(content))
-    stops = tmp_path / "z.jsonl"
-    stops.write_text(f"\n{lines[1]}")
-    with pytest.raises(BadDocument, match=r"z\.jsonl:2: the tokenizer reads </s> in the text as a special"):
-        tokenize_documents([stops], tmp_path / "x", stopping, tasks=1, execution=HERE)
     ours = tokenize_files(paths, tmp_path / "ours", skipping)
     theirs = tokenize_documents(paths, tmp_path / "theirs", skipping, tasks=3, execution=HERE)
     assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
@@ -319,12 +306,6 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert (tmp_path / "x_text_document.bin").exists(), outputs
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "one")
     assert main("tokenize", flags) == 0
-    assert main("verify", [str(tmp_path / "x_text_document")]) == 0
-
-
-def test_command(how, inputs, tmp_path, capsys):
-    flags = ["--output-prefix", str(tmp_path / "x"), "--append-eod", "--tasks", "2", "--workers", "1"]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    assert main("tokenize", ["--input", *map(str, inputs), *flags]) == 0
     line = f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"
     assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main("verify", [str(tmp_path / "x_text_document")]) == 0
