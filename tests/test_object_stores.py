@@ -12,6 +12,7 @@ pytest.importorskip("moto")
 pytest.importorskip("datatrove")
 
 from helpers.jsonl import write_jsonl
+from helpers.token_files import write_tokens
 from helpers.whole_runs import TINY
 from moe_exp.checkpoint.remote import fetch_checkpoint
 from moe_exp.cli import main
@@ -23,7 +24,7 @@ from moe_exp.data.download.sources import resolve_source
 from moe_exp.data.samples.dataset import SampleStream, content_of, fingerprint_of
 from moe_exp.data.tokens import ranged
 from moe_exp.data.tokens.manifests import with_vocab_size
-from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles, bin_idx_problem
+from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.object_store import Store
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.run_folder import LATEST
@@ -121,9 +122,8 @@ def write_manifested_tokens(prefix, num_documents=300, seed=1):
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     choice = np.random.default_rng(seed)
-    with BinIdxWriter(prefix, vocab_size=500) as writer:
-        for length in choice.integers(1, 400, num_documents):
-            writer.add_document(choice.integers(1, 500, length))
+    lengths = choice.integers(1, 400, num_documents)
+    write_tokens(prefix, (choice.integers(1, 500, length) for length in lengths), 500)
     paths = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     outputs = [{"name": path.name, "bytes": path.stat().st_size, "hash": file_hash(path)} for path in paths]
     manifest = {"stage": "tokenize", "settings": {"tokenizer": {"vocab_size": 500, "eod_id": 0}}}

@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from helpers import ROOT
+from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
@@ -170,20 +168,10 @@ def ending(function, dies):
 
 
 def test_a_second_process_is_refused(tmp_path, source):
-    code = f"""
-import sys
-from pathlib import Path
-sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests")]!r}
-import test_stage
-try:
-    test_stage.make(Path({str(tmp_path / "out")!r}), Path({str(source)!r}))
-except ValueError as error:
-    print(error)
-"""
-    command = [sys.executable, "-c", code]
-    with run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source]):
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "out: another process is working on it. Fix: wait for it, or choose another" in second.stdout
+    rule = r"out: another process is working on it\. Fix: wait for it"
+    first = run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source])
+    with first, pytest.raises(RankError, match=rule):
+        run_on_ranks(1, make, tmp_path / "out", source, join=False)
     assert make(tmp_path / "out", source)[1] is False  # the lock is free again
 
 

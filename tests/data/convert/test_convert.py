@@ -19,7 +19,7 @@ import orjson
 import psutil
 import pytest
 
-from helpers.jsonl import read_jsonl
+from helpers.jsonl import read_jsonl, read_texts
 from helpers.ranks import start_process
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
@@ -88,7 +88,7 @@ def chunks(folder: Path) -> list[Path]:
 
 
 def texts(folder: Path) -> list[str]:
-    return [one["text"] for one in read_jsonl(*chunks(folder))]
+    return read_texts(*chunks(folder))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -100,9 +100,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def three_files(folder: Path) -> list[Path]:
+    parts = {"a": stdlib()[::3], "b": stdlib()[1::3], "c": stdlib()[2::3]}
     return [
-        write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20)
-        for index, name in enumerate("abc")
+        write_parquet(folder / f"{name}.parquet", rows, row_group_size=20) for name, rows in parts.items()
     ]
 
 
@@ -129,10 +129,8 @@ def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
             write_lines(tmp_path / "in/sub" / f"{name}.{kind}", [orjson.dumps(row) + b"\n" for row in part])
     reader = ParquetReader if kind == "parquet" else JsonlReader
     writer = JsonlWriter(str(tmp_path / "plain"), output_filename="x.chunk.${rank}.jsonl", compression=None)
-    plain = LocalPipelineExecutor(
-        [reader(str(tmp_path / "in")), writer], tasks=2, workers=1, logging_dir=str(tmp_path / "logs")
-    )
-    plain.run()
+    steps = [reader(str(tmp_path / "in")), writer]
+    LocalPipelineExecutor(steps, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
     inputs = list((tmp_path / "in").rglob("*.*"))
     manifest = convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
     assert [path.name for path in chunks(tmp_path / "x")] == ["x.chunk.00000.jsonl", "x.chunk.00001.jsonl"]
@@ -201,10 +199,8 @@ def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
     manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
     null = "field 'text' is null, not a text"
     assert manifest["read"]["skipped"] == {"empty text": 1, null: 1, "invalid UTF-8": 1}
-    assert read_jsonl(*chunks(tmp_path / "y")) == [
-        {"text": "one", "id": "a"},
-        {"text": "two\x00", "id": "a.parquet/1"},
-    ]
+    written = read_jsonl(*chunks(tmp_path / "y"))
+    assert written == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
 
 
 def test_columns_that_json_does_not_have(tmp_path):
@@ -257,9 +253,8 @@ def test_any_metadata(tmp_path):
 
 
 def test_filters_count_what_they_drop(tmp_path):
-    settings = ConvertSettings(
-        languages=("en", "de"), min_language_score=0.6, min_score=3.0, min_chars=2000, max_chars=50_000
-    )
+    limits = {"min_language_score": 0.6, "min_score": 3.0, "min_chars": 2000, "max_chars": 50_000}
+    settings = ConvertSettings(languages=("en", "de"), **limits)
     manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", settings, ONE)
     rest, dropped = stdlib(), {}
     rules: dict[str, Callable[[dict[str, Any]], bool]] = {

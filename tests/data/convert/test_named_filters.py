@@ -22,10 +22,8 @@ pytest.importorskip("datatrove")
 HERE = Execution(workers=1)
 SENTENCE = "The quick brown fox jumps over the lazy dog, and that is what all of them have to say. "
 WORDS = [a + b for a in "bcdfglmnprst" for b in ("am", "on", "old", "umber", "ellow", "arden", "ittle")]
-CHOICE = random.Random(7)
-GOOD = "\n".join(
-    " ".join(CHOICE.choices([*WORDS, "and", "that", "have", "of", "with"] * 3, k=15)) + "." for _ in range(10)
-)
+CHOICE, ALL_WORDS = random.Random(7), [*WORDS, "and", "that", "have", "of", "with"] * 3
+GOOD = "\n".join(" ".join(CHOICE.choices(ALL_WORDS, k=15)) + "." for _ in range(10))
 
 
 def write(folder, documents, number=2):
@@ -226,10 +224,8 @@ def a_corpus():
     documents, of_its_own = {}, {}
     for number in range(120):
         choice, kind = random.Random(number), number % 8
-        lines = [
-            f"The {' '.join(choice.choices(WORDS, k=12))} and that they have {choice.choice(WORDS)}."
-            for _ in range(6)
-        ]
+        words = (choice.choices(WORDS, k=13) for _ in range(6))
+        lines = [f"The {' '.join(some)} and that they have {last}." for *some, last in words]
         if kind == 1:
             lines = [f"short {number}"]
         if kind == 2:

@@ -74,12 +74,9 @@ def test_files_and_manifest(server, dataset, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]  # no traces
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["commit"], manifest["settings"]["revision"]) == (server.main, "main")
-    assert manifest["sha256"] == {
-        name: hashlib.sha256(content).hexdigest() for name, content in contents(dataset).items()
-    }
-    assert [(file["name"], file["bytes"]) for file in manifest["outputs"]] == [
-        (name, len(contents(dataset)[name])) for name in NAMES
-    ]
+    given = contents(dataset)
+    assert manifest["sha256"] == {name: hashlib.sha256(given[name]).hexdigest() for name in NAMES}
+    assert {one["name"]: one["bytes"] for one in manifest["outputs"]} == {n: len(given[n]) for n in NAMES}
 
 
 def test_offline(server, tmp_path, monkeypatch):
@@ -353,17 +350,18 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
     assert len(complete) == num_complete
     server.requests.clear()
-    leftovers, check_free_disk = [], hub.check_free_disk
-    seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
-    monkeypatch.setattr(
-        hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given))
-    )
+    leftovers = []
+
+    def noted(*_):
+        leftovers.extend((tmp_path / "raw.partial").rglob("*.incomplete"))
+
+    monkeypatch.setattr(hub, "check_free_disk", noted)
     assert download(source(), folder) == [folder / name for name in NAMES]
     assert contents(folder) == contents(dataset)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
     assert [name for name in NAMES if server.downloads(name)] == NAMES[num_complete:]
     assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
-    assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
+    assert not leftovers, "the disk is checked while parts of a dead process lie there"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from helpers.jsonl import read_jsonl, write_jsonl
+from helpers.jsonl import read_texts, write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.data.mixture.mix import MixedSource, Mixing, Mixture, effective_weights, read_mixture
 from moe_exp.data.prepare import raw_folder
@@ -110,7 +110,8 @@ def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
     assert "| removed: length | 1 | 5 bytes |" in sheet and "| edited: pii | 1 |" in sheet
     overlap = next(line for line in reversed(sheet.splitlines()) if line.startswith("| web | ("))
     shared = int(re.fullmatch(r"\| web \| \(\d+\) \| (\d+) \|", overlap)[1])
-    assert shared == len(texts(mixture, "web") & texts(mixture, "books"))
+    paths = [(mixture / f"data/mine_{name}_shuffled").glob("*.chunk.*.jsonl") for name in ("web", "books")]
+    assert shared == len(set(read_texts(*paths[0])) & set(read_texts(*paths[1])))
     # called again, it makes nothing
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
     assert main("mix", MIX) == 0
@@ -184,12 +185,6 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
     mixing = Mixing("mine", Mixture(sources=sources, vocab_size=300), tmp_path)
     raw = {name: raw_folder(one.source(), one).name for name, one in mixing.preparations().items()}
     assert raw == {"first": "mine_first_raw", "second": "mine_second_raw", "other": "other_raw"}
-
-
-def texts(folder, name):
-    """Training texts of a source."""
-    paths = (folder / f"data/mine_{name}_shuffled").glob("*.chunk.*.jsonl")
-    return {one["text"] for one in read_jsonl(*paths)}
 
 
 @pytest.mark.parametrize(

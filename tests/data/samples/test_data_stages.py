@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import ROOT
-from helpers.token_files import write_distinct
+from helpers.token_files import write_distinct, write_tokens
 from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
@@ -17,7 +17,6 @@ from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.parsers import read_stages
 from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.machine_checks import data_problems
 from moe_exp.launch.source_checks import source_problems
 
@@ -225,14 +224,9 @@ def test_stages_that_can_run():
 
 
 def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
-    short = tmp_path / "short"
-    with BinIdxWriter(short, vocab_size=60000, eod_id=5) as writer:
-        writer.add_document(range(39))
-    given = [("gone", 64), (str(short), 64), (prefixes["a"], 64)]
-    stages = [
-        {"from_samples": 8 * number, "train_data": path, "seq_len": seq_len}
-        for number, (path, seq_len) in enumerate(given, 1)
-    ]
+    short = write_tokens(tmp_path / "short", [range(39)], eod_id=5)
+    given = enumerate(("gone", str(short), prefixes["a"]), 1)
+    stages = [{"from_samples": 8 * number, "train_data": path, "seq_len": 64} for number, path in given]
     found = list(data_problems(config(stages, train_data=prefixes["a"], vocab_size=60000)))
     assert [line.partition(":")[0] for line in found] == ["DATA_STAGES=gone", f"DATA_STAGES={short}"]
     assert "there is no such file" in found[0]
@@ -271,10 +265,8 @@ def test_stages_begin_where_they_say(whole):
 
 
 def stages_begun(ended):
-    events = (event for event in ended.records("event") if event["event"] == "data_stage")
-    return [
-        tuple(event[name] for name in ("iteration", "stage", "seq_len", "train_data")) for event in events
-    ]
+    events = (one for one in ended.records("event") if one["event"] == "data_stage")
+    return [(one["iteration"], one["stage"], one["seq_len"], one["train_data"]) for one in events]
 
 
 @pytest.mark.slow

@@ -120,10 +120,8 @@ def test_same_prefix_twice_in_a_blend_is_shuffled_apart(prefix):
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=30))
 def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indices):
     folder = tmp_path_factory.mktemp("data")
-    blend = [
-        (0.7, write_distinct(folder / "a", [7, 3, 20] * 9)),
-        (0.3, write_distinct(folder / "b", [11, 5] * 9, first_id=1000)),
-    ]
+    a, b = write_distinct(folder / "a", [7, 3, 20] * 9), write_distinct(folder / "b", [11, 5] * 9, 1000)
+    blend = [(0.7, a), (0.3, b)]
     stream = SampleStream(blend, seq_len=8, seed=3)
     for index in indices:
         fresh = SampleStream(blend, seq_len=8, seed=3)

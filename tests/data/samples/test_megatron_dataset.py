@@ -59,9 +59,8 @@ def test_samples_are_the_token_stream(num_samples, tmp_path):
     prefix = write_distinct(tmp_path / "part", LENGTHS)
     samples, _ = megatron_samples(order(prefix, num_train_samples=num_samples), tmp_path)
     (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
-    documents, places = (
-        np.load(next(folder.glob(f"*train-{name}_index.npy"))) for name in ("document", "shuffle")
-    )
+    (documents,) = map(np.load, folder.glob("*train-document_index.npy"))
+    (places,) = map(np.load, folder.glob("*train-shuffle_index.npy"))
     num_epochs = len(documents) // len(LENGTHS)
     assert num_epochs == {70: 1, 300: 4, 390: 5}[num_samples]
     assert sorted(documents) == sorted(list(range(len(LENGTHS))) * num_epochs)

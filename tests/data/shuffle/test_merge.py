@@ -27,13 +27,8 @@ from moe_exp.host.files import file_hash
 def shards(tmp_path):
     """A folder as `shuffle` makes it."""
     texts = (f"text {number} " + "x" * (number % 97) for number in range(500))
-    shuffle(
-        [write_jsonl(tmp_path / "a.jsonl", texts)],
-        tmp_path / "x_shuffled",
-        name="x",
-        num_shards=5,
-        memory_bytes=2**24,
-    )
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    shuffle([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
     return tmp_path / "x_shuffled"
 
 

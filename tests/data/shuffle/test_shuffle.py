@@ -15,6 +15,7 @@ import xxhash
 import zstandard
 
 from helpers import ROOT
+from helpers.jsonl import read_texts
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
 from moe_exp.commands.data_steps.shared import memory_bytes
@@ -81,10 +82,6 @@ def files_of(folder):
 
 def lines_of(folder):
     return Counter(b"".join(files_of(folder).values()).splitlines(keepends=True))
-
-
-def texts_of(*paths):
-    return [json.loads(line)["text"] for path in paths for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n", b"\n\n", b"\r"], ids=repr)
@@ -188,15 +185,15 @@ def test_duplicates_are_on_one_side(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
     manifest = shuffled([path], tmp_path / "out", valid_fraction=0.1)
-    valid = set(texts_of(tmp_path / "out/x.val.jsonl"))
-    train = set(texts_of(*(tmp_path / "out").glob("x.chunk*")))
+    valid = set(read_texts(tmp_path / "out/x.val.jsonl"))
+    train = set(read_texts(*(tmp_path / "out").glob("x.chunk*")))
     assert not valid & train and len(valid | train) == 400
     assert manifest["valid"]["num_documents"] == 5 * len(valid)
     assert 20 <= len(valid) <= 60  # 40 wanted; sigma is 6
     # The choice depends on text and seed alone: in another order, among others, the same.
     others = [*(f"text {number}" for number in reversed(range(400))), *some_texts(50)]
     shuffled([write_jsonl(tmp_path / "b.jsonl", others)], tmp_path / "other", valid_fraction=0.1)
-    assert valid <= set(texts_of(tmp_path / "other/x.val.jsonl"))
+    assert valid <= set(read_texts(tmp_path / "other/x.val.jsonl"))
 
 
 def test_nothing_left_for_training_is_an_error(tmp_path):

@@ -90,25 +90,22 @@ def write(path, content):
     return path
 
 
-def change_tokenizer(folder, path, **changes):
+def changed_tokenizer(folder, path, part=None, **changes):
+    """That of `folder` with changes, in one part of its tokenizer.json or in the whole."""
     content = json.loads((folder / "tokenizer.json").read_text())
-    for name, value in changes.items():
-        part, _, name = name.rpartition("__")
-        (content[part] if part else content)[name] = value
+    (content[part] if part else content).update(changes)
     path.write_text(json.dumps(content))
-    return path
+    return load_tokenizer("HuggingFaceTokenizer", model=path)
 
 
 @pytest.mark.parametrize(
     ("backend", "is_large"), [("gigatoken", False), ("tokenizers", False), ("tokenizers", True)]
 )
 def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, texts, tmp_path):
-    model = folder / "tokenizer.json"
-    if is_large:
-        vocab = json.loads(model.read_text())["model"]["vocab"]
-        vocab |= {f"unused {i}": i for i in range(600, 65500)}
-        model = change_tokenizer(folder, tmp_path / "large.json", model__vocab=vocab)
-    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=model), append_eod=True)
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    vocab |= {f"unused {i}": i for i in range(600, 65500) if is_large}
+    model = tmp_path / "tokenizer.json"
+    how = PartSettings(changed_tokenizer(folder, model, "model", vocab=vocab), append_eod=True)
     options = {"backend": backend, "part_bytes": PART_BYTES}
     manifest = tokenize_files([folder / "corpus.jsonl"], tmp_path / "ours", how, **options)
     tokenizer = Tokenizer.from_file(str(model))
@@ -273,9 +270,9 @@ WITH_BOS = {
 )
 def test_documents_stay_as_they_are(setting, value, length, folder, undisturbed, tmp_path, caplog):
     """Not cut, not padded, and no token before them."""
-    path = change_tokenizer(folder, tmp_path / "t.json", **{setting: value})
+    path = tmp_path / "t.json"
+    how = PartSettings(changed_tokenizer(folder, path, **{setting: value}), append_eod=True)
     assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) == length, "the setting works"
-    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
     said = f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
     assert said == (setting != "post_processor")
     tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
@@ -326,8 +323,7 @@ def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
 
 
 def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
-    path = change_tokenizer(folder, tmp_path / "t.json", pre_tokenizer__use_regex=False)
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
+    tokenizer = changed_tokenizer(folder, tmp_path / "t.json", "pre_tokenizer", use_regex=False)
     probe = probe_backend(Encoders(tokenizer), "auto", ["some text"])
     assert probe.backend == "tokenizers" and probe.reason.startswith("not gigatoken: it encodes ")
     with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: give --backend token"):
@@ -335,8 +331,7 @@ def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
 
 
 def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
-    path = change_tokenizer(folder, tmp_path / "t.json", pre_tokenizer__use_regex=False)
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
+    tokenizer = changed_tokenizer(folder, tmp_path / "t.json", "pre_tokenizer", use_regex=False)
     encoders = Encoders(tokenizer)
     fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
     texts = probe_texts(tokenizer)
@@ -366,8 +361,8 @@ def test_without_gigatoken(how, monkeypatch):
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
-    path = change_tokenizer(folder, tmp_path / "t.json", normalizer={"type": "Lowercase"})
-    probe = probe_backend(Encoders(load_tokenizer("HuggingFaceTokenizer", model=path)), "auto", [])
+    tokenizer = changed_tokenizer(folder, tmp_path / "t.json", normalizer={"type": "Lowercase"})
+    probe = probe_backend(Encoders(tokenizer), "auto", [])
     assert probe.backend == "tokenizers" and "it cannot load this tokenizer (" in probe.reason
 
 

@@ -3,18 +3,17 @@
 import gzip
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.shuffle.test_by_tasks import kill_after
 from data.tokens.test_preprocess import contents, own_vocabulary
 from helpers import ROOT
+from helpers.jsonl import write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
@@ -164,44 +163,21 @@ def test_an_older_output_stays_until_the_new_one_is_complete(how, inputs, tmp_pa
     assert contents(tmp_path / "x") == contents(tmp_path / "one") != before
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from moe_exp.data.tasks.execution import Execution
-from moe_exp.data.tokens.preprocess import tokenize_documents
-from moe_exp.data.tokens.parts import PartSettings
-from moe_exp.data.tokens.tokenizer import load_tokenizer
-if __name__ == "__main__":
-    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
-    tokenize_documents([Path(sys.argv[1])], Path(sys.argv[2]), how, **{options})
-"""
-
-
 @pytest.mark.parametrize(
     ("times", "documents"), [(1, 5000), pytest.param(12, 20_000, marks=pytest.mark.slow)]
 )
 def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, documents, tmp_path):
-    with (tmp_path / "a.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": f"{number} " * 40}) + "\n" for number in range(documents))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{number} " * 40} for number in range(documents)])
     how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
     part_bytes = 2**18 * documents // 20_000
-    tokenize_files([tmp_path / "a.jsonl"], tmp_path / "one", how, part_bytes=part_bytes)
+    tokenize_files([path], tmp_path / "one", how, part_bytes=part_bytes)
     options = {"tasks": 3, "part_bytes": part_bytes, "block_bytes": 4 * part_bytes}
-    options["execution"] = Execution(workers=2)
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace("{options}", repr(options)))
+    by_tasks = partial(tokenize_documents, [path], settings=how, execution=Execution(workers=2), **options)
     for number in range(times):
         output = tmp_path / f"killed_{number}"
-        command = [sys.executable, str(program), str(tmp_path / "a.jsonl"), str(output)]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-        wanted = (6 * number + 3) // times  # tasks that are done, of six
-        done = Path(f"{output}.partial") / "datatrove"
-        while process.poll() is None and len(list(done.glob("*/completions/*"))) < wanted:
-            time.sleep(0.005)
-        time.sleep(0.02 * (number % 5))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        tokenize_documents([tmp_path / "a.jsonl"], output, how, **options)
+        # of six tasks
+        kill_after((6 * number + 3) // times, 0.02 * (number % 5), partial(by_tasks, output=output), output)
+        by_tasks(output=output)
         assert contents(output) == contents(tmp_path / "one")
         assert not Path(f"{output}.partial").exists()
 
