@@ -201,7 +201,7 @@ def test_lines_that_change_on_the_disk_are_noticed(tmp_path, small):
 def kill_after(num_tasks, seconds, call, output):
     """Makes a call that is killed, with its workers, so many seconds after so many of its tasks are done."""
     code = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]))()"
-    command = [sys.executable, "-c", code, pickle.dumps(call).hex()]
+    command = [sys.executable, "-c", code, pickle.dumps(partial(call, output=output)).hex()]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     begun = output.with_name(f"{output.name}.partial")
     while process.poll() is None and len(list(begun.glob("datatrove/*/completions/*"))) < num_tasks:
@@ -221,10 +221,7 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(tmp_path,
     by_tasks = partial(shuffle_documents, [folder], **SETTINGS, tasks=3, execution=Execution(workers=2))
     for number in range(times):
         output = tmp_path / f"killed_{number}"
-        # of nine tasks
-        kill_after(
-            (9 * number + 4) // times, choice.uniform(0, 0.3), partial(by_tasks, output=output), output
-        )
+        kill_after((9 * number + 4) // times, choice.uniform(0, 0.3), by_tasks, output)  # of nine tasks
         by_tasks(output=output)
         assert data_of(output) == expected
         assert not (tmp_path / f"killed_{number}.partial").exists() and not (output / "temporary").exists()

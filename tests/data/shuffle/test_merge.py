@@ -191,6 +191,6 @@ def test_the_script_and_the_command(shards, tmp_path, monkeypatch, capsys):
     done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "documents" in done.stdout, done.stderr
     assert (tmp_path / "x_shuffled_merged.jsonl").read_bytes() == by_hand(shards)
-    other = shlex.split("--input-dir x_shuffled --valid-file-name x.val.jsonl --output-file-name deep/er")
+    other = shlex.split("--input-dir x_shuffled --valid-file-name x.val.jsonl --output-file-name a/b.jsonl")
     assert main("merge", other) == 0
-    assert (tmp_path / "deep/er.jsonl").read_bytes() == by_hand(shards)
+    assert (tmp_path / "a/b.jsonl").read_bytes() == by_hand(shards)

@@ -99,6 +99,8 @@ def with_names():
 def test_which_token_ends_a_document(files, eod_token, eod_id, with_names, tmp_path):
     folder = save(with_names, tmp_path, **files)
     assert load_tokenizer("HuggingFaceTokenizer", model=folder, eod_token=eod_token).eod_id == eod_id
+    with pytest.raises(ValueError, match=r"^EOD_TOKEN=<none>: the tokenizer \S+ has no such token\. Fix: "):
+        load_tokenizer("HuggingFaceTokenizer", model=folder, eod_token="<none>")
 
 
 def test_an_end_token_that_is_not_marked_special_is_text_too_and_dropout_is_off(with_names, tmp_path, caplog):
@@ -184,11 +186,6 @@ def test_bytes():
 def test_what_is_no_tokenizer(kind, given, message):
     with pytest.raises(ValueError, match=f"(?s)^[^\n]*{message}[^\n]*Fix: [^\n]*$"):
         load_tokenizer(kind, **given)
-
-
-def test_an_end_token_that_is_not_there(with_names, tmp_path):
-    with pytest.raises(ValueError, match=r"^EOD_TOKEN=<none>: the tokenizer \S+ has no such token\. Fix: "):
-        load_tokenizer("HuggingFaceTokenizer", model=save(with_names, tmp_path), eod_token="<none>")
 
 
 def test_a_name_on_the_hub(with_names, tmp_path):

@@ -175,8 +175,7 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, do
     by_tasks = partial(tokenize_documents, [path], settings=how, execution=Execution(workers=2), **options)
     for number in range(times):
         output = tmp_path / f"killed_{number}"
-        # of six tasks
-        kill_after((6 * number + 3) // times, 0.02 * (number % 5), partial(by_tasks, output=output), output)
+        kill_after((6 * number + 3) // times, 0.02 * (number % 5), by_tasks, output)  # of six tasks
         by_tasks(output=output)
         assert contents(output) == contents(tmp_path / "one")
         assert not Path(f"{output}.partial").exists()
