@@ -89,10 +89,10 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     assert main("prepare", command) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"moe-exp data: {path}:2: no field 'text'. Fix: ") and error.count("\n") == 1
-    made: list[list[int]] = []
+    made = []
     for _ in range(2):
         assert main("prepare", [*command, "--skip-bad"]) == 0
-        made.append([one.stat().st_mtime_ns for one in (tmp_path / "data").rglob("manifest.json")])
+        made.append({one: one.stat().st_mtime_ns for one in (tmp_path / "data").rglob("manifest.json")})
     assert made[0] == made[1]
     assert main("prepare", command) == 1  # what was skipped is an error without the flag
     assert "was made with skip_bad=True, now it is False" in capsys.readouterr().err

@@ -21,6 +21,7 @@ import pytest
 
 from helpers.jsonl import read_jsonl, read_texts
 from helpers.ranks import start_process
+from helpers.slurm.stand_in import wait_for
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
@@ -523,19 +524,12 @@ def test_workers_end_with_their_parent(tmp_path):
     inputs, flag = three_files(tmp_path / "in"), tmp_path / "flag"
     flag.touch()
     parent = start_process(_convert_sleeping, inputs, tmp_path / "x", flag)
-    worker = psutil.Process(int(wait_for(flag.read_text)))
+    wait_for(flag.read_text)
+    worker = psutil.Process(int(flag.read_text()))
     assert worker.pid != parent.pid
     parent.kill()
     parent.join()
     worker.wait(timeout=60)
-
-
-def wait_for(get: Callable[[], str]) -> str:
-    for _ in range(1200):
-        if found := get():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(get)
 
 
 POINTS = {

@@ -1,4 +1,4 @@
-"""verify finds what has changed since a step made its files, compare what two corpora have not in common."""
+"""verify finds what has changed since a step made its files; compare finds how two corpora differ."""
 
 import json
 from collections import Counter
