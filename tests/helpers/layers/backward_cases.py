@@ -32,12 +32,3 @@ def rows(x: Tensor, index: Tensor | None) -> Tensor:
     """In float64."""
     x = x.double()
     return x if index is None else torch.cat([x, x.new_zeros(1, x.size(1))])[index.long()]
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """By norm; of nothing it is 0."""
-    assert actual.shape == expected.shape
-    assert actual.isfinite().all()
-    size = expected.double().norm().item()
-    difference = (actual.double() - expected.double()).norm().item()
-    return difference / size if size else difference
