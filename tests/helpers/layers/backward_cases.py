@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from helpers.layers.kernel_device import DEVICE
+
 # Rows per expert: none in front, in the middle, at the end; one expert for all; single rows; nobody. Tiles
 # have 32 rows here.
 COUNTS = [(0, 5, 0, 33), (40, 0, 0), (1, 1, 1), (7, 64, 2, 0, 0), (0, 0)]
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPARE_ROWS = 3
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.layers.backward_cases import DEVICE
+from helpers.layers.kernel_device import DEVICE
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.cross_entropy import (
