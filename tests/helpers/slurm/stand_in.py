@@ -13,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +219,3 @@ def _in_session(number: int) -> list[int]:
         except ProcessLookupError:
             continue
     return found
-
-
-def wait_for(what: Any, *, timeout: float = 120.0) -> None:
-    """Returns once the function is true."""
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.05)

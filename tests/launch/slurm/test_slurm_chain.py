@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
-from helpers.slurm.stand_in import wait_for
+from helpers.waiting import wait_for
 from helpers.whole_runs import ROOT, TINY, Runs, clean_environ
 from moe_exp.runs.records import read_metrics
 
