@@ -36,7 +36,7 @@ def trained(tokens, session_runs):
 
 @pytest.fixture
 def refusals(tokens, trained, tmp_path):
-    """Problems of a start in copies of the folders, with what a test has done to them."""
+    """Problems of a start in copies of the folders."""
     shutil.copytree(trained["moe"], tmp_path / "moe")
     shutil.copytree(trained["dense"], tmp_path / "dense")
 

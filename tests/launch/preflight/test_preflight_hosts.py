@@ -25,17 +25,12 @@ def _namespaces():
 
 def on_all(these: list[Host], command: tuple[str, ...], **settings) -> list[subprocess.CompletedProcess[str]]:
     """Runs a command on each host with its NODE_RANK, to the end."""
-    common = {
-        "NNODES": len(these),
-        "MASTER_PORT": free_port(),
-        "GPUS_PER_NODE": 1,
-        "PRESET": "cpu",
-    } | settings
-    started = [host.start(command, NODE_RANK=number, **common) for number, host in enumerate(these)]
+    common = {"NNODES": len(these), "MASTER_PORT": free_port(), "GPUS_PER_NODE": 1, "PRESET": "cpu"}
+    started = [host.start(command, NODE_RANK=rank, **common | settings) for rank, host in enumerate(these)]
     ended = []
     for process in started:
-        out, err = process.communicate(timeout=240)
-        ended.append(subprocess.CompletedProcess(command, process.returncode, out, err))
+        printed = process.communicate(timeout=240)
+        ended.append(subprocess.CompletedProcess(command, process.returncode, *printed))
     return ended
 
 
@@ -47,11 +42,8 @@ def test_a_host_whose_packets_are_refused_is_named(tmp_path):
         ended = on_all([a, b, c, d], PREFLIGHT, RUN_DIR=tmp_path, PREFLIGHT_TIMEOUT=60)
     assert [one.returncode for one in ended] == [1, 1, 1, 1], ended
     report = json.loads(ended[0].stdout)
-    assert [(node["host"], node["grade"]) for node in report["nodes"]] == [
-        ("node-a", "ok"), ("node-b", "failed"), ("node-c", "ok"), ("node-d", "ok"),
-    ]  # fmt: skip
-    (finding,) = report["nodes"][1]["findings"]
-    assert finding["text"].startswith("has no connection with node-c, node-d (no route to host")
+    grades = {node["host"]: node["grade"] for node in report["nodes"]}
+    assert grades == {"node-a": "ok", "node-b": "failed", "node-c": "ok", "node-d": "ok"}
     assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")
     assert "failed: node-b (node 1): has no connection with node-c, node-d" in ended[2].stderr
 
