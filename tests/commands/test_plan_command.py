@@ -77,7 +77,7 @@ def test_it_says_what_it_counts(plan):
     assert words in plan("run", *settings, "--tp", "1").out
     of_megatron = plan("run", *settings, "--cross-entropy", "megatron", "--json").out
     assert "cross entropy" not in json.loads(of_megatron)["counted_as"]
-    searched = "search --preset mixtral-8x7b --gpus 64 --gpu H100-80GB --tp 1 --pp 8 --mbsz 1".split()
+    searched = ["search", *settings, "--tp", "1", "--ep", "1", "--pp", "8", "--gpus", "64"]
     assert f"{part}: {words}\n" in plan(*searched).out
     assert "counted_as" in json.loads(plan(*searched, "--json").out)
 

@@ -134,9 +134,8 @@ def test_under_torchrun(checkpoint, tmp_path):
         for command, options in flags.items():
             line = [sys.executable, "-m", "moe_exp", command, *common, *options]
             environ = clean_environ(PYTHONPATH=ROOT)
-            ended = subprocess.run(
-                line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, encoding="utf-8"
-            )
+            streams = {"capture_output": True, "encoding": "utf-8"}
+            ended = subprocess.run(line, env=environ, cwd=tmp_path, timeout=240, **streams)
             assert ended.returncode == 0, ended.stderr
             outputs[command].append(ended.stdout)
         logits.append(np.load(tmp_path / "logits.npy"))
