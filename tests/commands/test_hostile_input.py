@@ -233,8 +233,8 @@ def texts_with(folder: Path, name: str | bytes, content: bytes = b'{"text": "one
 
 
 NAMES = (
-    b"\xff\xfe.jsonl", b"caf\xe9.jsonl.gz", b"caf\xe9.parquet", "line\nbreak.jsonl", "\x1b[2J.jsonl", " .jsonl",
-    "[red]a[red].jsonl", "%s{}.jsonl", "-rf.jsonl", "*.jsonl", "\u202e.jsonl", "a" * 240 + ".jsonl",
+    b"\xff\xfe.jsonl", b"caf\xe9.jsonl.gz", b"caf\xe9.parquet", "line\nbreak.jsonl", "\x1b[2J.jsonl",
+    "[red]a.jsonl", " .jsonl", "%s{}.jsonl", "-rf.jsonl", "*.jsonl", "\u202e.jsonl", "a" * 240 + ".jsonl",
 )  # fmt: skip
 CONTENTS = {
     "half_gz.jsonl.gz": gzip.compress(b'{"text": "one"}\n' * 999)[:40],
