@@ -124,6 +124,7 @@ def test_torch_knows_whether_it_has_cuda():
 
 
 NO_CUDA = "needs a CUDA device, this host has none"
+FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,8 @@ NO_CUDA = "needs a CUDA device, this host has none"
         ({"gpus": 2}, {"gpus_per_node": 2}, ""),
         ({"gpus": 2, "has_cuda": False}, {"gpus_per_node": 2}, r"TORCH=\S+: is a build without CUDA.* 2 GP"),
         ({"transformer_engine": None}, {"impl": "te"}, "IMPL=te: .* not installed.* set IMPL=local"),
+        ({"transformer_engine": None}, FP8, "FP8=hybrid: is computed by Transformer Engine, which is not"),
+        ({"transformer_engine": "2"}, FP8, f"FP8=hybrid: {NO_CUDA}"),
         ({"wandb": None}, {"wandb_project": "x"}, "WANDB_PROJECT=x: .* not installed.* WANDB_MODE=disabled"),
         ({"wandb": None}, {"wandb_project": "x", "wandb_mode": "disabled"}, ""),
         ({"megablocks": None, "grouped_gemm": None}, {"expert_backend": "megablocks", "dtype": "bf16"},
