@@ -1,7 +1,4 @@
-"""What nobody should give a command: no traceback, no wait, an exit code that is documented.
-
-The draws have fixed seeds. tests/run.sh --all makes more of them.
-"""
+"""What nobody should give a command: no traceback, no wait, an exit code that is documented."""
 
 import argparse
 import gzip

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from helpers.planner.planned import LARGE, write_profile
-from helpers.whole_runs import SETTINGS
 from moe_exp import cli
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
@@ -22,14 +21,8 @@ from moe_exp.planner.prediction import CONSTANTS
 MODEL = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in LARGE.items()]
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def plan(tmp_path, capsys):
+def plan(no_settings, tmp_path, capsys):
     profile = str(write_profile(tmp_path))
 
     def call(*arguments, code=0):
@@ -291,7 +284,7 @@ def test_hardware_with_sources(plan):
     assert "H200" in one and "150.8 G" in one and "A100" not in one
 
 
-def test_a_search_loads_nothing_heavy(tmp_path):
+def test_a_search_loads_nothing_heavy(no_settings, tmp_path):
     arguments = ["plan", "search", "--gpus", "64", "--preset", "mixtral-8x7b"]
     code = f"""
 import sys

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from helpers.whole_runs import SETTINGS
 from moe_exp import cli
 
 LAYOUT = {"gpus": 32, "tp": 1, "pp": 4, "ep": 8, "mbsz": 1, "gbsz": 64}
@@ -11,10 +10,7 @@ MODEL = ["--preset=qwen3-30b-a3b", "--gpus=8", "--gbsz=256"]
 
 
 @pytest.fixture
-def call(capsys, monkeypatch):
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-
+def call(no_settings, capsys):
     def run(*arguments):
         assert cli.main(["plan", *arguments]) == 0
         return capsys.readouterr().out

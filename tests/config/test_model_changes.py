@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.checkpoint.legs import MODEL, Leg, build_job, run_legs, write_data
-from helpers.ranks import RankError, free_port, run_on_ranks
+from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.keys import _differ_by_padding
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
@@ -189,11 +189,3 @@ def test_losses_with_a_state_may_come_and_go(source):
     run_legs([Leg(settings(source) | losses, source / "checkpoints", 1, {3: folder})])
     (steps,) = run_legs([Leg(settings(source), folder, 1)])
     assert steps[0].lm_loss < 5
-
-
-def test_another_rotary_base_with_the_flag(source):
-    changed = settings(source) | {"rotary_base": 500.0}
-    with pytest.raises(RankError, match=r"ROTARY_BASE=500\.0: the checkpoint at iteration 2"):
-        run_legs([Leg(changed, source / "checkpoints", 1)])
-    (steps,) = run_legs([Leg(changed | {"allow_other_model": True}, source / "checkpoints", 1)])
-    assert len(steps) == 1

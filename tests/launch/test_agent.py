@@ -1,6 +1,4 @@
-"""The agent that starts ranks again, with ranks that are plain scripts: nodes that agree, failures that are
-counted, signals that wait.
-"""
+"""The agent that starts ranks again, with scripts as ranks: nodes agree, failures count, signals wait."""
 
 import json
 import os

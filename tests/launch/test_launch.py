@@ -344,10 +344,8 @@ def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
     assert not (tmp_path / "saved0").exists()
 
 
-def test_exit_code_of_a_rank_that_fails(tmp_path):
-    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)")
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == 7
+def test_exit_code_of_a_rank_that_fails():
+    assert start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)").wait(30) == 7
 
 
 # Stands for an agent that gets stuck, as in a file system that does not answer: it hears no signal.

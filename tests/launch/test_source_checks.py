@@ -13,7 +13,6 @@ from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.samples.order import order_of_files
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.launch import launch
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.source_checks import source_problems, stage_lines
 from moe_exp.runs.run_folder import RunFolder
@@ -162,13 +161,3 @@ def test_missing_data_of_a_resume_is_named(here, tmp_path):
     (tmp_path / "a.bin").unlink()
     (problem,) = check_files(here())
     assert problem.startswith(f"TRAIN_DATA={tmp_path}/a: ")
-
-
-def test_a_dry_run_with_the_checkpoint_of_another_model(here, tmp_path, capsys):
-    load_dir = save(here(run_name="other"), tmp_path / "saved")
-    config = here()
-    names = ("train_data", "run_dir", "data_dir", "gpus_per_node", *SIZE)
-    flags = SMALL | {name: getattr(config, name) for name in names} | {"load_dir": str(load_dir)}
-    assert launch.train(flags | {"num_experts": 16}, dry_run=True) == 2
-    assert "NUM_EXPERTS=16: the checkpoint at iteration 10" in capsys.readouterr().err
-    assert launch.train(flags, dry_run=True) == 0

@@ -1,6 +1,4 @@
-"""The preflight before training and as a command, on one host; faults come from a sitecustomize.py that every
-Python of the job finds.
-"""
+"""The preflight before training and as a command; faults come from a sitecustomize.py of every Python."""
 
 import json
 import socket

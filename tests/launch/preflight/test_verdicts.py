@@ -80,13 +80,9 @@ def test_a_slow_link_is_its_nodes_and_not_the_partners(num_nodes):
         assert [node.host for node in verdict.to_exclude()] == [f"n{bad}"]
         first = verdict.nodes[bad].findings[0].text
         assert re.match(rf"rank {2 * bad} \(cuda:0\): point-to-point 13.*30% of the others'", first), first
-
-
-def test_two_slow_nodes_with_a_node_between_them():
-    found = reports(9)
-    slow_link(found, 3)
-    slow_link(found, 5)
-    assert [node.host for node in verdict_on(found).to_exclude()] == ["n3", "n5"]
+    if num_nodes == 9:  # two, with a node between them
+        slow_link(found, 6)
+        assert [node.host for node in verdict_on(found).to_exclude()] == ["n6", "n8"]
 
 
 def test_one_slow_gpu_is_named_with_rank_and_device():

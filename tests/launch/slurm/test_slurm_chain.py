@@ -1,6 +1,4 @@
-"""run_slurm.sh's sbatch file, run for real under a stand-in srun: what a chain of jobs does with every end of
-a run.
-"""
+"""run_slurm.sh's sbatch file under a stand-in srun: what a chain of jobs does with every end of a run."""
 
 import subprocess
 import sys
@@ -42,13 +40,12 @@ def test_warning_reaches_the_launchers_and_the_chain_goes_on(chain):
         ["--parsable", "--dependency=afterany:102"]
     ]  # fmt: skip
     number, process = chain.cluster.start()
-    wait_for(lambda: "wait" in "".join(path.read_text() for path in chain.folder.glob("attempts.1")))
-    wait_for(lambda: "wait" in "".join(path.read_text() for path in chain.folder.glob("attempts.0")))
+    wait_for(lambda: [path.read_text() for path in chain.folder.glob("attempts.?")] == ["wait "] * 2)
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process) == 0
     # not by SIGTERM, at which ranks that stand still for half a minute would be ended unsaved
-    assert chain.log("job101.node-b.log").endswith("told to stop by SIGUSR1\n")
-    assert chain.log("job101.localhost.log").endswith("told to stop by SIGUSR1\n")
+    for node in ("node-b", "localhost"):
+        assert chain.log(f"job101.{node}.log").endswith("told to stop by SIGUSR1\n")
     assert "SLURM's warning: the run saves and ends" in chain.log("job101.log")
     assert chain.cluster.run() == (102, 0)
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED"]
@@ -193,8 +190,7 @@ def test_a_run_of_two_nodes_goes_on_in_the_next_job_and_finishes(chain, runs: Ru
     wait_for(lambda: '"iteration": 3,' in read(), timeout=300)
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process, timeout=300) == 0
-    outcomes = (folder.path / "slurm" / "jobs.log").read_text()
-    assert "to be continued" in outcomes
+    assert "to be continued" in (folder.path / "slurm" / "jobs.log").read_text()
     assert chain.cluster.states() == ["COMPLETED", "PENDING", "PENDING"]
     number, process = chain.cluster.start()
     assert chain.cluster.end(number, process, timeout=300) == 0
