@@ -122,9 +122,7 @@ def test_a_local_sweep_takes_the_defaults_of_this_machine(gpus, settings, expect
 @pytest.mark.parametrize(
     ("command", "flags", "environ"),
     [
-        ("sweep", [], {"EXECUTOR": "slurm"}),
         ("sweep", ["--executor=slurm"], {}),
-        ("ladder", ["--sizes=64,128"], {"EXECUTOR": "slurm", "TRAIN_DATA": "tokens"}),
         ("ladder", ["--sizes=64,128", "--executor=slurm"], {"EXECUTOR": "local", "TRAIN_DATA": "tokens"}),
         ("slurm", [], {}),
     ],

@@ -334,13 +334,6 @@ def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path)
     assert runs.read_text() == before
 
 
-def test_a_plan_for_gpus_takes_their_preset_whatever_this_host_has(plan):
-    report = json.loads(plan("--json").out)
-    assert (report["preset"], report["dtype"]) == ("reference", "bf16")
-    assert json.loads(plan("--gpu", "cpu", "--json").out)["preset"] == "cpu"
-    assert "PRESET=reference, " in plan("search", "--gpus", "8", "--gpu", "h100").out
-
-
 def test_an_export_has_the_token_budget(plan):
     budget = "--tokens 1B --warmup-iters 20 --export env"
     printed = plan("search", "--gpus", "8", *budget.split()).out

@@ -182,7 +182,6 @@ class Nodes:
         return [{key: one for key, one in record.items() if key not in left_out} for record in records]
 
     def told(self, node: int = 0) -> str:
-        """The exit code that the ranks of a node have told."""
         return (self.folder / f"code{node}").read_text()
 
 

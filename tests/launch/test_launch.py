@@ -191,13 +191,6 @@ def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
-    given = {"TRAIN_DATA": "gone", "EVAL_INTERVAL": "0", "GPUS_PER_NODE": "1"}
-    done = moe_exp("train", "--dry-run", cwd=tmp_path, **given)
-    assert done.returncode == 2 and "Parameters: " in done.stdout
-    assert "moe-exp: TRAIN_DATA=gone: there is no such file" in done.stderr
-
-
 @pytest.mark.parametrize(("rank", "local_rank", "code"), [(0, 0, 75), (1, 1, None), (8, 0, 75)])
 def test_the_first_rank_of_every_node_reports_the_exit_code(rank, local_rank, code, tmp_path, monkeypatch):
     for name, value in ((EXIT_CODE_FILE, tmp_path / "code"), ("RANK", rank), ("LOCAL_RANK", local_rank)):

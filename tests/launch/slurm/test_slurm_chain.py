@@ -80,20 +80,22 @@ def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
 
 
 @pytest.mark.parametrize(
-    ("settings", "states", "waits"),
+    ("code", "settings", "states", "waits"),
     [
-        ({"NUM_JOBS": 2}, ["PENDING", "PENDING"], True),
-        ({"NUM_JOBS": 2, "REQUEUE": False}, ["FAILED", "PENDING"], True),
-        ({"NUM_JOBS": 2, "EXCLUDE_FILE": "bad.txt"}, ["FAILED", "PENDING"], True),
-        ({"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False),
-        ({"NUM_JOBS": 2, "MAX_FAILURES": 1}, ["FAILED", "CANCELLED"], False),
+        (1, {"NUM_JOBS": 2}, ["PENDING", "PENDING"], True),
+        (1, {"NUM_JOBS": 2, "REQUEUE": False}, ["FAILED", "PENDING"], True),
+        (1, {"NUM_JOBS": 2, "EXCLUDE_FILE": "bad.txt"}, ["FAILED", "PENDING"], True),
+        (1, {"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False),
+        (1, {"NUM_JOBS": 2, "MAX_FAILURES": 1}, ["FAILED", "CANCELLED"], False),
+        (2, {"NUM_JOBS": 3}, ["FAILED", "CANCELLED", "CANCELLED"], False),
     ],
-    ids=["queued again", "next job", "excluded node", "no job follows", "too many failures"],
+    ids=["queued again", "next job", "excluded node", "no job", "too many failures", "bad settings"],
 )
-def test_a_failure_waits_before_the_next_job_and_only_then(settings, states, waits, chain, tmp_path):
-    assert chain.submit("1", NNODES=1, **{"RETRY_SECONDS": 1} | settings).returncode == 0
+def test_a_failure_waits_before_the_next_job_and_only_then(code, settings, states, waits, chain, tmp_path):
+    given = {"NNODES": 1, "RETRY_SECONDS": 1} | settings
+    assert chain.submit(str(code), **given).returncode == 0
     (tmp_path / "bad.txt").write_text("localhost\n")
-    assert chain.cluster.run() == (101, 1)
+    assert chain.cluster.run() == (101, code)
     assert chain.cluster.states() == states
     assert ("waits 1 s before what comes next" in chain.log("job101*.log")) == waits
 
@@ -105,12 +107,6 @@ def test_the_warning_ends_the_wait_and_the_job_is_queued_again(chain):
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process) == 1
     assert chain.cluster.states() == ["PENDING", "PENDING"]
-
-
-def test_bad_settings_end_the_chain_at_once(chain):
-    assert chain.submit("2", NNODES=1, NUM_JOBS=3).returncode == 0
-    assert chain.cluster.run() == (101, 2)
-    assert chain.cluster.states() == ["FAILED", "CANCELLED", "CANCELLED"]
 
 
 def test_settings_that_have_trained_can_run(chain):
