@@ -4,7 +4,8 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,22 +92,12 @@ def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
 def test_slurm_jobs_run_each_rung(no_settings, tmp_path, monkeypatch, capsys):
     cluster = Cluster(tmp_path / "cluster")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    # between two questions what is queued runs
+    clock = SimpleNamespace(sleep=lambda seconds: cluster.run(), monotonic=time.monotonic)
+    monkeypatch.setattr(slurm_cases, "time", clock)
     for name, value in {**TINY, **places(tmp_path)}.items():
         monkeypatch.setenv(name, str(value))
-    ended = threading.Event()
-
-    def schedule() -> None:
-        while not ended.wait(0.1):
-            cluster.run()
-
-    jobs = threading.Thread(target=schedule)
-    jobs.start()
-    try:
-        assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0
-    finally:
-        ended.set()
-        jobs.join()
+    assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0
     printed = capsys.readouterr().out
     assert "6/6 rung_3/" in printed and "effective speedup of dmoe" in printed
     assert len(cluster.jobs()) == 6

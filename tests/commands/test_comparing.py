@@ -36,13 +36,11 @@ class Comparisons(StudyRuns):
         super().__init__(path, [sys.executable, "-m", "moe_exp", "compare"], TINY | places)
 
     def iterations(self, name: str) -> list[int]:
-        """Those that are logged."""
         path = self.folder / name / "metrics.jsonl"
         records = read_metrics(path) if path.exists() else []
         return [one["iteration"] for one in records if one["kind"] == "train"]
 
     def resumed(self, name: str) -> int:
-        """How often."""
         records = read_metrics(self.folder / name / "metrics.jsonl")
         return sum(one["kind"] == "event" and one["event"] == "resume" for one in records)
 

@@ -84,7 +84,6 @@ PIECES = (
 
 
 def readers(run: Path, other: Path) -> list[list[str]]:
-    """Every command that reads a run folder."""
     name, parent = run.name, str(run.parent)
     return [
         ["report", str(run), "--format", "md"],

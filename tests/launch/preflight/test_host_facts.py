@@ -9,8 +9,10 @@ from moe_exp.launch.preflight.host_facts import disk, planned_hosts
 
 DMESG = """\
 2026-11-22T03:13:58,104212+01:00 nvidia-nvlink: Nvlink Core is being initialized, major device number 510
-2026-11-22T03:14:07,123456+01:00 NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, GPU has fallen off the bus.
-2026-11-22T03:14:07,123999+01:00 NVRM: Xid (PCI:0000:41:00): 31, pid=2218, Ch 8, intr 0. MMU Fault
+2026-11-22T03:14:07,123456+01:00 NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, \
+name=python3, GPU has fallen off the bus.
+2026-11-22T03:14:07,123999+01:00 NVRM: Xid (PCI:0000:41:00): 31, pid=2218, \
+name=python3, Ch 00000008, intr 00000000. MMU Fault
 """
 
 
