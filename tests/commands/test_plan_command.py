@@ -229,25 +229,13 @@ def test_bad_input_is_one_clear_line_each(plan, arguments, lines):
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_predictions_for_every_row_in_order(plan, tmp_path):
-    out = tmp_path / "predictions.csv"
-    plan("predict", "--runs", str(MEASURED_RUNS), "--out", str(out))
-    runs, rows = rows_of(MEASURED_RUNS), rows_of(out)
-    assert list(rows[0]) == ["row_id", "mem_gb", "sec_per_it", "oom"]
-    assert [row["row_id"] for row in rows] == [run["row_id"] for run in runs]
-    for run, row in zip(runs, rows, strict=True):
-        assert float(row["mem_gb"]) > 0 and row["oom"] in ("0", "1")
-        assert bool(row["sec_per_it"]) == bool(run["dp"] and run["gbs"])
-
-
-def test_predictions_without_columns_of_results(plan, tmp_path):
+def test_predictions_for_every_row_in_order_and_without_columns_of_results(plan, tmp_path):
+    bare, out, whole = tmp_path / "runs.csv", tmp_path / "bare.csv", tmp_path / "whole.csv"
     runs = rows_of(MEASURED_RUNS)
     results = ("mem_gb", "sec_per_it", "oom", "use_mem", "use_time", "quirk", "tflops", "dp")
-    bare, out, whole = tmp_path / "runs.csv", tmp_path / "bare.csv", tmp_path / "whole.csv"
     with bare.open("w", newline="") as file:
         kept = [name for name in runs[0] if name not in results]
         writer = csv.DictWriter(file, kept, extrasaction="ignore")
@@ -255,10 +243,14 @@ def test_predictions_without_columns_of_results(plan, tmp_path):
         writer.writerows(runs[::-1])
     for given, written in ((bare, out), (MEASURED_RUNS, whole)):
         plan("predict", "--runs", str(given), "--out", str(written))
-    without_dp = {row["row_id"]: row for row in rows_of(out)}
-    assert list(without_dp) == [run["row_id"] for run in runs[::-1]]
+    rows, without_dp = rows_of(whole), {row["row_id"]: row for row in rows_of(out)}
+    assert list(rows[0]) == ["row_id", "mem_gb", "sec_per_it", "oom"]
+    assert [row["row_id"] for row in rows] == list(without_dp)[::-1] == [run["row_id"] for run in runs]
+    for run, row in zip(runs, rows, strict=True):
+        assert float(row["mem_gb"]) > 0 and row["oom"] in ("0", "1")
+        assert bool(row["sec_per_it"]) == bool(run["dp"] and run["gbs"])
     # The number of GPUs says how many replicas there are.
-    both = zip(runs, rows_of(whole), strict=True)
+    both = zip(runs, rows, strict=True)
     same = [row for run, row in both if run["n_gpus"] and run["dp"] and run["gbs"]]
     assert len(same) > 50
     assert all(without_dp[row["row_id"]] == row for row in same)

@@ -44,7 +44,7 @@ def test_a_host_whose_packets_are_refused_is_named(tmp_path):
     grades = {node["host"]: node["grade"] for node in report["nodes"]}
     assert grades == {"node-a": "ok", "node-b": "failed", "node-c": "ok", "node-d": "ok"}
     assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")
-    assert "failed: node-b (node 1): has no connection with node-c, node-d" in ended[2].stderr
+    assert "failed: node-b (node 1): has no connection with node-c, node-d (no route" in ended[2].stderr
 
 
 @pytest.mark.slow
@@ -88,5 +88,6 @@ def test_a_slowed_host_and_a_clock_that_is_ahead_are_named(tmp_path):
     assert grades == {"node-a": "ok", "node-b": "slow", "node-c": "warning"}, report
     text = report["nodes"][1]["findings"][0]["text"]
     assert text.startswith("rank 1 (cpu): point-to-point 0.00") and "all-reduce 0.00" in text
-    assert "s ahead of node 0's" in report["nodes"][2]["findings"][0]["text"]
+    text = report["nodes"][2]["findings"][0]["text"]
+    assert text in ("clock is 90.0 s ahead of node 0's", "clock is 89.9 s ahead of node 0's")
     assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")
