@@ -176,8 +176,8 @@ def values_of(folder: Path) -> list[str]:
         spoil(folder / f"{kind}.jsonl", kind)
         paths += [folder / f"{kind}.json", folder / f"{kind}.jsonl"]
     numbers = ["0", "1", "-1", "3", "9" * 30, "9" * 5000, "1e308", "nan", "inf", "0.5", "-0"]
-    odd = ["", " ", "²", "\n", "\x1b[2J", "\udcff", "a\0b", "x" * 300, "x" * 5000, "%s{}", "~nobody/x", ".."]
-    words = ["a=b", "A=1,B=2", "owner/name", "python_stdlib", "cpu", "none", "8GB"]
+    odd = ["", " ", "x", "²", "\n", "\x1b[2J", "\udcff", "a\0b", "x" * 300, "x" * 5000, "%s{}", "~nobody/x"]
+    words = ["..", "a=b", "A=1,B=2", "owner/name", "python_stdlib", "cpu", "none", "8GB"]
     return [*map(str, paths), *numbers, *odd, *words]
 
 

@@ -338,7 +338,9 @@ def test_second_ctrl_c_kills_the_job_and_no_other_signal_does(tmp_path):
 
 
 def test_exit_code_of_a_rank_that_fails():
-    assert start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)").wait(30) == 7
+    launcher = start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)")
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 7
 
 
 # Stands for an agent that gets stuck, as in a file system that does not answer: it hears no signal.
