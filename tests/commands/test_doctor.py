@@ -78,7 +78,7 @@ def test_versions_of_a_range(version, meets, monkeypatch):
 
 def test_package_whose_files_are_gone_is_unmet(monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "numpy" and find_spec(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numpy" else find_spec(name))
     assert [line.partition(">")[0] for line in doctor.unmet_requirements()] == ["numpy"]
 
 
