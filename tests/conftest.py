@@ -67,9 +67,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests
-    start. And examples that hypothesis draws may take their time: other tests run beside them.
-    """
+    """A shell has what it starts with `&` ignore Ctrl-C, which tests press. And hypothesis may be slow."""
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

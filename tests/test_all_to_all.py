@@ -6,11 +6,9 @@ and how fast.
     torchrun --nproc_per_node=8 tests/test_all_to_all.py --max-mb 256 # larger messages
 
 Ends with 1 if a result or a gradient differs from the reference, in which every rank gathers everything.
-Under pytest it starts torchrun itself.
 """
 
 import argparse
-import os
 import sys
 import time
 
@@ -47,29 +45,21 @@ def rows_of(rank: int, route: Route, device: torch.device, *, seed: int) -> Tens
     return torch.randn(sum(route[rank]), WIDTH, generator=generator).to(device)
 
 
-def gathered(rows: list[Tensor], route: Route, rank: int) -> Tensor:
-    """What `rank` gets of the rows of all ranks: the reference."""
-    return torch.cat([x.split(route[source])[rank] for source, x in enumerate(rows)])
-
-
 def mismatches(route: Route, device: torch.device) -> list[str]:
     """What is wrong with the exchange of this route on this rank. Never returns early: the other ranks would
     wait for ever.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    back = [list(column) for column in zip(*route, strict=True)]
+    rank, back = dist.get_rank(), [list(column) for column in zip(*route, strict=True)]
+
+    def received(route: Route, seed: int) -> Tensor:
+        whole = [rows_of(source, route, device, seed=seed) for source in range(len(route))]
+        return torch.cat([x.split(sizes)[rank] for x, sizes in zip(whole, route, strict=True)])
+
     x = rows_of(rank, route, device, seed=1).requires_grad_()
     y = exchange_rows(AllToAll(group=dist.group.WORLD, send=route[rank], receive=back[rank]), x)
     y.backward(rows_of(rank, back, device, seed=2))
-    expected = {
-        "rows": (y, gathered([rows_of(r, route, device, seed=1) for r in range(ranks)], route, rank)),
-        "gradient": (x.grad, gathered([rows_of(r, back, device, seed=2) for r in range(ranks)], back, rank)),
-    }
-    return [
-        name
-        for name, (value, reference) in expected.items()
-        if value is None or not torch.equal(value, reference)
-    ]
+    pairs = {"rows": (y, received(route, 1)), "gradient": (x.grad, received(back, 2))}
+    return [name for name, (value, expected) in pairs.items() if not torch.equal(value, expected)]
 
 
 def check(route: Route, device: torch.device) -> list[str]:
@@ -98,9 +88,7 @@ def seconds(rows: int, device: torch.device, repeats: int = 10) -> float:
 
 
 def speed_table(device: torch.device, max_bytes: int) -> list[str]:
-    """Lines with the bytes that a rank sends to all others, and GB/s of that; bytes that stay on the rank do
-    not count.
-    """
+    """Lines with the bytes that a rank sends to all others, and GB/s of that."""
     others = dist.get_world_size() - 1
     lines = [f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}"]
     rows = 4
@@ -130,10 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     text = "largest message that the table measures, in MB sent per rank"
     parser.add_argument("--max-mb", type=float, default=16, help=text)
-    arguments = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        parser.error("run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py")
-    return run(int(arguments.max_mb * 2**20))
+    return run(int(parser.parse_args().max_mb * 2**20))
 
 
 @pytest.mark.slow
@@ -158,37 +143,6 @@ def _is_whole(out: str, *, ranks: int, sizes: int) -> None:
     assert equal == list(routes(ranks))
     table = [line.replace(",", "").split() for line in lines[len(equal) + 2 :]]
     assert [int(row[0]) for row in table] == [4096 * 8**i * (ranks - 1) for i in range(sizes)]
-    for sent, milliseconds, speed in table:
-        assert float(speed) == pytest.approx(int(sent) / float(milliseconds) / 1e6, rel=0.05, abs=1e-3)
-
-
-def run_broken() -> int:
-    """On a rank: the first route forward and the second one backward are wrong."""
-    calls, launch = [], AllToAll._launch
-
-    def launch_wrongly(self, x, group):
-        calls.append(0)
-        return launch(self, x + (group.rank() == 1 and len(calls) in (1, 4)), group)
-
-    AllToAll._launch = launch_wrongly  # type: ignore[method-assign]
-    return run(4096)
-
-
-def test_a_mismatch_ends_with_an_error():
-    codes, out = run_script_on_ranks(2, run_broken)
-    assert codes == [1, 1]
-    assert out.splitlines()[1:4] == [
-        "  even           rows of rank 0 differ; rows of rank 1 differ",
-        "  uneven         gradient of rank 0 differ; gradient of rank 1 differ",
-        "  all to rank 0  forward and gradient equal",
-    ]
-
-
-def test_without_torchrun(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [__file__])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "run it by torchrun: torchrun --nproc_per_node=2" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

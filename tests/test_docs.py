@@ -14,14 +14,14 @@ from torch.nn.functional import cross_entropy
 
 from helpers import ROOT
 from helpers.docs.commands import (
+    all_flags,
     blocks,
     commands,
-    commands_of_line,
     flags_problem,
     inline_commands,
     moe_exp_arguments,
     problem_of,
-    step_flags,
+    whole_parser,
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
 from helpers.hf.tiny_models import their_logits
@@ -58,61 +58,31 @@ def test_commands_are_parsed(found, judge, page):
     assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
-def test_flags_that_stand_alone_are_of_the_data_step_that_the_page_describes():
-    """In rows of a table that begin with a step, and below headings about one."""
-    steps = {"The shuffle": ("shuffle", "prepare"), "Tokenizing": ("tokenize",)}
-    steps |= dict.fromkeys(("DCLM on 64 nodes", "Filter documents", "Near-duplicates"), ("prepare",))
-    wrong, num_flags, here = [], 0, ()
-    for line in (ROOT / "docs/corpus.md").read_text(encoding="utf-8").splitlines():
-        if heading := re.match("##+ (.*)", line):
-            here = steps.get(heading[1], ())
-        row = re.match(r"\| (download|shuffle|merge|tokenize) \|", line)
-        described = (row[1],) if row else here
-        flags = re.findall(r"`(--[a-z][\w-]*)", line) if described else []
-        known = set().union(*map(step_flags, described))
-        wrong += [f"{described}: {flag}" for flag in flags if flag not in known]
-        num_flags += len(flags)
-    assert wrong == [] and num_flags > 20
+def test_flags_that_stand_alone_exist():
+    text = (ROOT / "docs" / "corpus.md").read_text(encoding="utf-8")
+    flags = set(re.findall(r"`(--[a-z][\w-]*)", text))
+    assert len(flags) > 20 and flags <= all_flags(whole_parser())
 
 
 @guides
-def test_variables_of_commands_are_settings(page):
-    unknown = {}
+def test_variables_are_settings_and_programs_exist(page):
+    wrong = []
     for command in [*commands(page), *inline_commands(page)]:
         names = set(filter(str.isupper, command.names)) - SETTINGS - OTHERS
         if names and (not command.words or moe_exp_arguments(command) is not None):
-            unknown[str(command)] = names
-    assert unknown == {}
-
-
-@guides
-def test_programs_that_the_pages_run_exist(page):
-    missing = []
-    for command in [*commands(page), *inline_commands(page)]:
+            wrong.append(f"{command}: {names}")
         for word in command.words:
             path = re.fullmatch(r"((?:moe_exp|tests|bench|docs)/[\w/-]+\.(?:py|sh))(?:::\w+)?", word)
             if path and not (ROOT / path[1]).is_file():
-                missing.append(str(command))
-    assert missing == []
+                wrong.append(str(command))
+    assert wrong == []
 
 
 def test_the_index_names_every_page():
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     docs = ROOT / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
     others = {str(page.relative_to(docs)) for page in docs.glob("**/*.md")} - {"README.md"}
-    assert {name for name in others if f"({name})" not in index} == set()
-
-
-def test_a_flag_that_does_not_exist_is_found():
-    (good,) = commands_of_line("NUM_EXPERTS=8 moe-exp train --topk 2 > log  # a comment", "here")
-    assert good.names == {"NUM_EXPERTS"} and problem_of(moe_exp_arguments(good)) == ""
-    (bad,) = commands_of_line("$ moe-exp train --topkk 2", "here")
-    assert "--topkk" in problem_of(moe_exp_arguments(bad))
-    (form,) = commands_of_line("moe-exp convert to-hf SRC DST [--dtypes bf16]", "here")
-    assert "--dtypes" in problem_of(moe_exp_arguments(form))
-    line = "bash moe_exp/scripts/run_slurm.sh --dry-run; moe-exp plan --gpus 8"
-    script, plan = commands_of_line(line, "here")
-    assert moe_exp_arguments(script) == ["slurm", "--dry-run"] and problem_of(moe_exp_arguments(plan)) == ""
+    assert [name for name in others if f"({name})" not in index] == []
 
 
 def test_the_recipe_plans_and_would_be_submitted(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The size and shape of the package, as figures that must not grow. `python tests/test_house.py` prints them."""
+"""The size and shape of the package: figures that must not grow. `python tests/test_house.py` prints them."""
 
 import ast
 import subprocess
@@ -51,8 +51,8 @@ def calls(tree: ast.AST) -> tuple[Counter[str], Counter[str]]:
 
 
 def tiny_functions(path: str, tree: ast.AST) -> list[str]:
-    """Private functions that could stand in their only caller: short, called once, and not decorated (a cache,
-    a property), abstract, handed on as a value or overriding another.
+    """Private functions that could stand in their only caller: short, called once, and not decorated (a
+    cache, a property), abstract, handed on as a value or overriding another.
     """
     called, handed_on = calls(tree)
     names = Counter(node.name for node in ast.walk(tree) if isinstance(node, Function))

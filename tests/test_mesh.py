@@ -68,9 +68,7 @@ def loss_of(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
 def train(
     model: Model, num_data: int, data_ranks: list[int], device: torch.device
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Losses of every step, summed over `data_ranks` over `num_data`, and whole gradients of the first and
-    the last step.
-    """
+    """Losses of every step, summed over `data_ranks` over `num_data`; first and last gradients, whole."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -83,9 +81,7 @@ def train(
             total += loss.detach() / num_data
         losses.append(total)
         if step in (0, STEPS - 1):
-            gradients.append(
-                {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
-            )
+            gradients.append({name: full(p.grad).clone() for name, p in model.named_parameters()})
         optimizer.step()
     return losses, gradients
 
@@ -140,25 +136,12 @@ def test_under_torchrun():
     _is_whole(result.stdout, "DP=1 SHARD=2 TP=1 EP=1")
 
 
-@pytest.mark.parametrize(
-    ("dp", "shard", "tp", "ep"),
-    [
-        (1, 1, 2, 1),
-        (1, 2, 1, 1),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.slow)
-            for sizes in (
-                (1, 2, 1, 2),
-                (2, 1, 1, 1),
-                (2, 2, 1, 1),
-                (1, 2, 2, 1),
-                (2, 1, 2, 1),
-                (1, 4, 1, 2),
-                (2, 2, 1, 2),
-            )
-        ),
-    ],
-)
+FAST = [(1, 1, 2, 1), (1, 2, 1, 1)]
+SLOW = [(1, 2, 1, 2), (2, 1, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 4, 1, 2), (2, 2, 1, 2)]
+SIZES = [*FAST, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in SLOW)]
+
+
+@pytest.mark.parametrize(("dp", "shard", "tp", "ep"), SIZES)
 def test_on_forked_ranks(dp, shard, tp, ep):
     codes, printed = run_script_on_ranks(dp * shard * tp, main, DP=dp, SHARD=shard, TP=tp, EP=ep)
     assert set(codes) == {0}, printed

@@ -11,6 +11,8 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytest.importorskip("datatrove")
 
+from helpers.jsonl import write_jsonl
+from helpers.token_files import write_tokens
 from helpers.whole_runs import TINY
 from moe_exp.checkpoint.remote import fetch_checkpoint
 from moe_exp.cli import main
@@ -22,7 +24,7 @@ from moe_exp.data.download.sources import resolve_source
 from moe_exp.data.samples.dataset import SampleStream, content_of, fingerprint_of
 from moe_exp.data.tokens import ranged
 from moe_exp.data.tokens.manifests import with_vocab_size
-from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles, bin_idx_problem
+from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.object_store import Store
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.run_folder import LATEST
@@ -36,18 +38,9 @@ def a_disk_with_room(monkeypatch):
     monkeypatch.setattr(ranged, "_LEFT_FREE_BYTES", 0)
 
 
-def silent(*_):
-    pass
-
-
-# Corpora
-
-
-def write_jsonl(path, first, count):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_numbered(path, first, count):
     numbers = range(first, first + count)
-    lines = ({"text": f"document {n} " + "word " * (n % 50), "id": str(n)} for n in numbers)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return write_jsonl(path, [{"text": f"document {n} " + "word " * (n % 50), "id": str(n)} for n in numbers])
 
 
 def command(*words):
@@ -57,8 +50,8 @@ def command(*words):
 def test_the_chain_from_a_store_gives_the_bytes_of_the_local_one(server, url, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for number in range(3):
-        write_jsonl(tmp_path / f"raw/part/{number}.jsonl", 100 * number, 100)
-        Store(f"{url}/raw").upload(tmp_path / f"raw/part/{number}.jsonl", f"part/{number}.jsonl")
+        path = write_numbered(tmp_path / f"raw/part/{number}.jsonl", 100 * number, 100)
+        Store(f"{url}/raw").upload(path, f"part/{number}.jsonl")
     command("prepare", "raw", "--data-dir", "here", "--tasks", 2, "--nchunks", 2, "--workers", 1)
     server.fail(0.05)
     prepare = ["prepare", f"{url}/raw", "--data-dir", "there", "--tasks", 2, "--nchunks", 2, "--workers", 1]
@@ -111,14 +104,13 @@ def test_what_a_pull_has_not_made_stays(url, tmp_path):
 
 
 def test_a_folder_that_is_called_like_a_file(url, tmp_path):
-    write_jsonl(tmp_path / "part.jsonl", 0, 3)
-    Store(url).upload(tmp_path / "part.jsonl", "data.jsonl/part-0.jsonl")
+    part = write_numbered(tmp_path / "part.jsonl", 0, 3)
+    Store(url).upload(part, "data.jsonl/part-0.jsonl")
     paths = download(resolve_source(f"{url}/data.jsonl"), tmp_path / "raw")
-    assert [path.read_bytes() for path in paths] == [(tmp_path / "part.jsonl").read_bytes()]
+    assert [path.read_bytes() for path in paths] == [part.read_bytes()]
     # a file that has gone since, and is another one there
     paths[0].unlink()
-    write_jsonl(tmp_path / "other.jsonl", 5, 3)
-    Store(url).upload(tmp_path / "other.jsonl", "data.jsonl/part-0.jsonl")
+    Store(url).upload(write_numbered(tmp_path / "other.jsonl", 5, 3), "data.jsonl/part-0.jsonl")
     with pytest.raises((ConnectionError, OSError)):
         download(resolve_source(f"{url}/data.jsonl"), tmp_path / "raw")
     assert not paths[0].exists()
@@ -130,17 +122,13 @@ def write_manifested_tokens(prefix, num_documents=300, seed=1):
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     choice = np.random.default_rng(seed)
-    with BinIdxWriter(prefix, vocab_size=500) as writer:
-        for length in choice.integers(1, 400, num_documents):
-            writer.add_document(choice.integers(1, 500, length))
+    lengths = choice.integers(1, 400, num_documents)
+    write_tokens(prefix, (choice.integers(1, 500, length) for length in lengths), 500)
     paths = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
     outputs = [{"name": path.name, "bytes": path.stat().st_size, "hash": file_hash(path)} for path in paths]
     manifest = {"stage": "tokenize", "settings": {"tokenizer": {"vocab_size": 500, "eod_id": 0}}}
     prefix.with_name(f"{prefix.name}.manifest.json").write_text(json.dumps(manifest | {"outputs": outputs}))
     return prefix
-
-
-# Training
 
 
 def pushed(url, tmp_path, **options):
@@ -231,13 +219,10 @@ def nearly_full(*_):
     return SimpleNamespace(f_frsize=4096, f_blocks=10**6, f_bavail=10**5 - 1)
 
 
-@pytest.mark.parametrize(
-    ("call", "answer", "line"),
-    [
-        ("pwrite", no_space, "No space left on device"),
-        ("fstatvfs", nearly_full, "less than 0.381 GiB of the disk"),
-    ],
-)
+FULL = [("pwrite", no_space, "No space left"), ("fstatvfs", nearly_full, "less than 0.381 GiB of the disk")]
+
+
+@pytest.mark.parametrize(("call", "answer", "line"), FULL, ids=["full", "nearly full"])
 def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_path, monkeypatch, caplog):
     prefix, there = pushed(url, tmp_path)
     here = ranged.ensure_index(there, tmp_path / "data")

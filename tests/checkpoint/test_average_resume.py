@@ -1,6 +1,4 @@
-"""The average of the weights (EMA_DECAY) in checkpoints is that of the weights of all iterations, and a
-resume continues it in any layout.
-"""
+"""EMA_DECAY averages the weights of all iterations, and a resume continues the average in any layout."""
 
 import logging
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoint.legs import Leg, run_legs, write_data
+from helpers.checkpoint.legs import LAYOUTS, Leg, run_legs, write_data
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
@@ -25,17 +23,6 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.training import loop
 
 STEPS, SAVED, DECAY = 4, 2, 0.7
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"gpus_per_node": 1},
-    "DP2": {"gpus_per_node": 2},
-    "DP2 whole": {"gpus_per_node": 2, "distributed_optimizer": False},
-    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
-    "EP2": {"gpus_per_node": 2, "ep": 2},
-    "PP2_VPP2": {"gpus_per_node": 2, "pp": 2, "vpp": 2},
-    "EP4": {"gpus_per_node": 4, "ep": 4},
-    "TP2_EP2_ETP2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
-    "PP2_EP2": {"gpus_per_node": 4, "pp": 2, "ep": 2},
-}
 SLOW = pytest.mark.slow
 
 
@@ -63,8 +50,7 @@ def averaged(checkpoints: Path, iterations: list[int]) -> dict[str, Tensor]:
 
 
 def num_averaged(checkpoints: Path, iteration: int) -> int:
-    common = CheckpointReader(checkpoints / f"iter_{iteration:07d}").common()
-    return common["progress"]["num_averaged"]
+    return CheckpointReader(checkpoints / f"iter_{iteration:07d}").common()["progress"]["num_averaged"]
 
 
 def settings_of(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
@@ -86,11 +72,9 @@ def test_resumed_and_reshaped(tmp_path):
     same = compare(source, other, optimizer=True)
     assert same.is_within(0.0)
     assert sum(tensor.name.startswith("ema of ") for tensor in same.tensors) > 30
-    legs = [
-        Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"}),
-        Leg(settings_of(tmp_path, "TP2_ETP2", gbsz=4), other, STEPS - SAVED, {STEPS: tmp_path / "moved"}),
-    ]
-    run_legs(legs)
+    again = Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"})
+    moved = settings_of(tmp_path, "TP2_ETP2", gbsz=4)
+    run_legs([again, Leg(moved, other, STEPS - SAVED, {STEPS: tmp_path / "moved"})])
     assert deviation(read(tmp_path / "again", STEPS), read(whole, STEPS)) == 0
     assert deviation(read(tmp_path / "moved", STEPS), read(whole, STEPS)) < 1e-6
 
@@ -110,13 +94,8 @@ def test_every_layout(saved_at, loaded_at, tmp_path, record_property):
     settings = settings_of(tmp_path, saved_at)
     whole = tmp_path / "whole"
     run_legs([Leg(settings, None, STEPS, dict.fromkeys((SAVED, STEPS), whole))])
-    legs = {
-        name: Leg(
-            settings_of(tmp_path, name), whole / f"iter_{SAVED:07d}", STEPS - SAVED, {STEPS: tmp_path / name}
-        )
-        for name in loaded_at
-    }
-    run_legs(list(legs.values()))
+    given = (whole / f"iter_{SAVED:07d}", STEPS - SAVED)
+    run_legs([Leg(settings_of(tmp_path, name), *given, {STEPS: tmp_path / name}) for name in loaded_at])
     for name in loaded_at:
         found = deviation(read(tmp_path / name, STEPS), read(whole, STEPS))
         record_property(name, found)
@@ -170,9 +149,7 @@ def test_every_optimizer(name, tmp_path):
 
 
 def test_newly_set_and_dropped(tmp_path):
-    """A start without an average takes the weights of the checkpoint as its first; one without EMA_DECAY
-    drops it; another optimizer keeps it.
-    """
+    """A new average starts with the loaded weights; EMA_DECAY=0 drops it; another optimizer keeps it."""
     settings = settings_of(tmp_path, "one", gbsz=2)
     plain = settings | {"ema_decay": 0.0}
     other = settings | {"optimizer": "sgd", "allow_other_optimizer": True}
@@ -190,11 +167,10 @@ def test_newly_set_and_dropped(tmp_path):
     assert read(folders["dropped"], 4) == {} and num_averaged(folders["dropped"], 4) == 0
     assert deviation(read(folders["other"], 4), read(folders["set"], 4)) == 0
     assert num_averaged(folders["other"], 4) == 3
-    sizes = []
-    for name in ("set", "dropped"):
-        tensors = CheckpointReader(folders[name] / "iter_0000004").tensors
-        sizes.append(sum(one.num_bytes for key, one in tensors.items() if "rng_state" not in key))
-    assert sizes == [checkpoint_bytes(Leg(one).config) for one in (settings, plain)]
+    for name, of in (("set", settings), ("dropped", plain)):
+        tensors = CheckpointReader(folders[name] / "iter_0000004").tensors.items()
+        num_bytes = sum(one.num_bytes for key, one in tensors if "rng_state" not in key)
+        assert num_bytes == checkpoint_bytes(Leg(of).config)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +191,7 @@ def test_one_line_says_so(decay, has_average, line, number, caplog):
 
 
 def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch):
-    """Steps are made at iterations 1, 3, 4, 5 and 6: the second is 3, and the fourth 5."""
+    """The second step is at iteration 3, and the fourth at 5."""
     numbers = []
     monkeypatch.setattr(loop, "update_average", lambda optimizer, **given: numbers.append(given))
     config = Leg({"ema_decay": 0.5, "average_every": 2, "gpus_per_node": 1}).config

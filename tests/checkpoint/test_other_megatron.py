@@ -15,6 +15,8 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 
 pytestmark = pytest.mark.slow
 
+BIAS = {"GPUS_PER_NODE": 1, "ROUTER_BIAS_UPDATE_RATE": 0.01, "ROUTER_SCORE": "sigmoid"}
+MUON = {"GPUS_PER_NODE": 2, "PP": 2, "OPTIMIZER": "muon", "DISTRIBUTED_OPTIMIZER": False}
 _VERSION = "from importlib.metadata import version; print(version('megatron-core'))"
 
 
@@ -29,14 +31,7 @@ def other_python() -> str:
 
 
 @pytest.mark.parametrize("from_other", [False, True], ids=["to_the_other", "from_the_other"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"GPUS_PER_NODE": 1, "ROUTER_BIAS_UPDATE_RATE": 0.01, "ROUTER_SCORE": "sigmoid"},
-        {"GPUS_PER_NODE": 2, "PP": 2, "OPTIMIZER": "muon", "DISTRIBUTED_OPTIMIZER": False},
-    ],
-    ids=["bias", "PP2-muon"],
-)
+@pytest.mark.parametrize("settings", [BIAS, MUON], ids=["bias", "PP2-muon"])
 def test_losses_continue(settings, from_other, other_python, script_runs: Runs, tmp_path):
     with BinIdxWriter(tmp_path / "tokens", vocab_size=2048) as writer:
         for number in range(2000):

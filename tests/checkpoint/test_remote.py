@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,23 +66,13 @@ def test_a_fetch_that_is_killed_loses_no_history(url, tmp_path, monkeypatch):
     save(run, 100)
     send_checkpoint(config, 100)
     shutil.rmtree(run.path)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(remote.folders, "publish", killed)
+        patch.setattr(remote.folders, "publish", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fetch_run(config)
     fetch_run(config)
     assert run.metrics.read_text() == "history up to 100"
     assert (run.checkpoints / "iter_0000100/metadata.json").read_text() == "x"
-    # damaged there
-    shutil.rmtree(run.path)
-    Store(f"{url}/runs/run/checkpoints/iter_0000100").write("metadata.json", b"y")
-    with pytest.raises(ValueError, match="what came is damaged"):
-        fetch_run(config)
-    assert not list(run.checkpoints.glob("iter_???????"))
 
 
 def test_only_what_came_damaged_is_fetched_again(url, tmp_path, monkeypatch):
@@ -96,8 +87,9 @@ def test_only_what_came_damaged_is_fetched_again(url, tmp_path, monkeypatch):
     there.write("metadata.json", b"y")
     abandoned = run.checkpoints / "iter_0000050.fetched"
     abandoned.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"metadata\.json: has changed"):
+    with pytest.raises(ValueError, match=r"what came is damaged.*metadata\.json: has changed"):
         fetch_run(config)
+    assert not list(run.checkpoints.glob("iter_???????"))
     there.write("metadata.json", b"x")
     fetched, download = [], Store.download
     monkeypatch.setattr(Store, "download", lambda self, *a: (fetched.append(a[0]), download(self, *a)))
@@ -137,19 +129,13 @@ def test_load_dir_is_the_checkpoint_of_its_url(url, tmp_path):
 
 def test_an_error_of_any_kind_does_not_end_the_uploads(url, tmp_path, monkeypatch):
     config, _ = run_with_checkpoints(url, tmp_path)
-    uploads, sent = Uploads(config), []
+    uploads = Uploads(config)
 
-    def fail(_, iteration):
-        sent.append(iteration)
-        if iteration == 1:
-            raise RuntimeError("can't start new thread")
-        return 10
-
-    monkeypatch.setattr(remote, "send_checkpoint", fail)
+    monkeypatch.setattr(remote, "send_checkpoint", Mock(side_effect=[RuntimeError("no new thread"), 10]))
     for iteration in (1, 2):
         uploads.add(iteration)
         uploads.wait()
-    assert sent == [1, 2] and uploads.held() == set()
+    assert uploads.held() == set()
     events = [(kind, iteration) for kind, iteration, _ in uploads.events()]
     assert events == [("upload_failed", 1), ("upload", 2)]
 

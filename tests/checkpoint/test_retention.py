@@ -29,10 +29,7 @@ LOSSES = {200: 3.0, 400: 2.0, 600: 2.5, 800: 2.0, 900: math.nan}
 def test_rules(last, every, best, kept):
     removed = which_to_remove(TEN[::-1], LOSSES, last=last, every=every, best=best)
     assert removed == [iteration for iteration in TEN if iteration not in kept]
-
-
-def test_nothing_there():
-    assert which_to_remove([], {}, last=1, every=0, best=0) == []
+    assert which_to_remove([], {}, last=last, every=every, best=best) == []
 
 
 NUMBERS = st.integers(0, 12)

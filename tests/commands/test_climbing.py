@@ -3,16 +3,14 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.slurm.cluster import Cluster
-from helpers.studies.study_runs import write_tokens
-from helpers.whole_runs import ROOT, SETTINGS, clean_environ
+from helpers.studies.study_runs import StudyRuns, write_tokens
 from moe_exp.cli import main
 from moe_exp.studies.sweep import slurm_cases
 
@@ -23,12 +21,6 @@ TINY = {
     "DISK_CHECK": "none", "RUN_NAME": "mine",
 }  # fmt: skip
 RUNGS = "repeats: 1\nasymptote: 0.0\nrungs: [{TRAIN_ITERS: 2}, {TRAIN_ITERS: 4}, {TRAIN_ITERS: 8}]\n"
-
-
-@pytest.fixture
-def no_settings(monkeypatch):
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
 
 
 def places(path):
@@ -76,51 +68,36 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
-    environ = clean_environ(**TINY, **places(tmp_path)) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "moe_exp", "ladder", str(tmp_path / "mine.yaml")]
-    folder = tmp_path / "runs" / "mine"
-    first = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
-    while not (folder / "rung_1" / "dmoe" / "summary.json").exists():
-        assert first.poll() is None
-        time.sleep(0.2)
+    words = [sys.executable, "-m", "moe_exp", "ladder", str(tmp_path / "mine.yaml")]
+    ladder, folder = StudyRuns(tmp_path, words, TINY | places(tmp_path)), tmp_path / "runs" / "mine"
+    first = ladder.start()
+    ladder.wait_until((folder / "rung_1" / "dmoe" / "summary.json").exists, first)
     first.send_signal(signal.SIGTERM)
-    assert "the same command continues with what is left" in first.communicate()[0]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "rung_1/dmoe:" not in done.stdout and "5/5 rung_3/dense: finished" in done.stdout
+    first.wait()
+    assert "the same command continues with what is left" in ladder.printed()
+    printed = ladder.run()
+    assert "rung_1/dmoe:" not in printed and "5/5 rung_3/dense: finished" in printed
     prediction = (folder / "prediction_3.json").read_text()
     summary = (folder / "rung_3" / "dmoe" / "summary.json").stat().st_mtime
     assert (folder / "prediction_3.json").stat().st_mtime < summary
     results = json.loads((folder / "ladder.json").read_text())
     assert set(results["prediction"]["errors"]) == {"dmoe", "dense"} and results["left_out"] == []
-    again = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert again.returncode == 0 and "finished, loss" not in again.stdout
+    assert "finished, loss" not in ladder.run()
     assert (folder / "prediction_3.json").read_text() == prediction
-    changed = subprocess.run([*command, "--lr=0.01"], env=environ, capture_output=True, text=True)
-    assert changed.returncode == 1
-    assert "LR=0.01:" in changed.stderr and "set it as it was, or give another RUN_NAME" in changed.stderr
+    assert "LR=0.01:" in (changed := ladder.run("--lr=0.01", code=1))
+    assert "set it as it was, or give another RUN_NAME" in changed
 
 
 @pytest.mark.slow
 def test_slurm_jobs_run_each_rung(no_settings, tmp_path, monkeypatch, capsys):
     cluster = Cluster(tmp_path / "cluster")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    # between two questions what is queued runs
+    clock = SimpleNamespace(sleep=lambda seconds: cluster.run(), monotonic=time.monotonic)
+    monkeypatch.setattr(slurm_cases, "time", clock)
     for name, value in {**TINY, **places(tmp_path)}.items():
         monkeypatch.setenv(name, str(value))
-    ended = threading.Event()
-
-    def schedule() -> None:
-        while not ended.wait(0.1):
-            cluster.run()
-
-    jobs = threading.Thread(target=schedule)
-    jobs.start()
-    try:
-        assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0
-    finally:
-        ended.set()
-        jobs.join()
+    assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0
     printed = capsys.readouterr().out
     assert "6/6 rung_3/" in printed and "effective speedup of dmoe" in printed
     assert len(cluster.jobs()) == 6

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -14,14 +13,13 @@ from helpers import ROOT
 from moe_exp.commands import doctor
 
 
-def run_module(*arguments: str, python_path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"PYTHONPATH": str(python_path)}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environ, timeout=120
-    )
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = {"capture_output": True, "text": True, "env": environ, "timeout": 120}
+    return subprocess.run([sys.executable, *arguments], **options)
 
 
-def pretend_missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+def pretend_missing(monkeypatch, *packages: str) -> None:
     version = importlib.metadata.version
 
     def without(name: str) -> str:
@@ -32,9 +30,7 @@ def pretend_missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", without)
 
 
-def test_report_names_versions_devices_packages_and_backends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_names_versions_devices_packages_and_backends(monkeypatch, capsys):
     rows = [["attention", "sdpa", "flash-attn needs a GPU"]]
     monkeypatch.setattr(doctor, "backend_rows", lambda: rows)
     assert doctor.main() == 0
@@ -46,7 +42,7 @@ def test_report_names_versions_devices_packages_and_backends(
 
 
 @pytest.mark.slow
-def test_command_says_what_each_part_will_use() -> None:
+def test_command_says_what_each_part_will_use():
     done = run_module("-W", "ignore", "-m", "moe_exp", "doctor")
     assert done.returncode == 0, done.stderr
     backends = done.stdout.partition("What each part will use")[2]
@@ -55,7 +51,7 @@ def test_command_says_what_each_part_will_use() -> None:
     assert [part for part in parts if part in known] == known
 
 
-def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch):
     names = [package for package, *_ in doctor.OPTIONAL]
     pretend_missing(monkeypatch, *names, "nv-grouped-gemm", "pytorch-triton")
     for package, version, cost, install in doctor.optional_rows():
@@ -63,9 +59,7 @@ def test_optional_package_that_is_missing_has_cost_and_installation(monkeypatch:
 
 
 @pytest.mark.parametrize("package", ["torch", "rich", "megatron-core", "psutil"])
-def test_required_package_that_is_missing_is_an_error_with_its_fix(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_required_package_that_is_missing_is_an_error_with_its_fix(package, monkeypatch, capsys):
     pretend_missing(monkeypatch, package)
     assert doctor.main() == 1
     report = capsys.readouterr().out
@@ -76,17 +70,15 @@ def test_required_package_that_is_missing_is_an_error_with_its_fix(
 @pytest.mark.parametrize(
     ("version", "meets"), [("2.5.1", False), ("2.6.0+cpu", True), ("2.8.0a0+5228986c39.nv25.06", True)]
 )
-def test_versions_of_a_range(version: str, meets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_a_range(version, meets, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", {"torch": version}.get)
     monkeypatch.setattr(doctor, "requirements", lambda extras=(): ["torch>=2.6"])
     assert doctor.unmet_requirements() == ([] if meets else ["torch>=2.6"])
 
 
-def test_package_whose_files_are_gone_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_whose_files_are_gone_is_unmet(monkeypatch):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "numpy" else find_spec(name)
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numpy" else find_spec(name))
     assert [line.partition(">")[0] for line in doctor.unmet_requirements()] == ["numpy"]
 
 
@@ -95,20 +87,20 @@ def lines_of(extras: list[str]) -> set[str]:
     return {line for line in doctor.requirements(extras) if Requirement(line).name != "triton"}
 
 
-def test_extras_add_their_requirements() -> None:
+def test_extras_add_their_requirements():
     assert lines_of(["wandb", "dev"]) > lines_of(["train"])
     with pytest.raises(ValueError, match=r"extra .nonsense. does not exist: use one of plan, .*, dev"):
         doctor.requirements(["nonsense"])
 
 
-def test_a_requirement_of_other_pythons_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requirement_of_other_pythons_is_none(monkeypatch):
     for python, has_triton in [((3, 11, 7), False), ((3, 12, 0), True), ((4, 0, 0), True)]:
         monkeypatch.setattr(sys, "version_info", python)
         assert ("triton>=3.0" in doctor.requirements()) == has_triton
         assert "torch>=2.6" in doctor.requirements()
 
 
-def test_missing_is_answered_without_third_party_packages() -> None:
+def test_missing_is_answered_without_third_party_packages():
     """The scripts ask a Python in which nothing is installed: -S leaves site-packages out."""
     done = run_module("-S", "-m", "moe_exp.commands.doctor", "--missing", "train")
     assert done.returncode == 1
@@ -116,13 +108,13 @@ def test_missing_is_answered_without_third_party_packages() -> None:
     assert done.stderr == ""
 
 
-def test_missing_is_answered_without_importing_torch() -> None:
+def test_missing_is_answered_without_importing_torch():
     """Every command of the scripts asks first, and torch takes a second."""
     asks = "import sys; from moe_exp.commands.doctor import unmet_requirements as unmet"
     assert run_module("-c", f"{asks}; print(unmet(), 'torch' in sys.modules)").stdout == "[] False\n"
 
 
-def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_compared(monkeypatch, capsys):
     pytest.importorskip("triton")
     from moe_exp.engine import backends
     from moe_exp.layers.kernels import combine
@@ -143,9 +135,7 @@ def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "kernel combine (bf16, " in report and "relative error 1, the limit is 0.03" in report
 
 
-def test_kernels_that_cannot_be_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_that_cannot_be_compared(monkeypatch, capsys):
     from moe_exp.engine import backends
 
     monkeypatch.setattr(backends, "can_check", lambda device: False)
@@ -154,7 +144,7 @@ def test_kernels_that_cannot_be_compared(
     assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"
 
 
-def test_a_login_node_needs_neither_torch_nor_megatron(monkeypatch, capsys) -> None:
+def test_a_login_node_needs_neither_torch_nor_megatron(monkeypatch, capsys):
     """`pip install moe-exp[plan]`: no package of training is among its requirements, dev has all of them."""
     of_plan = {Requirement(line).name for line in doctor.requirements(["plan"])}
     assert not of_plan & {"torch", "megatron-core", "triton", "safetensors", "tensorboard", "matplotlib"}

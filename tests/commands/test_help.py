@@ -63,15 +63,15 @@ def test_settings_are_grouped_by_section(path):
     ("arguments", "line"),
     [
         ("tran", "invalid choice: 'tran', did you mean train? Help: moe-exp --help"),
-        (
-            "watch run runs/NAME --evry=3",
-            "--evry does not exist, did you mean --every? Help: moe-exp watch run",
-        ),
+        ("plan searhc", "argument command: invalid choice: 'searhc', did you mean"),
+        ("watch run x --evry=3", "--evry does not exist, did you mean --every? Help: moe-exp watch run"),
         ("watch exclude list --ad x", "--ad does not exist, did you mean --add? Help: moe-exp watch exclude"),
-        (
-            "train --num-expert 3",
-            "--num-expert does not exist, did you mean --num-experts? Help: moe-exp train",
-        ),
+        ("train --num-exp=4", "--num-exp does not exist, did you mean --num-experts? Help: moe-exp train"),
+        ("train --learning-rate 1", "--learning-rate does not exist, did you mean --lr or --min-lr?"),
+        ("train --micro-batch-size=4", "--micro-batch-size does not exist, did you mean --mbsz?"),
+        ("train --foo 1 --num-layer 2", "--foo does not exist; --num-layer does"),
+        ("train x", "unrecognized arguments: x"),
+        ("train --lr=--", "error: argument --lr: expected one argument. Help: moe-exp"),
         ("eval", "are required: --checkpoint. Help: moe-exp eval --help"),
     ],
 )

@@ -1,10 +1,8 @@
 import json
-import os
 
 import pytest
 
 from moe_exp import cli
-from moe_exp.config import Config
 
 LAYOUT = {"gpus": 32, "tp": 1, "pp": 4, "ep": 8, "mbsz": 1, "gbsz": 64}
 RUN = ["--preset=qwen3-30b-a3b", "--gpu=H100", *(f"--{name}={value}" for name, value in LAYOUT.items())]
@@ -12,10 +10,7 @@ MODEL = ["--preset=qwen3-30b-a3b", "--gpus=8", "--gbsz=256"]
 
 
 @pytest.fixture
-def call(capsys, monkeypatch):
-    for name in {name.upper() for name in Config.model_fields} & set(os.environ):
-        monkeypatch.delenv(name)
-
+def call(no_settings, capsys):
     def run(*arguments):
         assert cli.main(["plan", *arguments]) == 0
         return capsys.readouterr().out
@@ -67,7 +62,6 @@ def test_devices_beside_each_other(call):
         (["roofline", *RUN, "--price", "3"], "PRICE=3: has no effect here"),
         (["compare-hardware", *MODEL, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
         (["compare-hardware", *MODEL, "--prices", "A100=1"], "PRICES=A100=1: A100-80GB is not compared"),
-        (["compare-hardware", *MODEL, "--devices", "H1000"], "GPU=H1000: is not a known device"),
         (["explain", "--preset", "reference", "--gpus", "8", "--tp", "16"], "GPUS_PER_NODE=8: 8 ranks"),
         (["roofline", "--preset", "reference", "--gpus", "6", "--tp", "3"], "TP=3: does not divide"),
         (["compare-hardware", *RUN], "GPU=H100: has no effect here"),

@@ -1,6 +1,4 @@
-"""One entry more in a table of config/choices.py: settings, checks, documents and commands follow, and what
-would have to compute it refuses it by name.
-"""
+"""One entry more in a table of config/choices.py: all follow; what would have to compute it refuses it."""
 
 import inspect
 import json
@@ -41,10 +39,7 @@ TABLES = {
     "dispatcher": (choices.DISPATCHERS, choices.Dispatcher()),
     "lr_decay_style": (choices.SCHEDULES, choices.Schedule(has_final_decay=True)),
     "optimizer": (choices.OPTIMIZERS, choices.Optimizer("of no kind", "adam", is_sharded=False)),
-    "expert_backend": (
-        choices.EXPERT_BACKENDS,
-        choices.ExpertBackend(("no_such_module",), "pip install it", ("bf16",), 16),
-    ),
+    "expert_backend": (choices.EXPERT_BACKENDS, choices.ExpertBackend(("nosuch",), "pip it", ("bf16",), 16)),
 }
 
 
@@ -57,9 +52,8 @@ def added(request, monkeypatch):
 
 
 def config_with(name: str, **settings: object) -> Config:
-    given = (
-        SMALL | {"gpus_per_node": 1, "run_name": "x", "master_port": free_port(), name: "dummy"} | settings
-    )
+    places = {"gpus_per_node": 1, "run_name": "x", "master_port": free_port()}
+    given = SMALL | places | {name: "dummy"} | settings
     return load_config({key: str(value) for key, value in given.items()}, {})
 
 
@@ -93,7 +87,7 @@ def test_traits_are_followed(added):
         (problem,) = check_config(config_with(added, dtype="fp32"))
         assert problem.startswith("EXPERT_BACKEND=dummy: computes in bf16 only, not in fp32")
         (problem,) = check_machine(config)
-        assert problem.startswith("EXPERT_BACKEND=dummy: no_such_module is not installed. Fix: pip install")
+        assert problem.startswith("EXPERT_BACKEND=dummy: nosuch is not installed. Fix: pip it")
 
 
 def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):

@@ -159,18 +159,11 @@ def test_decay_and_warm_up_follow_train_iters():
     assert schedule(train_iters=500, decay_iters=38000) == (1000, 38000)
 
 
-@pytest.mark.parametrize(
-    ("style", "shown", "rates"),
-    [
-        ("linear", "linear", (0.000833, 0.000556, 0.000278)),
-        ("constant:80%,linear", "constant:80%,linear; constant until 800, linear until 1000", (0.001,) * 3),
-    ],
-)
-def test_the_text_has_pieces_and_five_points(style, shown, rates):
-    text = learning_rate_text(config(lr=1e-3, min_lr=0.0, lr_decay_style=style, train_iters=1000))
-    points = [f"{rate} at {share * 10} ({share}%)" for rate, share in zip(rates, (25, 50, 75), strict=True)]
-    points = ["0 at 0 (0%)", *points, "0 at 1000 (100%)"]
-    assert text == f"learning rate after iteration ({shown}): {', '.join(points)}"
+def test_the_text_has_pieces_and_five_points():
+    c = config(lr=1e-3, min_lr=0.0, lr_decay_style="constant:80%,linear", train_iters=100)
+    pieces, points = learning_rate_text(c).split(": ")
+    assert pieces.endswith("(constant:80%,linear; constant until 80, linear until 100)")
+    assert points == "0 at 0 (0%), 0.001 at 25 (25%), 0.001 at 50 (50%), 0.001 at 75 (75%), 0 at 100 (100%)"
 
 
 @pytest.mark.parametrize(
@@ -182,27 +175,17 @@ def test_the_text_has_pieces_and_five_points(style, shown, rates):
         ({"train_iters": 476838, "decay_iters": 38000, "lr_decay_style": "constant"}, []),
         ({"train_iters": 1000, "decay_iters": 901}, []),
         ({"train_iters": 1000, "decay_iters": 1099}, []),
-        (  # a ramp-up
-            {"gbsz": 64, "rampup_batch_size": "16 16 1000000", "warmup_iters": 10, "train_iters": 40000},
-            [r"DECAY_ITERS=38000: .* ends at TRAIN_ITERS=40000 with .*, above MIN_LR=6e-05\. .*=17430,"],
-        ),
-        (  # 5% fewer samples, which is the whole final decay
-            {"preset": "deepseek-v3-like", "lr_decay_style": "WSD", "wsd_decay_iters": 10_000},
-            [r"DECAY_ITERS=0: .* rate of 0\.00022, above MIN_LR=2\.2e-05\. .* DECAY_ITERS=228\d{3},"],
-        ),
-        (
-            {"train_iters": 476838, "decay_iters": 38000},
-            [r"DECAY_ITERS=38000: the last 92% of TRAIN_ITERS=476838 would train at MIN_LR=6e-05\. .*=0, "],
-        ),
-        (
-            {"train_iters": 1000, "decay_iters": 2000, "warmup_iters": 0},
-            [r"DECAY_ITERS=2000: .* with a learning rate of 0\.00033, above MIN_LR=6e-05\. Fix: "],
-        ),
-        (
-            {"train_iters": 500, "decay_iters": 38000},
-            [r"WARMUP_ITERS=1000: .* still warming up, at 0\.0003 of LR=0\.0006\. .* WARMUP_ITERS to 50,",
-             r"DECAY_ITERS=38000: .* 0\.0003, above "],
-        ),
+        # a ramp-up
+        ({"gbsz": 64, "rampup_batch_size": "16 16 1000000", "warmup_iters": 10, "train_iters": 40000},
+         [r"DECAY_ITERS=38000: .* ends at TRAIN_ITERS=40000 with .*, above MIN_LR=6e-05\. .*=17430,"]),
+        # 5% fewer samples, which is the whole final decay
+        ({"preset": "deepseek-v3-like", "lr_decay_style": "WSD", "wsd_decay_iters": 10_000},
+         [r"DECAY_ITERS=0: .* rate of 0\.00022, above MIN_LR=2\.2e-05\. .* DECAY_ITERS=228\d{3},"]),
+        ({"train_iters": 476838, "decay_iters": 38000}, [r"DECAY_ITERS=38000: the last 92% .*6e-05\. .*=0,"]),
+        ({"train_iters": 1000, "decay_iters": 2000, "warmup_iters": 0},
+         [r"DECAY_ITERS=2000: .* rate of 0\.00033, above MIN_LR=6e-05\. "]),
+        ({"train_iters": 500, "decay_iters": 38000},
+         [r"WARMUP_ITERS=1000: .*, at 0\.0003 of LR=0\.0006\. .* to 50,", r"DECAY_ITERS=38000: .*0\.0003, "]),
     ],
 )  # fmt: skip
 def test_a_schedule_that_does_not_fit_the_run_is_reported(settings, expected):
@@ -271,10 +254,8 @@ def test_other_changes_at_a_resume_are_not_refused(changed, old):
 def test_the_text_of_a_resumed_ramp_has_its_own_samples():
     """20 batches of 16, then those of 32: 320 samples of the schedule's 3200 in a fifth of the iterations."""
     c = config(lr=1e-3, min_lr=0.0, lr_decay_style="linear", train_iters=100, warmup_iters=0, gbsz=32)
-    assert learning_rate_text(c, Start(20, 320)) == (
-        "learning rate after iteration (linear): 0.0009 at 20 (resumed), 0.00085 at 25 (25%), 0.0006 at 50"
-        " (50%), 0.00035 at 75 (75%), 0.0001 at 100 (100%)"
-    )
+    points = "0.0009 at 20 (resumed), 0.00085 at 25 (25%), 0.0006 at 50 (50%), 0.00035 at 75 (75%)"
+    assert f"(linear): {points}, 0.0001 at 100 " in learning_rate_text(c, Start(20, 320))
     assert "0.00095 at 20 (resumed)" in learning_rate_text(c, Start(20, 320, skipped_samples=160))
     (line,) = schedule_warnings(c, Start(20, 320))
-    assert line.endswith("Fix: set DECAY_ITERS=90, what the run is in batches of GBSZ.")
+    assert "Fix: set DECAY_ITERS=90, " in line

@@ -1,6 +1,4 @@
-"""The factors of muP, by hand: a model four times as wide, of experts half as large, of which a token gets
-twice as many.
-"""
+"""The factors of muP, by hand: a model four times as wide, twice as many experts per token, half as large."""
 
 import pytest
 

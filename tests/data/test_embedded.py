@@ -5,8 +5,7 @@ import json
 import logging
 import platform
 import shutil
-import subprocess
-import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +14,11 @@ import torch
 from filelock import FileLock
 from tokenizers import Tokenizer
 
+from helpers.ranks import start_process
 from moe_exp.data import embedded
 from moe_exp.data.embedded import ensure_embedded_corpus
 
-DOCUMENTS = [
-    (f"package/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)
-]
+DOCUMENTS = [(f"a/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)]
 FOLDER = f"python_{platform.python_version()}_torch_{torch.__version__.partition('+')[0]}_bpe300"
 _HASHES = sorted((hashlib.sha256(path.encode()).hexdigest(), text) for path, text in DOCUMENTS)
 HELD_OUT = [text for digest, text in _HASHES if int(digest[:8], 16) % 20 == 0]
@@ -48,10 +46,7 @@ def read_texts(prefix, tokenizer):
 def test_corpus_holds_every_document_once(small_corpus, tmp_path):
     corpus = build(tmp_path / "new" / "data")
     tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
-    texts = {
-        "train": [text for _, text in DOCUMENTS if text not in HELD_OUT],
-        "valid": HELD_OUT,
-    }
+    texts = {"train": [text for _, text in DOCUMENTS if text not in HELD_OUT], "valid": HELD_OUT}
     folder = tmp_path / "new/data" / FOLDER
     manifest = json.loads((folder / "manifest.json").read_text())
     assert len(HELD_OUT) > 2 and manifest["license"] == "PSF-2.0 and BSD-3-Clause"
@@ -141,31 +136,29 @@ def test_damaged_folder_is_built_again_and_says_so(small_corpus, tmp_path, caplo
     assert caplog.messages == [f"embedded corpus: built again, as {folder / name} is missing"]
 
 
+def build_slowly(folder):
+    build_now = embedded._build
+
+    def slow_build(*args):
+        with (folder / "builds").open("a") as file:
+            file.write("building\n")
+        time.sleep(1)
+        build_now(*args)
+
+    embedded._build, embedded._documents = slow_build, lambda: DOCUMENTS
+    build(folder)
+
+
 def test_two_processes_build_once(tmp_path):
-    script = f"""
-import logging, pathlib, time
-from moe_exp.data import embedded
-documents = {DOCUMENTS!r}
-build = embedded._build
-def slow_build(*args):
-    print("building", flush=True)
-    time.sleep(1)
-    build(*args)
-embedded._build = slow_build
-embedded._documents = lambda: documents
-embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300)
-"""
     # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
     with FileLock(tmp_path / f".{FOLDER}.lock"):
-        processes = [
-            subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        with pytest.raises(subprocess.TimeoutExpired):
-            processes[0].wait(timeout=2)
-    outputs = sorted(process.communicate(timeout=60)[0].split() for process in processes)
-    assert [process.returncode for process in processes] == [0, 0]
-    assert outputs == [[], ["building"]]
+        processes = [start_process(build_slowly, tmp_path) for _ in range(2)]
+        processes[0].join(timeout=2)
+        assert processes[0].is_alive()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (tmp_path / "builds").read_text() == "building\n"
 
 
 def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, caplog):

@@ -178,8 +178,7 @@ def test_a_stage_of_some_files_of_a_text(name, place):
 def test_validation_on_text_that_is_trained_on(place):
     given = {"tokenizer": tokenizer_of(place), "eval_interval": 1}
     (line,) = data_warnings(settings(**given, valid_data=str(place / "text/deep")))
-    rule = "has files of TRAIN_DATA=text: validation is on text that is trained on"
-    assert line == f"VALID_DATA={place}/text/deep: {rule}. Fix: name other text."
+    assert line.startswith(f"VALID_DATA={place}/text/deep: has files of TRAIN_DATA=text: ")
     (place / "other.txt").write_text(some_text(60))
     assert data_warnings(settings(**given, valid_data="other.txt")) == []
 
@@ -221,6 +220,10 @@ def test_plan_writes_nothing(place):
     assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
     assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer of 300 tokens, trained on it" in line
+    (place / "other.txt").write_text(some_text(50))
+    stages = json.dumps([{"from_samples": 64, "train_data": "other.txt"}])
+    (_, line) = plan_text(settings(data_stages=stages, tokenizer=tokenizer_of(place)))
+    assert line.startswith("DATA_STAGES: 1 files, ")
     assert not (place / "data").exists()
     used = with_prepared_text(settings())
     assert plan_text(settings())[0].endswith(f"prepared already in {Path(used.train_data).parent}")
@@ -233,9 +236,9 @@ BAD = {
     "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: does not end with .* Fix: convert it to a\.jsonl"),
     "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: leave"),
     "latin.txt": (b"caf\xe9\n", r"TRAIN_DATA=latin\.txt: latin\.txt, line 1: .* not UTF-8 text\. .*iconv"),
-    "fields.jsonl": (
+    "x.jsonl": (
         b'{"content": "a", "id": 1}\n',
-        r"TRAIN_DATA=fields\.jsonl: fields\.jsonl has no field 'text', but content, id\. Fix: set TEXT_FIELD",
+        r"TRAIN_DATA=x\.jsonl: x\.jsonl has no field .*content, id\. Fix: ",
     ),
     "*.md": (None, r"TRAIN_DATA=\*\.md: no file matches the pattern\. Fix: check the path"),
     "1.0 text 2.0 text/deep": (None, r"is a blend with text, which needs one tokenizer\. Fix: set TOKENIZER"),

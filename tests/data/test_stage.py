@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from helpers import ROOT
+from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
@@ -18,6 +16,7 @@ from moe_exp.host import files
 from moe_exp.host.files import file_hash, write_json
 
 KILLED = 9
+BOTH_KINDS = pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "files"])
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12
 
 
@@ -68,7 +67,7 @@ def partial(output):
     return output.with_name(output.name + ".partial")
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
+@BOTH_KINDS
 class TestBothKinds:
     def test_made_once(self, tmp_path, source, is_folder):
         output = tmp_path / "deep/er/out"
@@ -103,37 +102,17 @@ class TestBothKinds:
         rule = rf"out: {verb} from other inputs \(in.jsonl is not what it was\)"
         refused(rule, output, source, is_folder=is_folder)
         source.write_text("input\n")
-        with pytest.raises(
-            ValueError, match=rf"out: {verb} by the step test, not other\. Fix: give --start-over"
-        ):
+        with pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. Fix: give --start"):
             run_other(output, source, is_folder=is_folder)
-
-    def test_start_over_keeps_the_old_until_the_new_is_complete(self, tmp_path, source, is_folder):
-        output = tmp_path / "out"
-        make(output, source, "old", is_folder=is_folder)
-        begin(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
-        assert made_file(output, is_folder).read_text() == "old"
-        manifest, _ = make(output, source, "new", settings={"a": 2}, start_over=True, is_folder=is_folder)
-        assert made_file(output, is_folder).read_text() == "new"
-        assert make(output, source, settings={"a": 2}, is_folder=is_folder) == (manifest, True)
 
     def test_a_finished_step_whose_files_are_gone_is_not_finished(self, tmp_path, source, is_folder):
         output = tmp_path / "out"
         make(output, source, is_folder=is_folder)
-        made_file(output, is_folder).write_text("mad")
-        refused(
-            r"out.out: has 3 bytes, .* says 4 bytes. Fix: give --start-over",
-            output,
-            source,
-            is_folder=is_folder,
-        )
-        made_file(output, is_folder).unlink()
-        refused(
-            r"out.out: is missing, .* says 4 bytes. Fix: give --start-over",
-            output,
-            source,
-            is_folder=is_folder,
-        )
+        damages = {"has 3 bytes": lambda path: path.write_text("mad"), "is missing": Path.unlink}
+        for found, damage in damages.items():
+            damage(made_file(output, is_folder))
+            rule = rf"out.out: {found}, .* says 4 bytes. Fix: give --start-over"
+            refused(rule, output, source, is_folder=is_folder)
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"
 
@@ -162,10 +141,8 @@ class TestBothKinds:
 
 
 def killed(dies, *given, **options):
-    """As `make`, in a fork that ends before the first rename or removal whose arguments `dies` is true for.
-
-    Returns:
-        Whether there was one. No `except` and no `finally` of the step runs after it, as after a SIGKILL.
+    """As `make`, in a fork that ends, as by a SIGKILL, before the first rename or removal whose arguments
+    `dies` is true for; returns whether there was one.
     """
     if (child := os.fork()) == 0:
         code = 1
@@ -191,20 +168,10 @@ def ending(function, dies):
 
 
 def test_a_second_process_is_refused(tmp_path, source):
-    code = f"""
-import sys
-from pathlib import Path
-sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests")]!r}
-import test_stage
-try:
-    test_stage.make(Path({str(tmp_path / "out")!r}), Path({str(source)!r}))
-except ValueError as error:
-    print(error)
-"""
-    command = [sys.executable, "-c", code]
-    with run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source]):
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "out: another process is working on it. Fix: wait for it, or choose another" in second.stdout
+    rule = r"out: another process is working on it\. Fix: wait for it"
+    first = run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source])
+    with first, pytest.raises(RankError, match=rule):
+        run_on_ranks(1, make, tmp_path / "out", source, join=False)
     assert make(tmp_path / "out", source)[1] is False  # the lock is free again
 
 
@@ -307,13 +274,13 @@ def test_free_disk(tmp_path):
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
+@BOTH_KINDS
 def test_a_start_over_goes_on_without_the_flag(tmp_path, source, is_folder):
     output = tmp_path / "out"
     make(output, source, "old", is_folder=is_folder)
-    for settings in ({"a": 1}, {"a": 2}):  # the same as before, and others
+    for settings, old in (({"a": 1}, "old"), ({"a": 2}, "half whole")):  # the same as before, and others
         begin(output, source, "half ", settings=settings, start_over=True, is_folder=is_folder)
-        assert made_file(output, is_folder).exists()  # what was there stays until the new is complete
+        assert made_file(output, is_folder).read_text() == old  # until the new is complete
         manifest, was_done = make(output, source, "whole", settings=settings, is_folder=is_folder)
         assert not was_done and manifest["settings"] == settings
         assert made_file(output, is_folder).read_text() == "half whole"
@@ -322,18 +289,16 @@ def test_a_start_over_goes_on_without_the_flag(tmp_path, source, is_folder):
     assert make(output, source, settings={"a": 2}, is_folder=is_folder)[1] is True  # finds the old output
     refused("was made with a=2, now it is 4", output, source, settings={"a": 4}, is_folder=is_folder)
     # with the flag it begins anew
-    make(output, source, "whole", settings={"a": 3}, start_over=True, is_folder=is_folder)
+    made, _ = make(output, source, "whole", settings={"a": 3}, start_over=True, is_folder=is_folder)
     assert made_file(output, is_folder).read_text() == "whole"
+    assert make(output, source, settings={"a": 3}, is_folder=is_folder) == (made, True)
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
+@BOTH_KINDS
 def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
     rule = r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over."
     options = {"settings": {}, "inputs": [source], "is_folder": is_folder}
-    with (
-        pytest.raises(ValueError, match=rule),
-        run_stage("test", tmp_path / "out", **options) as stage,
-    ):
+    with pytest.raises(ValueError, match=rule), run_stage("test", tmp_path / "out", **options) as stage:
         source.write_text("inp\n")
         (stage.finish_folder if is_folder else stage.finish_files)([])
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.manifest.json").exists()
@@ -395,18 +360,14 @@ def test_killed_while_new_files_get_their_places(tmp_path, source):
     assert not output.with_name("out.manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["shuffle", "--shards", "2", "--valid-fraction", "0.1", "--name", "x", "--output"],
-        ["shuffle", "--shards", "2", "--valid-fraction", "0.1", "--name", "x", "--tasks", "2", "--output"],
-        ["train-tokenizer", "--vocab-size", "300", "--out"],
-    ],
-    ids=["shuffle", "shuffle by tasks", "train-tokenizer"],
-)
+SHUFFLE = "shuffle --shards 2 --valid-fraction 0.1 --name x"
+COMMANDS = [f"{SHUFFLE} --output", f"{SHUFFLE} --tasks 2 --output", "train-tokenizer --vocab-size 300 --out"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_step_that_a_bad_line_has_stopped_continues_with_skip_bad(command, tmp_path):
     """It makes the files of a call that skips the line from the start."""
-    path, (name, *flags) = tmp_path / "a.jsonl", command
+    path, (name, *flags) = tmp_path / "a.jsonl", command.split()
     lines = [json.dumps({"text": f"document {number} of a file"}) for number in range(60)]
     path.write_text("\n".join([*lines[:30], "{broken", *lines[30:]]) + "\n")
     places = tmp_path / "resumed" / "x", tmp_path / "fresh" / "x"

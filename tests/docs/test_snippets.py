@@ -59,12 +59,6 @@ def test_examples_run(page, tmp_path):
         run_on_ranks(1, run_block, block, tmp_path, join=False)
 
 
-def test_the_examples_are_found():
-    assert {"README.md", "docs/library.md", "docs/run_folder.md"} <= set(WITH_BLOCKS)
-    layer = [block for block in BLOCKS["README.md"] if "MoELayer(" in block]
-    assert len(layer) == 1 and layer[0] in BLOCKS["docs/library.md"]
-
-
 def test_own_parts_on_two_expert_parallel_ranks(tmp_path):
     """The examples of a router and a loss of a user's own are scripts for torchrun."""
     mine, *scripts = (block for block in BLOCKS["docs/library.md"] if "CosineRouter" in block)

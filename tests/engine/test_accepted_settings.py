@@ -1,6 +1,4 @@
-"""Settings that the checks accept can be built and trained: a random walk over those of model, experts and
-layout, one changed setting at a time.
-"""
+"""Settings that the checks accept can be built and trained: a random walk, a few changes at a time."""
 
 import math
 import random

@@ -1,11 +1,10 @@
-"""The average of the weights (EMA_DECAY) while training: evaluating it changes nothing, and its loss is that
-of a model with these weights.
-"""
+"""The average of the weights (EMA_DECAY) while training: its loss, and that evaluating it changes nothing."""
 
 import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,16 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Records:
-    """In place of Metrics, on every rank."""
-
-    def __init__(self) -> None:
-        self.losses: list[tuple[float, float | None]] = []
-
-    def valid(self, progress: Any, lm_loss: float, *, ema_lm_loss: float | None, **_: Any) -> None:
-        self.losses.append((lm_loss, ema_lm_loss))
-
-
 def state_of(job: Any) -> dict[str, list[bytes]]:
     """Weights, the optimizer's state and the random streams, to the bit."""
     with parameters_in_sync(job.trained.model):
@@ -56,19 +45,25 @@ def state_of(job: Any) -> dict[str, list[bytes]]:
     return found
 
 
+def losses_of(metrics: Mock) -> list[tuple[float, float | None]]:
+    """Of every evaluation: with the weights, and with their average."""
+    return [(call.args[1], call.kwargs["ema_lm_loss"]) for call in metrics.valid.call_args_list]
+
+
 def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     """On one rank: some iterations with an evaluation after each second, and perhaps a save."""
     job, progress = build_small(settings, port)
-    interval, records, norms = Interval(job.config, job.runtime, job.trained.model), Records(), []
+    interval, metrics, norms = Interval(job.config, job.runtime, job.trained.model), Mock(), []
     # fp16 begins with steps that are skipped, until the loss scale fits
     for iteration in range(1, 30 if job.config.dtype == "fp16" else 6):
         step = loop.train_step(job, progress, interval, count_zeros=False)
         norms.append((step.done.grad_norm, [float(total / count) for total, count in step.losses]))
         if iteration % 2 == 1:
-            loop.validate(job, progress, records)
+            loop.validate(job, progress, metrics)
     if folder:
         save(job.config, job.runtime, Path(folder), job.trained, progress)
-    found = state_of(job) | {"norms": norms, "losses": records.losses, "num_averaged": progress.num_averaged}
+    found = {"norms": norms, "losses": losses_of(metrics), "num_averaged": progress.num_averaged}
+    found |= state_of(job)
     runtime.stop()
     return found
 
@@ -81,10 +76,9 @@ def validated(settings: dict[str, Any], port: int, folder: str) -> float:
     while not (Path(folder) / "done").exists():
         time.sleep(0.01)
     job, progress = build_small(settings | {"load_dir": f"{folder}/mean"}, port)
-    records = Records()
-    loop.validate(job, progress, records)
+    loop.validate(job, progress, metrics := Mock())
     runtime.stop()
-    return records.losses[0][0]
+    return losses_of(metrics)[0][0]
 
 
 def both_and_loaded(settings: dict[str, Any], ports: list[int], folder: str) -> tuple[Any, Any, float]:

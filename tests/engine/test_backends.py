@@ -1,5 +1,7 @@
 """What a run says of the code that its parts run, and that it runs it."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -56,13 +58,10 @@ def test_the_router_of_a_model_has_the_choice_of_kernels(monkeypatch, value, has
     assert options["router"]["use_kernels"] == expected
 
 
-def test_experts_whose_kernels_are_wrong_have_another_backend():
+def test_backend_of_experts_whose_kernels_are_wrong_and_of_biases():
     failures = [KernelFailure("experts", ["grouped_matmul is wrong"], "loop")]
     assert moe_options(load_config(TINY, {}))["backend"] == "auto"
     assert moe_options(load_config(TINY, {}), failures)["backend"] == "loop"
-
-
-def test_experts_with_biases_may_take_the_kernels():
     config = load_config(TINY | {"add_bias_linear": True, "expert_backend": "triton"}, {})
     assert backends_of(config, "cpu")["grouped GEMM"][0] == "triton"
 
@@ -72,12 +71,9 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
     monkeypatch.setattr(runtime, "driver_version", lambda: "12.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore of it")
-
-    monkeypatch.setattr(torch.cuda, "init", init)
-    rule = r"^CUDA: this host has 8 GPUs.* too old \(found version 12040\)\. Fix: .*\(CUDA 12\.4\)"
-    with pytest.raises(ValueError, match=rule):
+    too_old = RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore of it")
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=too_old))
+    with pytest.raises(ValueError, match=r"^CUDA: this host has 8 GPUs.* too old .*\. Fix: .*\(CUDA 12\.4\)"):
         runtime._device(load_config(TINY, {}), 0)
 
 

@@ -1,6 +1,4 @@
-"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training continues as
-without that batch.
-"""
+"""A NaN or an infinity on one rank: no rank makes the step, and training continues as without that batch."""
 
 import contextlib
 import math
@@ -80,9 +78,7 @@ def _state(job: Any) -> list[bytes]:
 
 @contextlib.contextmanager
 def _broken(job: Any, fault: str) -> Any:
-    """What a rank sees of a broken device: one wrong number in a gradient, or in the activations of its last
-    layer.
-    """
+    """As of a broken device: one wrong number in a gradient, or in the activations of the last layer."""
 
     def spoil(x: Any) -> Any:
         x = x.clone()

@@ -1,6 +1,4 @@
-"""The model of a config: the same initial weights to the bit at every topology, and the parameters that the
-planner counts.
-"""
+"""The initial weights of a config: the same to the bit at every topology, and drawn as the settings say."""
 
 import math
 import os
@@ -10,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from helpers.model_on_ranks import assembled, parameter_pieces
 from helpers.ranks import run_jobs
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import initial_weights
-from moe_exp.planner.costs.params import count_parameters, rank_parameters
 
 MODEL = {
     **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
@@ -68,10 +65,6 @@ CASES = [
     if (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
 ]
 
-# On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every
-# expert of it.
-Pieces = list[tuple[str, int, Tensor]]
-
 
 def settings_of(variant: str, num_ranks: int, layout: str) -> dict[str, Any]:
     return MODEL | {"gpus_per_node": num_ranks} | VARIANTS[variant] | LAYOUTS[num_ranks][layout]
@@ -94,57 +87,13 @@ def _build_one(config: Any, rank: Any) -> dict[str, Any]:
 
     settings, stages = transformer_config(config), range(config.vpp or 1)
     chunks = [build_chunk(config, settings, rank, stage) for stage in stages]
-    sizes = {"dense": 0, "expert": 0}
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        sizes["dense" if getattr(parameter, "allreduce", True) else "expert"] += parameter.numel()
-    pieces = [piece for chunk in chunks for piece in _pieces(chunk, rank.groups, tied=config.tie_embeddings)]
-    return {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, **sizes}
-
-
-def _pieces(chunk: Any, groups: Any, *, tied: bool) -> Pieces:
-    pieces = []
-    for name, parameter in chunk.named_parameters():
-        whole_name, value = initial_weights.global_name(chunk, name), parameter.detach().clone()
-        if tied and whole_name == "output_layer.weight":
-            whole_name = "embedding.word_embeddings.weight"
-        if ".mlp.experts." in name:
-            for number, expert in enumerate(value, start=groups.ep.rank() * len(value)):
-                pieces.append((f"{whole_name}.{number}", groups.expt_tp.rank(), expert))
-        else:
-            pieces.append((whole_name, groups.tp.rank(), value))
-    return pieces
-
-
-def assemble(pieces: Pieces, full: dict[str, Tensor], *, gated: bool) -> dict[str, Tensor]:
-    """Whole tensors by global name; every copy that more than one rank holds has to be the same to the
-    bit.
-    """
-    by_name: dict[str, dict[int, Tensor]] = {}
-    for name, rank, value in pieces:
-        other = by_name.setdefault(name, {}).setdefault(rank, value)
-        assert torch.equal(other, value), f"{name}: copies differ"
-    return {
-        name: _whole(name, [parts[rank] for rank in sorted(parts)], full[name].shape, gated=gated)
-        for name, parts in by_name.items()
-    }
-
-
-def _whole(name: str, parts: list[Tensor], shape: torch.Size, *, gated: bool) -> Tensor:
-    split = [dim for dim, size in enumerate(shape) if parts[0].size(dim) != size]
-    if not split:
-        assert all(torch.equal(part, parts[0]) for part in parts), f"{name}: copies differ"
-        return parts[0]
-    # Every rank of a gated first projection holds a part of the gate and the same part of what it multiplies.
-    if gated and any(key in name for key in ("linear_fc1", "experts.weight1")):
-        return torch.cat([half for side in (0, 1) for half in (part.chunk(2)[side] for part in parts)])
-    return torch.cat(parts, dim=split[0])
+    pieces = [piece for chunk in chunks for piece in parameter_pieces(chunk, rank.groups, of="data")]
+    return {"pieces": pieces}
 
 
 @pytest.fixture(scope="session")
 def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
-    """What each rank built for a variant and layout. All jobs of as many ranks share their processes, and
-    their imports.
-    """
+    """What each rank built for a variant and layout; jobs of as many ranks share their processes."""
 
     @cache
     def all_of(num_ranks: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -161,9 +110,10 @@ def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("variant", "num_ranks", "layout"), [case for case in CASES if case[1] > 1])
 def test_same_initial_weights(variant, num_ranks, layout, built):
-    one = {name: value for name, _, value in built(variant, 1, "one")[0]["pieces"]}
-    pieces = [piece for rank in built(variant, num_ranks, layout) for piece in rank["pieces"]]
-    whole = assemble(pieces, one, gated=load_config(settings_of(variant, 1, "one"), {}).gated)
+    one, whole = assembled(built(variant, 1, "one")), assembled(built(variant, num_ranks, layout))
+    if "output_layer.weight" not in one:  # tied: the last stage has a copy
+        embedding = "embedding.word_embeddings.weight"
+        assert torch.equal(whole.pop("output_layer.weight", whole[embedding]), one[embedding])
     assert set(whole) == set(one)
     assert [name for name in one if not torch.equal(whole[name], one[name])] == []
 
@@ -171,37 +121,23 @@ def test_same_initial_weights(variant, num_ranks, layout, built):
 def test_another_seed_draws_other_weights():
     settings = settings_of("moe_shared", 1, "one")
     both = run_jobs(1, build, [([settings | {"seed": seed}],) for seed in (1, 2)])
-    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for ((built,),) in both), strict=True):
-        assert torch.equal(one, other) == (one.dim() == 1), name  # norms begin at 1
+    for one, other in zip(*(built["pieces"] for ((built,),) in both), strict=True):
+        assert torch.equal(one.value, other.value) == (one.value.dim() == 1), one.name  # norms begin at 1
 
 
 def test_mup_scales_them():
-    """The weights of a model four times as wide as its base are those of the standard parametrization, times
-    1/2; those of the output layer 1/4, and of the embedding 1.
-    """
+    """Four times as wide as its base: 1/2 of the standard ones, of the output layer 1/4, embedding 1."""
     settings = settings_of("moe_shared", 1, "one")
     mup = {"parametrization": "mup", "mup_base_hidden_size": 8}
     (((plain, scaled),),) = run_jobs(1, build, [([settings, settings | mup],)])
-    for (name, _, one), (_, _, other) in zip(plain["pieces"], scaled["pieces"], strict=True):
+    for (name, *_, one), (*_, other) in zip(plain["pieces"], scaled["pieces"], strict=True):
         factor = 0.25 if "output_layer" in name else 1.0 if "embedding" in name or one.dim() == 1 else 0.5
         torch.testing.assert_close(other, one * factor, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("variant", "num_ranks", "layout"), CASES)
-def test_planner_counts_the_built_model(variant, num_ranks, layout, built):
-    config = load_config(settings_of(variant, num_ranks, layout), {})
-    ranks = built(variant, num_ranks, layout)
-    for rank in ranks:
-        planned = rank_parameters(config, rank["pp_rank"])
-        assert (planned.dense, planned.expert) == (rank["dense"], rank["expert"])
-    assert {rank["pp_rank"] for rank in ranks} == set(range(config.pp))
-    if num_ranks == 1:
-        assert count_parameters(config).total == ranks[0]["dense"] + ranks[0]["expert"]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
-    weights = {name: value for name, _, value in built(variant, 1, "one")[0]["pieces"]}
+    weights = assembled(built(variant, 1, "one"))
     matrices = {name: value for name, value in weights.items() if value.dim() == 2}
     for name, value in matrices.items():
         to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2", "fc2_latent"))

@@ -12,7 +12,7 @@ from helpers.relative_error import relative_error
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config.parameter_groups import KINDS, kind_of
 from moe_exp.engine import runtime
-from moe_exp.engine.optimizer_setup import base_learning_rate
+from moe_exp.engine.optimizer_setup import base_learning_rate, parameter_names
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
@@ -51,16 +51,17 @@ def rates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[float, floa
     return {name.removeprefix("module."): found[id(parameter)] for name, parameter in named}
 
 
-def updates_of(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], float]:
-    """This rank's update of every parameter in one iteration, and the learning rate that is logged."""
+def updates_of(settings: dict[str, Any], port: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """This rank's parameters, each with its update in the first iteration, and the rate that is logged."""
     job = start_job(settings, port)
-    parameters = dict(job.trained.model[0].named_parameters())
-    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    names, parameters = parameter_names(job.trained.model), list(job.trained.model[0].parameters())
+    before = [parameter.detach().double() for parameter in parameters]
     interval = Interval(job.config, job.runtime, job.trained.model)
     loop.train_step(job, Progress(), interval, count_zeros=False)
     rate = base_learning_rate(job.trained.scheduler)
     runtime.stop()
-    return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}, rate
+    pairs = zip(parameters, before, strict=True)
+    return {names[id(p)]: (start, p.detach().double() - start) for p, start in pairs}, rate
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {"ep": 2})], ids=["one rank", "EP 2"])
@@ -70,11 +71,11 @@ def test_updates_are_multiplied(num_ranks, layout, tmp_path):
     for (plain, rate), (multiplied, other_rate) in zip(*of_jobs, strict=True):
         assert rate == other_rate  # of the parameters without a multiple
         seen = set()
-        for name, update in plain.items():
+        for name, (_, update) in plain.items():
             kind = "router" if ".router." in name else "expert" if ".mlp.experts." in name else ""
             multiple = MULTIPLES[f"{kind}_lr_mult"] if kind else 1.0
             assert update.abs().max() > 0, name
-            assert relative_error(multiplied[name], multiple * update) < 1e-4, name
+            assert relative_error(multiplied[name][1], multiple * update) < 1e-4, name
             seen.add(kind)
         assert seen == {"router", "expert", ""}
 
@@ -83,13 +84,13 @@ def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path):
     settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
     jobs = [(settings | {"clip_grad": clip},) for clip in (0.0, 0.1, 1e6)]
     plain, clipped, not_clipped = (updates for ((updates, _),) in run_jobs(1, updates_of, jobs))
-    norm = torch.cat([update.flatten() for update in plain.values()]).norm() / SGD["lr"]
+    norm = torch.cat([update.flatten() for _, update in plain.values()]).norm() / SGD["lr"]
     assert norm > 0.2
-    for name, update in plain.items():
+    for name, (_, update) in plain.items():
         if update.dim() == 1:
             continue  # norms: near 1, small updates are rounded
-        assert relative_error(clipped[name], update * 0.1 / norm) < 1e-3, name
-        assert relative_error(not_clipped[name], update) < 1e-6, name
+        assert relative_error(clipped[name][1], update * 0.1 / norm) < 1e-3, name
+        assert relative_error(not_clipped[name][1], update) < 1e-6, name
 
 
 def test_norms_and_biases_have_no_weight_decay(tmp_path):

@@ -1,6 +1,4 @@
-"""fp16: all parts of the optimizer have one loss scale, so that the experts' gradients are what they are in
-fp32.
-"""
+"""fp16: all parts of the optimizer have one loss scale, and the experts' gradients are those of fp32."""
 
 from typing import Any
 

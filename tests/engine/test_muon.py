@@ -106,9 +106,7 @@ def after_steps(matrices, data: int, tensor: int, ranks: Ranks = NOBODY, index: 
 
 
 def in_all_layouts(matrices, bucket: int):
-    """By layout: this rank's parts, its place among tensor parallel ranks, and the matrices it had to
-    orthogonalize.
-    """
+    """By layout: this rank's parts, its place among tensor parallel ranks, and its number of matrices."""
     counted: list[int] = []
 
     def counting(x: torch.Tensor) -> torch.Tensor:

@@ -73,17 +73,6 @@ def test_sgd_is_torchs_to_the_bit_with_momentum_from_the_start(momentum):
     assert [set(moments(ours, p)) for p in params] == [{"momentum_buffer"} if momentum else set()] * 2
 
 
-def test_sgd_by_hand():
-    p = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = Sgd([p], lr=0.5, momentum=0.5, weight_decay=1.0)
-    allocate_moments(optimizer)
-    p.grad = torch.tensor([2.0])
-    optimizer.step()  # m = 2 + 1, w = 1 - 0.5 * 3
-    assert (moments(optimizer, p)["momentum_buffer"].item(), p.item()) == (3.0, -0.5)
-    optimizer.step()  # m = 1.5 + 2 - 0.5, w = -0.5 - 0.5 * 3
-    assert (moments(optimizer, p)["momentum_buffer"].item(), p.item()) == (3.0, -2.0)
-
-
 def test_bf16_moments_follow_fp32_ones():
     params = parameters(5, 3000)
     copies, start = clones(params), clones(params)

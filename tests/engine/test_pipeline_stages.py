@@ -1,8 +1,6 @@
-"""Stages of unequally many layers: the same losses and gradients as on one rank, whatever the split, and
-through checkpoints.
+"""Stages of unequally many layers: the same losses and gradients as on one rank, and through checkpoints.
 
-Every split starts from the checkpoint of one rank, with another seed, so that a tensor that is not loaded is
-seen.
+Every split starts from the checkpoint of one rank, with another seed: a tensor that is not loaded is seen.
 """
 
 from collections.abc import Callable
@@ -103,9 +101,7 @@ def test_splits_pass_the_checks(name):
 
 
 def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
-    """Saved by stages without layers, and gone on with under other splits: the second iteration is that of a
-    run on one rank.
-    """
+    """Saved by them, and loaded under other splits: the second iteration is that of a run on one rank."""
     alone = one_rank("moe")
     ends = BATCH | KINDS["moe"] | {"distributed_optimizer": True, "gpus_per_node": 4}
     ends |= {"pp": 4, "pipeline_layers": "0,4,2,0"}

@@ -4,6 +4,7 @@ Starting things:
     ranks.py              a function, or a script for torchrun, on several gloo ranks of this machine
     preloaded.py          what the processes that ranks.py forks have imported
     whole_runs.py         whole runs with settings from the environment, by the script or by warm_runs.py
+    waiting.py            until something is so
     warm_runs.py          a launcher and its ranks without the script, torchrun's agent and the imports
     studies/study_runs.py a sweep, comparison or ladder: as processes, or in a fork
     under_torchrun.py     tests that are torchrun scripts as well

@@ -5,7 +5,9 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
+import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,8 @@ class Answer:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises inside the block after `seconds` of CPU time, or 20 times as long by the clock, also in a system
-    call such as the open of a pipe: a busy host, on which a preflight takes a minute, is no fault.
+    """Raises inside the block, also in a system call, after `seconds` of CPU time, or 20 times as long by the
+    clock: a busy host is no fault.
     """
 
     def ring(number: int, frame: object) -> None:
@@ -95,9 +97,6 @@ def wrong_events() -> Iterator[str]:
 
 def spoil(path: Path, kind: str) -> None:
     """Puts something of `kind` where a file, or a folder, belongs."""
-    import shutil
-    import socket
-
     content = path.read_bytes() if path.is_file() else b'{"a": 1}\n' * 9
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -122,16 +121,13 @@ def spoil(path: Path, kind: str) -> None:
         "nul_bytes": b"\0" * 4096,
         "yaml_tag": b"!!python/object/apply:os.system ['true']\n",
     }
-    if kind == "folder":
+    links = {"link_to_nothing": path.with_name("nowhere"), "link_to_itself": path.name, "device": "/dev/null"}
+    if kind in links:
+        path.symlink_to(links[kind])
+    elif kind == "folder":
         path.mkdir()
-    elif kind == "link_to_nothing":
-        path.symlink_to(path.with_name("nowhere"))
-    elif kind == "link_to_itself":
-        path.symlink_to(path.name)
     elif kind == "fifo":
         os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/null")
     elif kind == "socket":
         here = Path.cwd()
         os.chdir(path.parent)  # a socket's path has at most 108 bytes

@@ -16,9 +16,7 @@ _SECONDS = 60
 
 
 class Chromium:
-    """One browser with one page; `problems` holds what the console and uncaught exceptions said, `requests`
-    what was fetched.
-    """
+    """One page; `problems` holds what console and uncaught exceptions said, `requests` what was fetched."""
 
     def __init__(self, folder: Path):
         assert BINARY

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.model_on_ranks import EOD, TINY, Found, assembled_job, draw_vectors, parameter_pieces
+from helpers.model_on_ranks import (
+    EOD,
+    TINY,
+    Found,
+    RandomTokens,
+    assembled_job,
+    draw_vectors,
+    parameter_pieces,
+)
 from helpers.ranks import run_jobs
 from moe_exp.config import load_config
-from moe_exp.data.samples.dataset import Stage
 
 DOUBLE = {
     "document_mask": True, "router_dtype": "fp64", "expert_backend": "loop", "mbsz": 2, "gbsz": 8,
@@ -23,20 +30,10 @@ DOUBLE = {
 }  # fmt: skip
 
 
-class DocumentTokens:
-    """Sample i is a function of i alone: documents of about five tokens, each of which ends with EOD. Every
-    fifth sample is one document.
-    """
-
-    def __init__(self, seq_len: int, vocab_size: int):
-        self.seq_len, self.vocab_size = seq_len, vocab_size
-
-    def stage_at(self, index: int) -> Stage:
-        """The only one."""
-        return Stage(0, self.seq_len)
+class DocumentTokens(RandomTokens):
+    """Documents of about five tokens, each of which ends with EOD. Every fifth sample is one document."""
 
     def batch(self, first: int, count: int) -> Tensor:
-        """Tokens [count, S+1]."""
         rows = []
         for index in range(first, first + count):
             generator = torch.Generator().manual_seed(index)

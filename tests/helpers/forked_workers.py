@@ -1,6 +1,4 @@
-"""Workers of pytest -n as forks of the process that ranks.py forks from, so that torch, Megatron and this
-package are imported once for all of them.
-"""
+"""Workers of pytest -n as forks of a process that has imported torch, Megatron and this package."""
 
 import atexit
 import os

@@ -18,5 +18,9 @@ def write_parts(folder: Path, documents: Sequence[dict[str, Any]], number: int) 
     return [write_jsonl(folder / f"{part}.jsonl", documents[part::number]) for part in range(number)]
 
 
+def read_texts(*paths: Path) -> list[str]:
+    return [one["text"] for one in read_jsonl(*paths)]
+
+
 def read_jsonl(*paths: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for path in sorted(paths) for line in path.read_bytes().split(b"\n")[:-1]]

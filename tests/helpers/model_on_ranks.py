@@ -35,9 +35,7 @@ EOD = 0
 
 
 class Piece(NamedTuple):
-    """A tensor of one rank: which block along `dim` (-1: a copy of all) it is, of `stride` interleaved
-    ones.
-    """
+    """A tensor of one rank: a block along `dim` (-1: a copy of all), of `stride` interleaved ones."""
 
     name: str
     rank: int
@@ -77,13 +75,8 @@ class RandomTokens:
 
 
 def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
-    """Every job on `num_ranks` processes, in turn.
-
-    Args:
-        num_ranks: of all jobs.
-        jobs: settings above those of TINY; beside them `load` and `save`, checkpoints folders, `save_after`
-            and `iterations`, which are 0 and 2.
-        timeout: seconds.
+    """Every job on `num_ranks` processes, in turn: settings above those of TINY, and beside them `load` and
+    `save`, checkpoints folders, `save_after` (0) and `iterations` (2).
     """
     given = [(dict(settings),) for settings in jobs]
     return [assembled_job(ranks) for ranks in run_jobs(num_ranks, _run, given, timeout=timeout)]
@@ -167,17 +160,18 @@ def _parameters(chunk: Any, groups: Any) -> list[tuple[Piece, Tensor]]:
     return found
 
 
-def parameter_pieces(chunk: Any, groups: Any) -> list[Piece]:
+def parameter_pieces(chunk: Any, groups: Any, *, of: str = "main_grad") -> list[Piece]:
+    """What this rank has of every gradient, or of every weight (`of="data"`); experts one by one."""
     pieces = []
     for piece, parameter in _parameters(chunk, groups):
-        grad = parameter.main_grad.detach().clone()
+        value = getattr(parameter, of).detach().clone()
         if ".mlp.experts." in piece.name:
-            first, dim = groups.ep.rank() * len(grad), 0 if piece.name.endswith("1") else 1
+            first, dim = groups.ep.rank() * len(value), 0 if piece.name.endswith("1") else 1
             stride = 2 if chunk.config.gated_linear_unit and dim == 0 else 1
-            for number, expert in enumerate(grad, start=first):
+            for number, expert in enumerate(value, start=first):
                 pieces.append(Piece(f"{piece.name}.{number}", groups.expt_tp.rank(), dim, stride, expert))
         else:
-            pieces.append(piece._replace(value=grad))
+            pieces.append(piece._replace(value=value))
     return pieces
 
 
@@ -186,21 +180,23 @@ def assembled_job(ranks: list[dict[str, Any]]) -> Found:
     for rank in ranks:
         for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold parts of a sum
             losses[first] = losses[first] + share_of_rank if first in losses else share_of_rank
-    by_name: dict[str, dict[int, Piece]] = {}
-    for rank in ranks:
-        for piece in rank["pieces"]:
-            held = by_name.setdefault(piece.name, {}).setdefault(piece.rank, piece)
-            assert torch.equal(held.value, piece.value), f"{piece.name}: copies of the gradient differ"
-    gradients = {name: _assembled([parts[rank] for rank in sorted(parts)]) for name, parts in by_name.items()}
     ordered = torch.stack([losses[first] for first in sorted(losses)])  # sums and numbers of tokens
-    return Found(ordered[:, 0] / ordered[:, 1], ranks[0]["norms"], gradients)
+    return Found(ordered[:, 0] / ordered[:, 1], ranks[0]["norms"], assembled(ranks))
 
 
-def _assembled(parts: list[Piece]) -> Tensor:
+def assembled(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The whole tensors of the `pieces` of all ranks, whose copies have to be the same to the bit."""
+    by_name: dict[str, dict[int, Piece]] = {}
+    for piece in (piece for rank in ranks for piece in rank["pieces"]):
+        held = by_name.setdefault(piece.name, {}).setdefault(piece.rank, piece)
+        assert torch.equal(held.value, piece.value), f"{piece.name}: copies differ"
+    return {name: _whole([parts[rank] for rank in sorted(parts)]) for name, parts in by_name.items()}
+
+
+def _whole(parts: list[Piece]) -> Tensor:
     first = parts[0]
     if first.dim < 0 or len(parts) == 1:
-        for part in parts:
-            assert torch.equal(part.value, first.value), f"{first.name}: copies of the gradient differ"
+        assert all(torch.equal(part.value, first.value) for part in parts), f"{first.name}: copies differ"
         return first.value
     blocks = [part.value.chunk(first.stride, dim=first.dim) for part in parts]
     of_strides = zip(*blocks, strict=True)

@@ -1,12 +1,9 @@
 """Hosts in network namespaces of this machine, each with a host name and an interface of its own, on one
-bridge. Needs root and iproute2.
+bridge. Needs root and iproute2. Whatever happens, the namespaces are removed.
 
     with hosts(3) as (a, b, c):
         b.slow_down("20mbit")
         process = a.start([sys.executable, "-c", "..."], NODE_RANK=0)
-
-Commands that run there find GLOO_SOCKET_IFNAME and MASTER_ADDR in their environment. Whatever happens, the
-namespaces are removed.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class Host:
         _run("ip", "netns", "exec", self.namespace, *command)
 
     def start(self, command: Sequence[str], **environ: Any) -> subprocess.Popen[str]:
-        """Starts a command there, with its output in pipes."""
+        """Starts a command there, with its output in pipes, GLOO_SOCKET_IFNAME and MASTER_ADDR."""
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": _INTERFACE, "MASTER_ADDR": self.master}
         variables |= {name: str(value) for name, value in environ.items()}
         there = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
@@ -120,10 +117,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _host(tag: str, bridge: str, number: int) -> Host:
-    namespace, outside = f"{tag}n{number}", f"{tag}v{number}"
-    host = Host(
-        f"node-{'abcdefgh'[number]}", namespace, f"10.213.7.{number + 1}", "10.213.7.1", outside, bridge
-    )
+    name, namespace, outside = f"node-{'abcdefgh'[number]}", f"{tag}n{number}", f"{tag}v{number}"
+    host = Host(name, namespace, f"10.213.7.{number + 1}", "10.213.7.1", outside, bridge)
     _run("ip", "netns", "add", namespace)
     _run("ip", "link", "add", outside, "type", "veth", "peer", "name", _INTERFACE, "netns", namespace)
     _run("ip", "link", "set", outside, "master", bridge, "up")

@@ -43,9 +43,7 @@ gc.enable()
 
 
 def use_huge_pages() -> None:
-    """A fork copies a table of all pages: with pages of 2 MB (Linux 6.1 and newer) it takes a third of the
-    time.
-    """
+    """A fork copies a table of all pages, of 2 MB (Linux 6.1 and newer) in a third of the time."""
     size, collapse = 1 << 21, 25  # MADV_COLLAPSE
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

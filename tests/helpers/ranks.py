@@ -40,9 +40,7 @@ _FORK_SERVER = "MOE_EXP_TESTS_FORK_SERVER"  # address
 
 
 class RankError(RuntimeError):
-    """A rank failed: the message has its number and its traceback. `error` is what it raised, if that can be
-    pickled.
-    """
+    """The message has the rank's number and traceback; `error` is what it raised, if that pickles."""
 
     error: BaseException | None = None
 
@@ -50,21 +48,12 @@ class RankError(RuntimeError):
 def run_on_ranks(
     num_ranks: int, function: Callable[..., Any], *args: Any, join: bool = True, timeout: float = 120.0
 ) -> list[Any]:
-    """Calls `function(*args)` on each of `num_ranks` processes with one torch thread.
+    """Calls `function(*args)` on each of `num_ranks` processes with one torch thread; returns what the ranks
+    returned, in order of rank.
 
-    Args:
-        num_ranks: number of processes.
-        function: of a module; the rank is torch.distributed.get_rank().
-        args: the same for every rank; tensors are copied.
-        join: start the default process group (gloo). False leaves that to the function, which finds
-            torchrun's variables (RANK, WORLD_SIZE, MASTER_PORT, ...) in its environment either way.
-        timeout: seconds.
-
-    Returns:
-        What the ranks returned, in order of rank.
-
-    Raises:
-        RankError: at the first rank that raises or dies, or after `timeout`; the other ranks are killed.
+    `join` starts the default process group (gloo). Torchrun's variables (RANK, WORLD_SIZE, MASTER_PORT, ...)
+    are in the environment either way. RankError is raised at the first rank that raises or dies, or after
+    `timeout` seconds; the other ranks are killed.
     """
     task, port = pickle.dumps((function, args)), free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -88,10 +77,7 @@ def run_jobs(
     num_ranks: int, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], *, timeout: float = 240.0
 ) -> list[list[Any]]:
     """Calls `function(*job, port)` of every job on each of `num_ranks` processes, one after the other, see
-    `in_turn`. A process group that the function makes is at the port.
-
-    Returns:
-        For each job what the ranks returned, in order of rank.
+    `in_turn`; returns for each job what the ranks returned. A process group of the function is at the port.
     """
     given = [(*job, free_port()) for job in jobs]
     by_rank = run_on_ranks(num_ranks, in_turn, function, given, join=False, timeout=timeout)
@@ -101,9 +87,7 @@ def run_jobs(
 def run_script_on_ranks(
     num_ranks: int, main: Callable[..., int], *args: Any, **environment: object
 ) -> tuple[list[int], str]:
-    """Runs the `main(*args)` of a script for torchrun on forked ranks: its exit codes, and what rank 0
-    prints.
-    """
+    """Runs `main(*args)` of a script for torchrun on forked ranks: exit codes, and what rank 0 prints."""
     variables = {name: str(value) for name, value in environment.items()}
     found = run_on_ranks(num_ranks, _captured, main, args, variables, join=False)
     return [code for code, _ in found], found[0][1]
@@ -185,9 +169,7 @@ def start_process(target: Callable[..., object], *args: Any, daemon: bool = Fals
 
 
 def share_fork_server() -> None:
-    """In the process that starts the workers of pytest: they fork from one process, which imports once and
-    prints nowhere.
-    """
+    """For all workers of pytest: they fork from one process, which imports once and prints nowhere."""
     printing, null = {stream: os.dup(stream) for stream in (1, 2)}, os.open(os.devnull, os.O_WRONLY)
     try:
         for stream in printing:

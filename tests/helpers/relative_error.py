@@ -1,6 +1,4 @@
-"""The measure of every comparison with a reference: norm of the difference over norm of the reference, per
-tensor, in float64.
-"""
+"""The measure of comparisons: norm of the difference over norm of the reference, per tensor, in float64."""
 
 import math
 from collections.abc import Mapping
@@ -9,9 +7,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|; infinite where only the reference is zero, or anything is not
-    finite.
-    """
+    """|actual - expected| / |expected|; infinite where only the reference is zero, or anything not finite."""
     assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
     actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
     difference, size = (actual - expected).norm().item(), expected.norm().item()
@@ -25,9 +21,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def relative_errors(
     actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
-    """Relative error of every tensor of `expected`; both have to have the same names, and no gradient may be
-    missing.
-    """
+    """Of every tensor; both have to have the same names, and no gradient may be missing."""
     assert actual.keys() == expected.keys(), f"names differ: {sorted(actual.keys() ^ expected.keys())}"
     errors = {}
     for name, reference in expected.items():
@@ -40,9 +34,7 @@ def relative_errors(
 def assert_equal_to(
     limit: float, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> float:
-    """Fails where a relative error is not below `limit`, naming every such tensor. Returns the largest
-    error.
-    """
+    """Fails where an error is not below `limit`, naming every such tensor. Returns the largest error."""
     errors = relative_errors(actual, expected)
     wrong = {name: error for name, error in errors.items() if not error < limit}
     assert not wrong, f"relative errors not below {limit:g}: {wrong}"

@@ -1,6 +1,4 @@
-"""Run folders for the tests of the report, with the files that a trainer leaves: config.yaml and
-metrics.jsonl.
-"""
+"""Run folders with the files that a trainer leaves: config.yaml and metrics.jsonl."""
 
 import json
 import math
@@ -30,14 +28,11 @@ def experts(*layers: Sequence[int]) -> list[dict[str, Any]]:
     """The `experts` of a record, as older versions wrote them: no dead_fraction and no top1_weight."""
     return [
         {
-            "layer": number,
-            "tokens_per_expert": list(counts),
-            "max_over_mean": max(counts) * len(counts) / sum(counts),
-            "dropped_fraction": 0.0,
-            "router_entropy": math.log(len(counts)),
+            "layer": number, "tokens_per_expert": list(counts), "dropped_fraction": 0.0,
+            "max_over_mean": max(counts) * len(counts) / sum(counts), "router_entropy": math.log(len(counts)),
         }
         for number, counts in enumerate(layers, start=1)
-    ]
+    ]  # fmt: skip
 
 
 def event(name: str, iteration: int, time: str, **more: Any) -> dict[str, Any]:
@@ -57,9 +52,7 @@ def write_run(path: Path, records: Sequence[Mapping[str, Any]], **settings: Any)
 
 
 def dense_and_moe(folder: Path) -> tuple[Path, Path]:
-    """Two runs of 40 iterations: the one with experts is better for its tokens, needs more FLOPs and time,
-    and loses an expert.
-    """
+    """Two runs of 40 iterations: the one with experts is better, takes longer, and loses an expert."""
     dense, moe = [event("start", 0, "10:00:00")], [event("start", 0, "10:00:00")]
     for index in range(1, 41):
         norm = 9.0 if index == 30 else 1.0
@@ -67,9 +60,8 @@ def dense_and_moe(folder: Path) -> tuple[Path, Path]:
         dense.append(train_record(index, 8 - 0.1 * index))
         loss = None if index in (11, 12) else 8 - 0.125 * index
         more = {"experts": experts(*loads), "load_balancing_loss": 1.1, "grad_norm": norm}
-        moe.append(
-            train_record(index, loss, consumed_flops=1500 * index, training_seconds=0.3 * index, **more)
-        )
+        more |= {"consumed_flops": 1500 * index, "training_seconds": 0.3 * index}
+        moe.append(train_record(index, loss, **more))
         for records in (dense, moe):
             if index % 10 == 0:
                 loss = records[-1]["lm_loss"] + 0.05
@@ -79,6 +71,5 @@ def dense_and_moe(folder: Path) -> tuple[Path, Path]:
     moe.append(event("resume", 20, "10:01:00"))
     for records in (dense, moe):
         records.append(event("end", 40, "10:02:00", status="finished"))
-    return write_run(folder / "dense", dense, use_moe=False), write_run(
-        folder / "experts", moe, use_moe=True, topk=2
-    )
+    experts_run = write_run(folder / "experts", moe, use_moe=True, topk=2)
+    return write_run(folder / "dense", dense, use_moe=False), experts_run

@@ -19,11 +19,15 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
-    """Documents of the given lengths (EOD included); every token but EOD has an id of its own.
+def write_tokens(prefix: Path, documents: Iterable[Any], vocab_size: int = 1000, eod_id: int = 0) -> Path:
+    with BinIdxWriter(prefix, vocab_size=vocab_size, eod_id=eod_id) as writer:
+        for ids in documents:
+            writer.add_document(ids)
+    return prefix
 
-    So a sample shows where it comes from.
-    """
+
+def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
+    """Documents of the given lengths (EOD included) whose tokens all differ: a sample shows its place."""
     with BinIdxWriter(prefix, vocab_size=DISTINCT_VOCAB) as writer:
         for length in lengths:
             writer.add_document(range(first_id, first_id + length - 1))
@@ -43,10 +47,9 @@ def samples_of(kind: str, blend: str, seq_len: int, num_samples: int, folder: Pa
 
 def write_corpus(folder: Path, num_documents: int = 1000) -> Path:
     """Documents of one window each, that count up in steps of one; returns the prefix."""
-    with BinIdxWriter(folder / "tokens", vocab_size=VOCAB) as writer:
-        for number in range(num_documents):
-            writer.add_document([1 + (number * 7 + place) % 60 for place in range(SEQ_LEN - 1)])
-    return folder / "tokens"
+    numbers, places = range(num_documents), range(SEQ_LEN - 1)
+    documents = ([1 + (number * 7 + place) % 60 for place in places] for number in numbers)
+    return write_tokens(folder / "tokens", documents, VOCAB)
 
 
 def corrupt(prefix: Path, samples: range, seed: int = 1234) -> list[int]:

@@ -22,9 +22,7 @@ import torch.distributed as dist  # noqa: E402
 
 @contextmanager
 def torchrun_job() -> Iterator[torch.device]:
-    """Joins the job: NCCL where every rank of this node has a GPU, else gloo. Yields the device of this
-    rank.
-    """
+    """Joins the job: NCCL where every rank of this node has a GPU, else gloo. Yields the device."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() >= local_size:
         device = torch.device("cuda", local_rank)
@@ -58,13 +56,7 @@ def on_first_rank(text: str) -> None:
 
 
 def torchrun(num_ranks: int, script: str, **environment: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script under torchrun with so many ranks on this machine.
-
-    Args:
-        num_ranks: processes.
-        script: `__file__` of the test.
-        environment: variables on top of those of this process.
-    """
+    """Runs a script under torchrun, with variables on top of those of this process."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command = [sys.executable, *launcher, script]
     given = {name: str(value) for name, value in environment.items()}

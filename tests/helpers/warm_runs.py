@@ -27,10 +27,8 @@ _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
 def run_warm(
     environ: Mapping[str, str], out: Path, err: Path, *flags: str, timeout: float | None
 ) -> int | None:
-    """Runs `moe-exp train` with the settings in `environ` and `flags` to its end.
-
-    Returns:
-        The launcher's exit code; None if it was killed after `timeout` seconds, with its ranks.
+    """The exit code of `moe-exp train` with the settings in `environ` and `flags`; None if it was killed with
+    its ranks, after `timeout` seconds.
     """
     process = start_process(_launch, dict(environ), out, err, *flags)
     process.join(timeout)

@@ -5,8 +5,8 @@ for all, and `script_runs`, which starts runs as a user does, by the script. The
 test looks at the processes (`start`), see warm_runs.py.
 """
 
+import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from helpers import ROOT
 from helpers.ranks import free_port
@@ -76,9 +78,7 @@ class EndedRun:
 
 @dataclass(frozen=True)
 class Runs:
-    """Where runs of a test are kept, and how they are started. Settings are environment variables, above
-    those of TINY.
-    """
+    """Runs of a test in `run_dir`. Settings are environment variables, above those of TINY."""
 
     run_dir: Path
     data_dir: Path
@@ -90,13 +90,8 @@ class Runs:
 
     def environ(self, name: str, *, tiny: bool = True, **settings: Any) -> dict[str, str]:
         """Environment for the run `name`, `tiny` or as the settings alone say."""
-        places = {
-            "RUN_DIR": self.run_dir,
-            "RUN_NAME": name,
-            "DATA_DIR": self.data_dir,
-            "MASTER_PORT": free_port(),
-            "PYTHON": sys.executable,
-        }
+        places = {"RUN_DIR": self.run_dir, "RUN_NAME": name, "DATA_DIR": self.data_dir}
+        places |= {"MASTER_PORT": free_port(), "PYTHON": sys.executable}
         return clean_environ(**{**places, **(TINY if tiny else {}), **settings})
 
     def start(self, name: str, *flags: str, **settings: Any) -> subprocess.Popen[str]:
@@ -138,9 +133,7 @@ class Runs:
         return ended
 
     def stopped(self, name: str, *flags: str, **settings: Any) -> EndedRun:
-        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance: exit code
-        75.
-        """
+        """Runs until it has saved and ended before TRAIN_ITERS, by EXIT_INTERVAL for instance."""
         ended = self.run(name, *flags, **settings)
         assert ended.code == TO_BE_CONTINUED, ended.text
         return ended
@@ -157,7 +150,7 @@ class Runs:
         def is_there(found: list[dict[str, Any]]) -> bool:
             return any(one["kind"] == "train" and one["iteration"] >= iteration for one in found)
 
-        self._wait_for(f"iteration {iteration}", is_there, name, process, timeout)
+        self._wait_for(is_there, name, process, timeout)
 
     def wait_for_start(
         self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0
@@ -167,15 +160,13 @@ class Runs:
         def is_there(found: list[dict[str, Any]]) -> bool:
             return sum(one.get("event") in ("start", "resume") for one in found) >= number
 
-        self._wait_for(f"start {number}", is_there, name, process, timeout)
+        self._wait_for(is_there, name, process, timeout)
 
-    def _wait_for(
-        self, what: str, is_there: Callable[[Any], bool], name: str, process: Any, timeout: float
-    ) -> None:
+    def _wait_for(self, is_there: Callable[[Any], bool], name: str, process: Any, timeout: float) -> None:
         metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
         while not metrics.exists() or not is_there(read_metrics(metrics)):
-            assert process.poll() is None, f"the run ended before {what}:\n{self.printed(name)}"
-            assert time.monotonic() < deadline, f"no {what} in {timeout} s:\n{self.printed(name)}"
+            assert process.poll() is None, f"the run has ended:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"waited for {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
 
     def _stream(self, name: str, kind: str) -> Path:
@@ -195,28 +186,13 @@ def clean_environ(**settings: Any) -> dict[str, str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks of a run by rank, from their environment (Linux)."""
+    """Process ids of the ranks of a run by rank, from their environment."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = dict(line.partition("=")[::2] for line in (folder / "environ").read_text().split("\0"))
-            parents = _ancestors(int(folder.name))
-        except OSError:
-            continue  # it ended meanwhile, or is not ours
-        if "LOCAL_RANK" in environ and launcher.pid in parents:
-            found[int(environ["RANK"])] = int(folder.name)
-    return found
-
-
-def descendants_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, of theirs, and so on (Linux)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if pid in _ancestors(int(folder.name)):
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it ended meanwhile
+    for child in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            environ = child.environ()
+            if "LOCAL_RANK" in environ:
+                found[int(environ["RANK"])] = child.pid
     return found
 
 
@@ -226,14 +202,6 @@ def wait_until_gone(pids: Iterable[int], *, timeout: float = 60.0) -> None:
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"{left} did not end in {timeout} s"
         time.sleep(0.05)
-
-
-def _ancestors(pid: int) -> list[int]:
-    parents = []
-    while pid > 1:
-        pid = int(re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
-        parents.append(pid)
-    return parents
 
 
 def processes_in(run_dir: Path) -> list[int]:

@@ -21,12 +21,9 @@ def test_bytes_have_a_unit_and_no_exponent(num_bytes, text):
     assert quantities.bytes_text(float("nan")) == "–"
 
 
-def test_counts_have_a_letter():
+def test_quantities_round_before_they_choose_a_unit():
     numbers = (0, 512, 12_345, 4396160, 30.532e9, 999.7e6, 1e12)
     assert [count_text(number) for number in numbers] == ["0", "512", "12.3K", "4.4M", "30.5B", "1B", "1T"]
-
-
-def test_quantities_round_before_they_choose_a_unit():
     counts = [quantities.count_text(number) for number in (999.96, 999_960, 2.5e18)]
     assert counts == ["1K", "1M", "2,500,000T"]
     assert [quantities.flops_text(number) for number in (2.5e18, 0)] == ["2.5E", "0"]

@@ -32,15 +32,12 @@ def compare_all(dtype, async_op: bool) -> None:
         for rows, columns in ((3, 5), (1, 1), (64, 33)):
             gathered, scattered = (size * rows, columns), (rows, columns)
             turned = numbers(columns, size * rows, dtype=dtype).t()
-            for x, shape in (
-                (numbers(*scattered, dtype=dtype), gathered),
-                (turned, (size * size * rows, columns)),
-            ):
+            plain = numbers(*scattered, dtype=dtype)
+            for x, shape in ((plain, gathered), (turned, (size * size * rows, columns))):
                 compare(gloo.all_gather, dist.all_gather_into_tensor, x, shape, group, async_op=async_op)
+            reduce = gloo.reduce_scatter, dist.reduce_scatter_tensor
             for x in (numbers(*gathered, dtype=dtype), turned):
-                compare(
-                    gloo.reduce_scatter, dist.reduce_scatter_tensor, x, scattered, group, async_op=async_op
-                )
+                compare(*reduce, x, scattered, group, async_op=async_op)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -27,11 +27,8 @@ with warnings.catch_warnings():
 
     import megatron.core.optimizer
     import megatron.core.utils
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallelConfig as DDPConfig
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.transformer.spec_utils import build_module
 
@@ -45,9 +42,6 @@ def tiny(**settings) -> Config:
         "gpus_per_node": 1, "dtype": "fp32", "gbsz": 8,
     }  # fmt: skip
     return Config(**(sizes | settings))
-
-
-# torch outside Megatron
 
 
 @without_cuda
@@ -74,10 +68,8 @@ def test_torch_itself_is_unchanged():
 def test_megatron_sees_the_stand_in():
     # This package of Megatron has a module called torch.
     own = "megatron.core.dist_checkpointing.strategies"
-    named = [
-        module for name, module in sys.modules.items() if name.startswith("megatron.core.") and name != own
-    ]
-    modules = [module for module in named if hasattr(module, "torch")]
+    named = [name for name in sys.modules if name.startswith("megatron.core.") and name != own]
+    modules = [sys.modules[name] for name in named if hasattr(sys.modules[name], "torch")]
     assert len(modules) > 20
     assert {type(module.torch) for module in modules} == {megatron_cpu._TorchOnCpu}
     stand_in = modules[0].torch
@@ -113,9 +105,7 @@ def test_words_for_cuda_in_code_become_words_for_the_cpu():
 
 @without_cuda
 def test_megatron_before_us_is_refused():
-    with pytest.raises(
-        ImportError, match=r"megatron was imported before moe_exp\. Fix: import moe_exp first"
-    ):
+    with pytest.raises(ImportError, match=r"megatron was imported before moe_exp\. Fix: import moe_exp"):
         megatron_cpu.refuse_if_too_late()
 
 
@@ -127,7 +117,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 @without_cuda
 def test_import_order():
     result = python("import warnings; warnings.simplefilter('ignore')\nimport megatron.core.enums, moe_exp")
-    assert result.returncode == 1
     assert "ImportError: moe_exp: megatron was imported before moe_exp." in result.stderr
 
 
@@ -164,17 +153,10 @@ def test_functions_that_reach_into_cuda_are_mended():
     modules = {name: importlib.import_module(name) for name in megatron_cpu._PATCHES}
     assert modules["megatron.core.tensor_parallel.layers"].dist_all_gather_func is gloo.all_gather
     assert modules["megatron.core.tensor_parallel.mappings"].dist_reduce_scatter_func is gloo.reduce_scatter
-
-
-@without_cuda
-def test_optional_packages_that_take_long_are_not_loaded_for_megatron():
+    # optional packages that take long are not loaded
     timers = importlib.import_module("megatron.core.timers")
     assert (timers.wandb, timers.SummaryWriter) == (None, None)
-    datasets = importlib.import_module("megatron.core.datasets.indexed_dataset")
-    assert not hasattr(datasets, "boto3")
-
-
-# (a) Expert gradients with TP=2, EP=1, ETP=1
+    assert not hasattr(importlib.import_module("megatron.core.datasets.indexed_dataset"), "boto3")
 
 
 def on_rank(tp: int) -> tuple[dict[str, torch.Tensor], float]:
@@ -205,7 +187,7 @@ def layer_gradients(tp: int) -> dict[str, torch.Tensor]:
     generator = drawn(layer)
     whole = [torch.randn(8, 2, config.hidden_size, generator=generator) for _ in range(2)]
     x, grad = (tensor.chunk(tp)[groups.tp.rank()] for tensor in whole)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = DDPConfig(grad_reduce_in_fp32=True)
     model = DistributedDataParallel(settings, ddp, layer, pg_collection=groups)
     out, _ = model(x)
     (out * grad).sum().backward()
@@ -235,7 +217,7 @@ def main_grads(adds: bool) -> dict[str, torch.Tensor]:
     layer.experts.adds_to_main_grad = adds
     generator = drawn(layer)
     # With overlap its hooks want a gradient of every parameter.
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    ddp = DDPConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     model = DistributedDataParallel(settings, ddp, layer, pg_collection=groups)
     for last in (False, True):
         x, grad = (torch.randn(8, 2, config.hidden_size, generator=generator) for _ in range(2))
@@ -255,9 +237,6 @@ def test_gradients_that_the_kernels_add_to_main_grad():
         assert (added[name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
-# (b) Adam
-
-
 def parameters() -> list[torch.nn.Parameter]:
     generator, shapes = torch.Generator().manual_seed(2), ((5, 3), (7,), (2, 2, 2))
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
@@ -267,6 +246,12 @@ def set_gradients(params, step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
+
+
+def take_steps(optimizer, params, steps) -> None:
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
 
 
 def groups_of(params):
@@ -282,29 +267,14 @@ def test_adam_equals_torch_adamw():
     adam = Adam(groups_of(ours), **HYPERPARAMETERS)
     reference = torch.optim.AdamW(groups_of(theirs), **HYPERPARAMETERS)
     start = [p.detach().clone() for p in ours]
-    for step in range(20):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        if step == 10:
-            for group in adam.param_groups + reference.param_groups:
-                group["lr"] *= 0.5
-        adam.step()
-        reference.step()
+    for steps in (range(10), range(10, 20)):
+        take_steps(adam, ours, steps)
+        take_steps(reference, theirs, steps)
+        for group in adam.param_groups + reference.param_groups:
+            group["lr"] *= 0.5
     for p, expected, first in zip(ours, theirs, start, strict=True):
         assert (p - expected).norm() <= 1e-6 * expected.norm()
         assert (p - first).norm() > 0.05 * first.norm()
-
-
-def test_adam_keeps_one_step_per_group_and_two_moments_per_parameter():
-    params = parameters()
-    adam = Adam(groups_of(params), **HYPERPARAMETERS)
-    assert all("step" not in group for group in adam.param_groups)
-    for step in range(3):
-        set_gradients(params, step)
-        adam.step()
-    assert [group["step"] for group in adam.param_groups] == [3, 3]
-    assert all(set(adam.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
-    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in adam.state_dict()["state"].values())
 
 
 def test_adam_skips_parameters_without_gradient():
@@ -321,24 +291,23 @@ def test_adam_skips_parameters_without_gradient():
 def test_adam_continues_identically_after_a_load():
     params = parameters()
     adam = Adam(groups_of(params), **HYPERPARAMETERS)
-    for step in range(5):
-        set_gradients(params, step)
-        adam.step()
+    assert all("step" not in group for group in adam.param_groups)
+    take_steps(adam, params, range(5))
+    # one step per group and two moments per parameter
+    assert [group["step"] for group in adam.param_groups] == [5, 5]
+    assert all(set(adam.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in adam.state_dict()["state"].values())
     copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
     loaded = Adam(groups_of(copies), **HYPERPARAMETERS)
     loaded.load_state_dict(copy.deepcopy(adam.state_dict()))
-    for step in range(5, 10):
-        for optimizer, leaves in ((adam, params), (loaded, copies)):
-            set_gradients(leaves, step)
-            optimizer.step()
+    take_steps(adam, params, range(5, 10))
+    take_steps(loaded, copies, range(5, 10))
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
     assert [group["step"] for group in loaded.param_groups] == [10, 10]
 
 
 def test_adam_without_decoupled_weight_decay():
-    with pytest.raises(
-        ValueError, match=r"adam_w_mode=False: only decoupled weight decay is supported\. Fix: "
-    ):
+    with pytest.raises(ValueError, match=r"adam_w_mode=False: only decoupled weight decay is .*\. Fix: "):
         Adam(parameters(), adam_w_mode=False)
     with pytest.raises(ValueError, match=r"capturable=True: the step counts on the host, which .* Fix: "):
         Adam(parameters(), capturable=True)
@@ -355,9 +324,6 @@ def test_choose_optimizer():
     assert choose_optimizer(Config()) == ("torch fused", why)
 
 
-# (c) Pipelines
-
-
 @pytest.mark.parametrize(("layout", "overlaps"), [({"vpp": 2}, True), ({}, False)])
 def test_only_an_interleaved_pipeline_overlaps_its_communication(layout, overlaps):
     settings = transformer_config(tiny(pp=2, gpus_per_node=2, **layout))
@@ -365,17 +331,9 @@ def test_only_an_interleaved_pipeline_overlaps_its_communication(layout, overlap
     assert settings.deallocate_pipeline_outputs is torch.cuda.is_available()
 
 
-# (d) Per-token loss scale
-
-
-@pytest.mark.parametrize(
-    "layout", [{}, {"cp": 2, "gpus_per_node": 2}, {"tp": 2, "etp": 2, "gpus_per_node": 2}]
-)
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2, "etp": 2}])
 def test_loss_is_not_scaled_per_token(layout):
-    assert transformer_config(tiny(**layout)).calculate_per_token_loss is False
-
-
-# (e) Gradient norm
+    assert transformer_config(tiny(gpus_per_node=2, **layout)).calculate_per_token_loss is False
 
 
 def squares(num_ranks: int, rank: int) -> torch.Tensor:
@@ -397,12 +355,7 @@ def test_gradient_norm_is_accumulated_in_fp64(num_ranks):
     exact = math.sqrt(squares(1, 0).double().square().sum().item())
     for _, norm in on_ranks(num_ranks):
         assert norm == pytest.approx(exact, rel=1e-7)
-
-
-@without_cuda
-def test_fp32_sum_would_be_seen():
-    # What is tested above: torch's own norm of those numbers in fp32 is further off than the test allows.
-    exact = math.sqrt(squares(1, 0).double().square().sum().item())
+    # torch's own norm of those numbers in fp32 is further off
     assert abs(squares(1, 0).norm().item() / exact - 1) > 1e-6
     norm, _ = megatron.core.utils.local_multi_tensor_l2_norm(2048, None, [[squares(1, 0)]], False)
     assert norm.item() == pytest.approx(exact, rel=1e-7)

@@ -13,9 +13,7 @@ from packaging.version import Version
 from moe_exp.commands.doctor import requirements
 from moe_exp.host import megatron_versions
 
-(ACCEPTED,) = (
-    one.specifier for line in requirements(["train"]) if (one := Requirement(line)).name == "megatron-core"
-)
+ACCEPTED = {one.name: one.specifier for one in map(Requirement, requirements(["train"]))}["megatron-core"]
 
 
 class Difference(NamedTuple):

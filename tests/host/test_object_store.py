@@ -129,11 +129,7 @@ def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tm
         ("abc://b/x", {}, "Protocol not known: abc. Fix: give an s3://, gs:// or hf:// URL."),
         (f"{ROOT_URL}x/y", {}, "there is no such bucket. Fix: create it, or correct the URL."),
         ("s3://no bucket/x", {}, "Fix: check the URL, the region and the package of the store."),
-        (
-            f"{ROOT_URL}/x",
-            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
-            "AWS_ENDPOINT_URL), and call it again.",
-        ),
+        (f"{ROOT_URL}/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "_ENDPOINT_URL), and call it again."),
     ],
 )
 def test_errors_are_one_line_with_a_fix(server, place, variables, line, monkeypatch):

@@ -30,8 +30,7 @@ sys.stdout.write("written ")
     ],
 )
 def test_a_quick_exit_runs_handlers_and_keeps_the_code(end, code, printed):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(end=end)], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()) == (code, printed)
     assert ("why" in done.stderr) == ("why" in end)

@@ -33,6 +33,8 @@ def test_chain_between_two_jobs():
     assert [job.name for job in queue.ending] == ["4711"]
     assert queue.next_start == datetime(2026, 11, 23, 1, 30).astimezone()
     assert queue.limit_seconds == 43200
+    queue = parse_queue("1|PENDING|N/A|1:00|1:00|ReqNodeNotAvail, UnavailableNodes:node[1-2]|x")
+    assert queue.coming[0].text == "job 1 pending (ReqNodeNotAvail, UnavailableNodes:node[1-2]|x)"
 
 
 STUCK = (
@@ -60,21 +62,9 @@ def test_jobs_that_wait_for_their_turn_or_for_somebody(state, reason, kind):
     assert queue.all_jobs == getattr(queue, kind) and len(queue.all_jobs) == 1
 
 
-def test_reason_with_nodes_that_are_away():
-    queue = parse_queue("1|PENDING|N/A|1:00|1:00|ReqNodeNotAvail, UnavailableNodes:node[1-2]|x")
-    assert queue.coming[0].text == "job 1 pending (ReqNodeNotAvail, UnavailableNodes:node[1-2]|x)"
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("123", 1),
-        ("123_4", 1),
-        ("123_[4-20%1]", 17),
-        ("123_[4]", 1),
-        ("123_[1,4-8:4%1]", 3),
-        ("123_[2,5,7-9]", 5),
-    ],
+    [("1", 1), ("1_4", 1), ("1_[4-20%1]", 17), ("1_[4]", 1), ("1_[1,4-8:4%1]", 3), ("1_[2,5,7-9]", 5)],
 )
 def test_tasks_of_a_name(name, number):
     (job,) = parse_queue(f"{name}|PENDING|N/A|1:00:00|1:00:00|Priority").coming

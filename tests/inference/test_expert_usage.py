@@ -20,7 +20,7 @@ def usage(*counts: list[int]) -> LayerUsage:
 
 
 def test_experts_of_one_source_each():
-    """Four experts, two sources that share none: which expert it was says which source it was, one bit."""
+    """Which expert it was says which of two sources it was, one bit."""
     layer = usage([30, 10, 0, 0], [0, 0, 2, 2])
     assert layer.shares_PE.tolist() == [[0.75, 0.25, 0, 0], [0, 0, 0.5, 0.5]]
     # s/2 * log2(s / (s/2)) = s/2: half the share in the only source that uses the expert.
@@ -48,16 +48,9 @@ def test_one_expert_by_hand():
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
-    seq_len=st.integers(1, 7),
-    by_document=st.booleans(),
-)
-def test_every_token_but_the_first_of_a_text_is_predicted_once(
-    tmp_path_factory, lengths, seq_len, by_document
-):
-    prefix = tmp_path_factory.mktemp("tokens") / "t"
-    numbers = iter(range(1, 1000))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 7), st.booleans())
+def test_every_token_but_the_first_is_predicted_once(tmp_path_factory, lengths, seq_len, by_document):
+    prefix, numbers = tmp_path_factory.mktemp("tokens") / "t", iter(range(1, 1000))
     with BinIdxWriter(prefix, vocab_size=1000, eod_id=0) as writer:
         for length in lengths:
             writer.add_document([next(numbers) for _ in range(length)])

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,26 +43,21 @@ def one_stage(folder: Path, **changes):
 
 def test_kernels_that_fail_their_self_test_are_not_used(monkeypatch):
     """Nor in a model that is only used: with `auto` it runs as a training does."""
-    failures, given = [KernelFailure("experts", ["combine is wrong"], "torch")], []
-
-    def build(*args, **options):
-        given.append(options["kernel_failures"])
-        raise LookupError
-
+    failures, build = [KernelFailure("experts", ["combine is wrong"], "torch")], Mock(side_effect=LookupError)
     monkeypatch.setattr("moe_exp.inference.stage.check_run", lambda config, rank: failures)
     monkeypatch.setattr("moe_exp.inference.stage.build_chunk", build)
     with pytest.raises(LookupError):
         load_model(load_config({"preset": "cpu"}, {}), None, Path("none"))
-    assert given == [failures]
+    assert build.call_args.kwargs["kernel_failures"] == failures
 
 
-def drawn(stage: Stage, prompt: list[int], sampling: Sampling, num_tokens: int = NEW_TOKENS) -> list[int]:
-    found = new_tokens(stage, prompt, Sampler(sampling), max_positions=len(prompt) + num_tokens)
+GREEDY, DRAWN = Sampling(), Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3)
+
+
+def generated(stage: Stage, sampling: Sampling = GREEDY) -> list[int]:
+    """Tokens that continue PROMPT."""
+    found = new_tokens(stage, PROMPT, Sampler(sampling), max_positions=len(PROMPT) + NEW_TOKENS)
     return [token for token, _ in found]
-
-
-def greedy(stage: Stage, prompt: list[int]) -> list[int]:
-    return drawn(stage, prompt, Sampling())
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -71,11 +67,11 @@ def pair(request, tmp_path_factory):
     return model, write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "iter_0000000")
 
 
-def theirs_greedy(model, prompt: list[int]) -> list[int]:
+def theirs(model) -> list[int]:
     model.generation_config.eos_token_id = None  # no token ends these texts
-    tokens = torch.tensor([prompt])
+    tokens = torch.tensor([PROMPT])
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    return model.generate(tokens, **options)[0, len(prompt) :].tolist()
+    return model.generate(tokens, **options)[0, len(PROMPT) :].tolist()
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
@@ -85,18 +81,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(pair):
         expected = model(tokens).logits
     with one_stage(folder) as stage:
         assert relative_error(stage.logits(tokens), expected) < 1e-5
-        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+        assert generated(stage) == theirs(model)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path):
     model = tiny_model(kind)
-    trained = {"dtype": "bf16", "impl": "te", "fp8": "hybrid", "expert_backend": "te"}
-    trained["cross_entropy"] = "triton"
-    folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
+    trained = {"impl": "te", "fp8": "hybrid", "expert_backend": "te", "cross_entropy": "triton"}
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", dtype="bf16", **trained)
     with one_stage(folder, dtype="fp32") as stage:
         assert (stage.config.fp8, stage.config.cross_entropy) == ("none", "megatron")
-        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+        assert generated(stage) == theirs(model)
 
 
 def test_settings_that_only_training_uses_are_no_obstacle(tmp_path):
@@ -111,7 +106,7 @@ def test_settings_that_only_training_uses_are_no_obstacle(tmp_path):
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
     assert longest_sample(saved_config(folder)) == 64
     with one_stage(folder) as stage:
-        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+        assert generated(stage) == theirs(model)
 
 
 def test_the_cache_changes_no_logit(pair):
@@ -127,20 +122,7 @@ def test_the_cache_changes_no_logit(pair):
                 parts += [stage.logits(tokens[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a]
             cached = torch.cat(parts, dim=1)
             for position in range(SEQ_LEN):
-                error = relative_error(cached[:, position], whole[:, position])
-                assert error < 1e-6, f"position {position} after a prompt of {first}"
-
-
-def test_rows_do_not_depend_on_each_other(pair):
-    _, folder = pair
-    tokens = torch.from_numpy(ids(4, 30))
-    with one_stage(folder) as stage:
-        together = stage.logits(tokens)
-        alone = torch.cat([stage.logits(row[None]) for row in tokens])
-    assert relative_error(alone, together) < 1e-6
-
-
-SAMPLING = Sampling(temperature=0.9, top_k=50, top_p=0.95, seed=3)
+                assert relative_error(cached[:, position], whole[:, position]) < 1e-6, (first, position)
 
 
 def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
@@ -149,7 +131,7 @@ def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
     rank = runtime.start(scoring.config)
     score(scoring, rank)
     stage = Stage(scoring.config, rank, load_model(scoring.config, rank, folder))
-    return greedy(stage, PROMPT), drawn(stage, PROMPT, SAMPLING)
+    return generated(stage), generated(stage, DRAWN)
 
 
 SLOW = [
@@ -174,12 +156,11 @@ def test_several_ranks_are_one_model(tmp_path, kind, sizes):
     folder = write_checkpoint(model, tmp_path / "iter_0000000")
     tokens, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
     np.save(tokens, ids(5).astype(np.uint16))
-    results = run_on_ranks(layout.gpus_per_node, use_on_rank, folder, layout, tokens, out, join=False)
+    first, *others = run_on_ranks(layout.gpus_per_node, use_on_rank, folder, layout, tokens, out, join=False)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids(5))).logits
     assert relative_error(torch.from_numpy(np.load(out)), expected) < 1e-5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "iter_0000000", "logits.npy"]
-    assert all(result == results[0] for result in results)
-    assert results[0][0] == theirs_greedy(model, PROMPT)
     with one_stage(folder) as stage:
-        assert results[0][1] == drawn(stage, PROMPT, SAMPLING)
+        assert first == (theirs(model), generated(stage, DRAWN))
+    assert all(other == first for other in others)

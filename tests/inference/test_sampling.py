@@ -1,5 +1,4 @@
 import math
-import re
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_draws_have_the_probabilities():
 
 
 def test_greedy_takes_the_most_probable():
-    assert [Sampler(Sampling()).draw(LOGITS)[0] for _ in range(3)] == [1, 1, 1]
+    assert Sampler(Sampling()).draw(LOGITS)[0] == 1
 
 
 def test_a_seed_and_a_text_have_a_stream_of_their_own():
@@ -59,18 +58,14 @@ def test_a_seed_and_a_text_have_a_stream_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
+    ("sampling", "line"),
     [
-        ({"temperature": -0.1}, "TEMPERATURE=-0.1: must be a number of at least 0"),
-        ({"temperature": math.nan}, "TEMPERATURE=nan: must be a number of at least 0"),
-        ({"temperature": 1.0, "top_p": 0.0}, "TOP_P=0.0: must be over 0 and at most 1"),
-        ({"temperature": 1.0, "top_p": 1.1}, "TOP_P=1.1: must be over 0 and at most 1"),
-        ({"temperature": 1.0, "top_k": -1}, "TOP_K=-1: must not be negative"),
-        ({"seed": -1}, "SEED=-1: must not be negative"),
-        ({"top_k": 5}, "TOP_K=5: has no effect with the temperature 0"),
-        ({"top_p": 0.9}, "TOP_P=0.9: has no effect with the temperature 0"),
+        (Sampling(-0.1), "TEMPERATURE=-0.1: must be"), (Sampling(math.nan), "TEMPERATURE=nan: must be"),
+        (Sampling(1.0, top_p=0.0), "TOP_P=0.0: must be"), (Sampling(1.0, top_p=1.1), "TOP_P=1.1: must be"),
+        (Sampling(1.0, top_k=-1), "TOP_K=-1: must not"), (Sampling(seed=-1), "SEED=-1: must not"),
+        (Sampling(top_k=5), "TOP_K=5: has no effect"), (Sampling(top_p=0.9), "TOP_P=0.9: has no effect"),
     ],
-)
-def test_what_cannot_be(values, line):
-    with pytest.raises(ValueError, match="^" + re.escape(line)):
-        Sampling(**values).check()
+)  # fmt: skip
+def test_what_cannot_be(sampling, line):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        sampling.check()

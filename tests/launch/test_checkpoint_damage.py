@@ -5,30 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from helpers.studies.study_runs import write_tokens
 from helpers.whole_runs import SETTINGS, TINY
 from moe_exp.cli import main
 from moe_exp.config import load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.machine_checks import check_files
 
 ITERATION = "iter_0000002"
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> dict[str, str]:
-    folder, found = tmp_path_factory.mktemp("tokens"), {}
-    for start, name in enumerate(("a", "b")):
-        with BinIdxWriter(folder / name, vocab_size=2048) as writer:
-            for number in range(200):
-                writer.add_document([(start + number * 7 + i * i) % 2048 for i in range(60)])
-        found[name] = str(folder / name)
-    return found
+def tokens(tmp_path_factory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(scope="module")
 def trained(tokens, session_runs):
     """Folders of a stopped MoE run and of a dense one."""
-    given = {"TRAIN_DATA": tokens["a"], "TRAIN_ITERS": 4, "EXIT_INTERVAL": 2, "WARMUP_ITERS": 0}
+    given = {"TRAIN_DATA": tokens, "TRAIN_ITERS": 4, "EXIT_INTERVAL": 2, "WARMUP_ITERS": 0}
     moe = session_runs.stopped("start_moe", **given)
     dense = session_runs.stopped("start_dense", USE_MOE=False, **given)
     return {"moe": moe.folder.path, "dense": dense.folder.path}
@@ -36,12 +30,12 @@ def trained(tokens, session_runs):
 
 @pytest.fixture
 def refusals(tokens, trained, tmp_path):
-    """Problems of a start in copies of the folders, with what a test has done to them."""
+    """Problems of a start in copies of the folders."""
     shutil.copytree(trained["moe"], tmp_path / "moe")
     shutil.copytree(trained["dense"], tmp_path / "dense")
 
     def refused(**changes: object) -> list[str]:
-        given = TINY | {"TRAIN_DATA": tokens["a"], "TRAIN_ITERS": 4, "WARMUP_ITERS": 0, "RUN_DIR": tmp_path}
+        given = TINY | {"TRAIN_DATA": tokens, "TRAIN_ITERS": 4, "WARMUP_ITERS": 0, "RUN_DIR": tmp_path}
         given = given | {"RUN_NAME": "new"} | changes
         return check_files(load_config({name.lower(): str(value) for name, value in given.items()}, {}))
 
@@ -102,6 +96,7 @@ def test_dry_runs_refuse_it(command, refusals, tmp_path, monkeypatch, capsys):
     given |= {"TRAIN_DATA": tmp_path / "gone"} if command == "sweep" else {}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
-    assert main([command, "--dry-run"]) in (1, 2)
-    expected = "there is no such file" if command == "sweep" else "__0_0.distcp: is missing"
-    assert expected in capsys.readouterr().err
+    assert main([command, "--dry-run"]) == (1 if command == "sweep" else 2)
+    out, err = capsys.readouterr()
+    assert ("there is no such file" if command == "sweep" else "__0_0.distcp: is missing") in err
+    assert command != "train" or "Parameters: " in out  # the plan all the same

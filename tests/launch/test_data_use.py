@@ -22,10 +22,12 @@ def write_tokens(prefix: Path, num_documents: int) -> str:
     return str(prefix)
 
 
+SIZES = {"preset": "cpu", "seq_len": 10, "gbsz": 10, "mbsz": 1, "eval_interval": 0}
+
+
 def run_of(num_tokens: int, **settings: object) -> Config:
     """A run of samples of 10 tokens."""
-    sizes = {"preset": "cpu", "seq_len": 10, "gbsz": 10, "mbsz": 1, "eval_interval": 0}
-    return load_config(sizes | {"train_iters": num_tokens // 100} | settings, {})
+    return load_config(SIZES | {"train_iters": num_tokens // 100} | settings, {})
 
 
 @pytest.fixture
@@ -68,20 +70,14 @@ def test_a_mixture_says_how_often_a_source_may_be_read(places, tmp_path):
     (tmp_path / "mixture.json").write_text(json.dumps(facts))
     assert data_warnings(run_of(600, train_data=f"0.5 {a} 0.5 {b}")) == []
     (line,) = data_warnings(run_of(1000, train_data=f"0.5 {a} 0.5 {b}"))
-    assert line.startswith(f"TRAIN_DATA={b}: this run reads it 5.00 times, and its mixture says max_epochs=3")
-    assert line.endswith("; for max_epochs, repeat data mix with total_tokens=1000.")
+    assert re.match(rf"TRAIN_DATA={b}: .* 5\.00 times, .* max_epochs=3.* total_tokens=1000\.", line)
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        "[]",
-        '{"train_data": 5}',
-        '{"settings": {"sources": []}}',
-        '{"train_data": "1 a", "settings": {"sources": [3]}}',
-        '{"train_data": "1 a", "settings": {"sources": [{"max_epochs": "many"}]}}',
-    ],
-)
+@pytest.mark.parametrize("facts", [
+    "[]", '{"train_data": 5}', '{"settings": {"sources": []}}',
+    '{"train_data": "1 a", "settings": {"sources": [3]}}',
+    '{"train_data": "1 a", "settings": {"sources": [{"max_epochs": "many"}]}}',
+])  # fmt: skip
 def test_mixture_json_of_another_program(facts, places, tmp_path):
     (tmp_path / "mixture.json").write_text(facts)
     (line,) = data_warnings(run_of(5000, train_data=places[0]))
@@ -92,7 +88,6 @@ def test_mixture_json_of_another_program(facts, places, tmp_path):
     ("settings", "name"),
     [
         ({"valid_data": "{a}"}, ""),
-        ({"valid_data": "{one}"}, "VALID_DATA={one}: has one document: its"),
         ({"valid_data": "1 {a} 1 {one}"}, "VALID_DATA={one}: has one document: its"),
         ({"valid_data": "{one}", "eval_interval": 0}, ""),
         ({"split": "95,5"}, ""),
@@ -108,18 +103,16 @@ def test_validation_on_one_document(settings, name, places, tmp_path):
 
 
 def test_a_dry_run_warns(places, tmp_path, capsys):
-    sizes = {"preset": "cpu", "seq_len": 10, "gbsz": 10, "mbsz": 1, "eval_interval": 0, "train_iters": 10}
-    blend = {"train_data": f"0.5 {places[0]} 0.5 {places[1]}"}
-    assert train(sizes | blend | {"run_dir": str(tmp_path)}, dry_run=True) == 0
+    given = SIZES | {"train_iters": 10, "train_data": f"0.5 {places[0]} 0.5 {places[1]}"}
+    assert train(given | {"run_dir": str(tmp_path)}, dry_run=True) == 0
     assert f"warning: TRAIN_DATA={places[1]}: this run reads it 5.00 times." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("valid_fraction", [0.05, 0.25])
-def test_a_shuffle_that_holds_out_one_document(valid_fraction, tmp_path, caplog):
+@pytest.mark.parametrize(("valid_fraction", "is_one"), [(0.05, True), (0.25, False)])
+def test_a_shuffle_that_holds_out_one_document(valid_fraction, is_one, tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(20)))
     with caplog.at_level(logging.WARNING):
         made = shuffle([path], tmp_path / "out", name="x", num_shards=1, valid_fraction=valid_fraction)
-    expected = ["x: 1 of 20 documents is for validation: its loss says little about other texts"]
-    assert caplog.messages == (expected if made["valid"]["num_documents"] == 1 else [])
-    assert (made["valid"]["num_documents"] == 1) == (valid_fraction == 0.05)
+    assert (made["valid"]["num_documents"] == 1) == is_one
+    assert ["x: 1 of 20 documents is for validation" in line for line in caplog.messages] == [True] * is_one

@@ -17,13 +17,7 @@ from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
 from moe_exp.launch import machine_checks
-from moe_exp.launch.machine_checks import (
-    OLDEST_GPU,
-    bitsandbytes_problem,
-    check_environment,
-    check_files,
-    check_machine,
-)
+from moe_exp.launch.machine_checks import OLDEST_GPU, check_environment, check_files, check_machine
 from moe_exp.layers.kernels import launch
 from moe_exp.runs.run_folder import RunFolder
 
@@ -34,6 +28,14 @@ def only_problem(problems: list[str], expected: str) -> None:
     assert re.match(expected, problems[0]), problems[0]
 
 
+def write_tokens(prefix: Path, num_documents: int = 100) -> str:
+    """Documents of 4 tokens; a sample of the cpu preset has 257."""
+    with BinIdxWriter(prefix, vocab_size=4096) as writer:
+        for _ in range(num_documents):
+            writer.add_document([1, 2, 3])
+    return str(prefix)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A Config whose folders are inside an empty folder and whose port is free, on a host without GPUs."""
@@ -41,7 +43,8 @@ def here(tmp_path, monkeypatch):
     places = {"run_dir": str(tmp_path / "runs"), "data_dir": str(tmp_path / "data")}
 
     def config(**values) -> Config:
-        return load_config(SMALL | {"gpus_per_node": 1, "master_port": free_port()} | places | values, {})
+        given = SMALL | {"gpus_per_node": 1, "master_port": free_port()} | places | values
+        return load_config({name: str(value) for name, value in given.items()}, {})
 
     return config
 
@@ -81,26 +84,16 @@ def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
     assert warnings(gpus_per_node="1") == []
 
 
-def write_tokens(prefix: Path, num_documents: int = 100) -> str:
-    """Documents of 4 tokens; a sample of the cpu preset has 257."""
-    with BinIdxWriter(prefix, vocab_size=4096) as writer:
-        for _ in range(num_documents):
-            writer.add_document([1, 2, 3])
-    return str(prefix)
-
-
 def test_nothing_is_wrong_and_nothing_is_created(here, tmp_path):
     assert check_environment(here()) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_port_in_use(here):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = rf"MASTER_PORT={port}: is in use .* Fix: set MASTER_PORT to a free port, for instance \d+, or"
-        only_problem(check_machine(here(master_port=port)), f"{line} leave it out")
+        line = rf"MASTER_PORT={port}: is in use .* Fix: .*, for instance \d+, or leave it out"
+        only_problem(check_machine(here(master_port=port)), line)
         assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []
     assert check_machine(here(master_port=port)) == []
 
@@ -131,6 +124,7 @@ def test_torch_knows_whether_it_has_cuda():
 
 
 NO_CUDA = "needs a CUDA device, this host has none"
+FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
 
 
 @pytest.mark.parametrize(
@@ -138,18 +132,17 @@ NO_CUDA = "needs a CUDA device, this host has none"
     [
         ({"gpus": 2}, {"gpus_per_node": 4}, r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER"),
         ({"gpus": 2}, {"gpus_per_node": 2}, ""),
-        ({"gpus": 2, "has_cuda": False}, {"gpus_per_node": 2},
-         r"TORCH=\S+: is a build without CUDA, and this host has 2 GPUs\. Fix: install torch with CUDA, or"),
+        ({"gpus": 2, "has_cuda": False}, {"gpus_per_node": 2}, r"TORCH=\S+: is a build without CUDA.* 2 GP"),
         ({"transformer_engine": None}, {"impl": "te"}, "IMPL=te: .* not installed.* set IMPL=local"),
+        ({"transformer_engine": None}, FP8, "FP8=hybrid: is computed by Transformer Engine, which is not"),
+        ({"transformer_engine": "2"}, FP8, f"FP8=hybrid: {NO_CUDA}"),
         ({"wandb": None}, {"wandb_project": "x"}, "WANDB_PROJECT=x: .* not installed.* WANDB_MODE=disabled"),
         ({"wandb": None}, {"wandb_project": "x", "wandb_mode": "disabled"}, ""),
         ({"megablocks": None, "grouped_gemm": None}, {"expert_backend": "megablocks", "dtype": "bf16"},
-         "EXPERT_BACKEND=megablocks: megablocks and grouped_gemm are not installed.* set EXPERT_BACKEND"),
+         "EXPERT_BACKEND=megablocks: megablocks and grouped_gemm are not installed"),
         ({"transformer_engine": "2"}, {"expert_backend": "te"}, f"EXPERT_BACKEND=te: {NO_CUDA}"),
-        ({"bitsandbytes": None}, {"optimizer": "adam8bit"},
-         r"OPTIMIZER=adam8bit: bitsandbytes is not installed\. Fix: pip install 'bitsandbytes>=0\.50', or"),
-        ({"bitsandbytes": "0.48.2"}, {"optimizer": "adam8bit"},
-         r"OPTIMIZER=adam8bit: bitsandbytes 0\.48\.2 has no 8-bit kernels for a CPU\. .*>=0\.50', or set"),
+        ({"bitsandbytes": None}, {"optimizer": "adam8bit"}, r"OPTIMIZER=adam8bit: .*not installed.*>=0\.50'"),
+        ({"bitsandbytes": "0.48.2"}, {"optimizer": "adam8bit"}, r"OPTIMIZER=.* 0\.48\.2 .* a CPU.*>=0\.50'"),
         ({"bitsandbytes": "0.50.0"}, {"optimizer": "adam8bit"}, ""),
         ({}, {"num_workers": 2}, ""),
         # 5 micro-batches of 257 tokens of 8 bytes: 10 TB.
@@ -158,8 +151,7 @@ NO_CUDA = "needs a CUDA device, this host has none"
         ({}, {"num_workers": 0, "mbsz": 10**9}, ""),
         ({}, {"trace_calls_from": 1}, ""),
         ({}, {"trace_calls_in": "nosuch"}, ""),
-        ({}, {"trace_calls_from": 1, "trace_calls_in": "moe_exp,nosuch.x"},
-         r"TRACE_CALLS_IN=nosuch\.x: no package of that name is installed\. Fix: name packages or modules"),
+        ({}, {"trace_calls_from": 1, "trace_calls_in": "moe_exp,nosuch.x"}, r"TRACE_CALLS_IN=nosuch\.x: "),
         ({"triton": None}, {"expert_backend": "triton", "cross_entropy": "triton"}, ""),  # a CPU has twins
         ({}, {"prometheus_file": "x.txt"}, r"PROMETHEUS_FILE=x.txt: must be a file .* Fix: name a file"),
         ({}, {"prometheus_file": "gone/x.prom"}, r"PROMETHEUS_FILE=.* is no folder\. Fix: name a file"),
@@ -175,7 +167,7 @@ def test_what_this_machine_lacks(found, values, expected, here, host, tmp_path, 
 
 def test_the_8_bit_kernels_of_a_gpu_are_older(host):
     host(bitsandbytes="0.48.2")
-    assert bitsandbytes_problem("GPU") == ""
+    assert machine_checks.bitsandbytes_problem("GPU") == ""
 
 
 def test_missing_and_damaged_data(here, tmp_path):
@@ -195,7 +187,7 @@ def test_missing_and_damaged_data(here, tmp_path):
 
 def test_data_smaller_than_a_sample(here, tmp_path):
     large, small = write_tokens(tmp_path / "large", 1000), write_tokens(tmp_path / "small", 64)
-    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: use more data or a smaller SEQ"
+    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: "
     problems = check_files(here(train_data=small, valid_data=large))
     only_problem(problems, rf"TRAIN_DATA={small}: {rule.format('training')}")
     problems = check_files(here(train_data=large, valid_data=small))
@@ -208,11 +200,10 @@ def test_data_smaller_than_a_sample(here, tmp_path):
 def test_part_smaller_than_a_sample(here, tmp_path, data_order):
     data = {"train_data": write_tokens(tmp_path / "data", 1000), "data_order": data_order}
     assert check_files(here(split="93,7", **data)) == []
-    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, .* = 257\. .* another SPLIT"
+    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, .* = 257\. "
     only_problem(check_files(here(split="94,6", **data)), expected)
     assert check_files(here(split="94,6", eval_interval=0, **data)) == []
-    expected = r"TRAIN_DATA=.*/data: has 248 tokens for training by SPLIT=1,15, "
-    only_problem(check_files(here(split="1,15", **data)), expected)
+    only_problem(check_files(here(split="1,15", **data)), r".*: has 248 tokens for training by SPLIT=1,15, ")
 
 
 def test_ids_beyond_the_vocabulary(here, tmp_path):
@@ -220,8 +211,8 @@ def test_ids_beyond_the_vocabulary(here, tmp_path):
     data, manifest = {"train_data": prefix, "eval_interval": 0}, tmp_path / "data.manifest.json"
     for content in ('{"vocab_size": 5000}', '{"settings": {"tokenizer": {"vocab_size": 5000}}}'):
         manifest.write_text(content)
-        rule = r"was tokenized with 5000 tokens, more than VOCAB_SIZE=4096\. .* VOCAB_SIZE to at least 5000\."
-        only_problem(check_files(here(**data)), rf"TRAIN_DATA={prefix}: {rule}")
+        rule = rf"TRAIN_DATA={prefix}: .* 5000 tokens, more than VOCAB_SIZE=4096\. .* at least 5000\."
+        only_problem(check_files(here(**data)), rule)
         assert check_files(here(vocab_size=5000, **data)) == []
     manifest.write_text('{"stage": "another"}')
     assert check_files(here(**data)) == []
@@ -233,22 +224,19 @@ def test_tokenizer(here, tmp_path):
     with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
         writer.add_document(range(3000))
     data = {"train_data": str(tmp_path / "tokens"), "eval_interval": 0}
-    rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
-    only_problem(check_files(here(tokenizer=str(file), **data)), rf"TOKENIZER={file}: {rule}")
-    only_problem(check_files(here(tokenizer=str(tmp_path), **data)), rf"TOKENIZER={tmp_path}: {rule}")
-    assert check_files(here(tokenizer=str(file), vocab_size=5000, **data)) == []
+    rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: "
+    for place in (file, tmp_path):
+        only_problem(check_files(here(tokenizer=place, **data)), f"TOKENIZER={place}: {rule}set VOCAB_SIZE")
+    assert check_files(here(tokenizer=file, vocab_size=5000, **data)) == []
     write_without_tensors(tmp_path / "iter_0000000")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
-    loaded = here(tokenizer=str(file), load_dir=str(tmp_path), **data)  # whose VOCAB_SIZE cannot change
-    rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: use the tokenizer that the checkpoint "
-    only_problem(check_files(loaded), rf"TOKENIZER={file}: {rule}")
-    rule = r"cannot be compared with that of the embedded corpus \(TRAIN_DATA is empty\), not made yet"
-    only_problem(check_files(here(tokenizer=str(file), vocab_size=5000)), rf"TOKENIZER={file}: {rule}")
-    missing = tmp_path / "x"
-    only_problem(check_files(here(tokenizer=str(missing))), rf"TOKENIZER={missing}: does not exist\. Fix: ")
+    loaded = here(tokenizer=file, load_dir=tmp_path, **data)  # whose VOCAB_SIZE cannot change
+    only_problem(check_files(loaded), f"TOKENIZER={file}: {rule}use the tokenizer that the checkpoint ")
+    rule = "cannot be compared with that of the embedded corpus .*, not made yet"
+    only_problem(check_files(here(tokenizer=file, vocab_size=5000)), f"TOKENIZER={file}: {rule}")
+    only_problem(check_files(here(tokenizer=tmp_path / "x")), r"TOKENIZER=.*/x: does not exist\. Fix: ")
     file.write_text("{}")
-    rule = r"is not a Hugging Face tokenizer\.json .* Fix: "
-    only_problem(check_files(here(tokenizer=str(file), **data)), rf"TOKENIZER={file}: {rule}")
+    only_problem(check_files(here(tokenizer=file, **data)), f"TOKENIZER={file}: is not a Hugging Face ")
 
 
 def test_run_folder_of_another_model(here):
@@ -256,8 +244,8 @@ def test_run_folder_of_another_model(here):
     RunFolder.of(config).path.mkdir(parents=True)
     RunFolder.of(config).config.write_text(to_yaml(config))
     assert check_files(config) == []
-    expected = r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: give another RUN_NAME "
-    only_problem(check_files(here(run_name="one", hidden_size=256, head_dim=32)), expected)
+    problems = check_files(here(run_name="one", hidden_size=256, head_dim=32))
+    only_problem(problems, r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: ")
 
 
 @pytest.mark.parametrize(
@@ -274,8 +262,8 @@ def test_read_only_folders(here, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())
     for data in ({}, {"train_data": prefix, "valid_data": prefix, "data_order": "megatron"}):
         of_data, of_runs = check_files(here(**data))
-        assert re.match(rf"DATA_DIR={tmp_path}/data: .*{tmp_path} is not writable\. Fix: ", of_data)
-        assert re.match(rf"RUN_DIR={tmp_path}/runs: .*{tmp_path} is not writable\. Fix: ", of_runs)
+        for name, line in (("DATA_DIR", of_data), ("RUN_DIR", of_runs)):
+            assert re.match(rf"{name}=.*: .*{tmp_path} is not writable\. Fix: ", line)
     made = tmp_path / "data" / "python_3_torch_2_bpe2048"  # a corpus that is there
     made.mkdir(parents=True)
     (made / "manifest.json").touch()
@@ -284,31 +272,29 @@ def test_read_only_folders(here, monkeypatch, tmp_path):
 
 def test_data_dir_is_a_file(here, tmp_path):
     (tmp_path / "data").touch()
-    expected = rf"DATA_DIR={tmp_path}/data: .* {tmp_path}/data is a file\. Fix: set DATA_DIR to "
-    only_problem(check_files(here()), expected)
+    only_problem(check_files(here()), r"DATA_DIR=.*/data is a file\. Fix: ")
 
 
 def test_no_space_for_checkpoints(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    expected = r"RUN_DIR=.* has 1 MB free and the run needs 216 MB until iteration 300: 3 .* Fix: choose "
-    only_problem(check_files(here()), expected)
+    only_problem(check_files(here()), r"RUN_DIR=.* 1 MB free .* needs 216 MB until iteration 300: 3 .* Fix: ")
     assert check_files(here(save_at_end=False, save_interval=0)) == []
 
 
 def test_load_dir_is_missing(here, tmp_path):
     for folder in (tmp_path / "x", tmp_path):
-        rule = r"is not a folder with checkpoints, it has no latest_checkpointed_iteration\.txt\. Fix: "
-        only_problem(check_files(here(load_dir=str(folder))), rf"LOAD_DIR={folder}: {rule}")
+        rule = rf"LOAD_DIR={folder}: .* it has no latest_checkpointed_iteration\.txt\. Fix: "
+        only_problem(check_files(here(load_dir=folder)), rule)
     for place in (tmp_path / "a", tmp_path / "b" / "checkpoints"):
         place.mkdir(parents=True)
         (place / "latest_checkpointed_iteration.txt").write_text("10")
         write_without_tensors(place / "iter_0000010")
     write_without_tensors(tmp_path / "c")
     for name in ("a", "b", "c"):
-        assert check_files(here(load_dir=str(tmp_path / name))) == []
+        assert check_files(here(load_dir=tmp_path / name)) == []
     (tmp_path / "c" / "common.pt").unlink()
-    problems = check_files(here(load_dir=str(tmp_path / "c")))
+    problems = check_files(here(load_dir=tmp_path / "c"))
     only_problem(problems, r".*none can be used, .*/c/common\.pt: cannot be used")
 
 

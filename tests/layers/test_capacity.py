@@ -1,10 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from helpers.layers.references import kept_by_loop
 from helpers.layers.tiny_moe import identity_router, random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -82,24 +79,6 @@ def test_count_per_expert_by_hand():
     counts_E = count_per_expert(torch.tensor([3, 0, 3, 3, 1]), 5)
     assert counts_E.tolist() == [1, 1, 0, 3, 0]
     assert counts_E.dtype == torch.int64
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_against_a_loop(data):
-    num_experts = data.draw(st.integers(1, 5))
-    topk = data.draw(st.integers(1, num_experts))
-    num_tokens = data.draw(st.integers(1, 12))
-    row = st.permutations(range(num_experts)).map(lambda order: order[:topk])
-    experts = data.draw(st.lists(row, min_size=num_tokens, max_size=num_tokens))
-    # Few values, so that there are ties.
-    weight = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=topk, max_size=topk)
-    weights = data.draw(st.lists(weight, min_size=num_tokens, max_size=num_tokens))
-    capacity = data.draw(st.integers(0, num_tokens))
-    kept_TK = keep_within_capacity(
-        torch.tensor(experts), torch.tensor(weights), num_experts=num_experts, capacity=capacity
-    )
-    assert kept_TK.tolist() == kept_by_loop(experts, weights, capacity)
 
 
 NUM_EXPERTS = 4

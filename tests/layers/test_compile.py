@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from helpers.layers.tiny_moe import HIDDEN, tiny_layer
+from helpers.layers.tiny_moe import HIDDEN, MODES, tiny_layer
 from moe_exp.layers.moe_layer import MoELayer
-
-MODES = {
-    "dropless": {},
-    "padded": {"capacity_factor": 1.0, "pad_to_capacity": True},
-    "dropped": {"capacity_factor": 1.0},
-}
 
 
 def layer_of(backend: str, mode: str) -> MoELayer:
@@ -36,7 +30,7 @@ def steps(layer: MoELayer, function) -> list[torch.Tensor]:
     [
         ("torch", "padded"),
         pytest.param("loop", "dropless", marks=pytest.mark.slow),
-        pytest.param("loop", "dropped", marks=pytest.mark.slow),
+        pytest.param("loop", "capacity", marks=pytest.mark.slow),
         pytest.param("torch", "dropless", marks=pytest.mark.slow),
         pytest.param("triton", "dropless", marks=pytest.mark.slow),
     ],
@@ -49,7 +43,7 @@ def test_a_compiled_layer_computes_the_same(backend, mode, request):
     torch.set_num_threads(2)
     eager, layer = layer_of(backend, mode), layer_of(backend, mode)
     expected = steps(eager, eager)
-    actual = steps(layer, torch.compile(layer, fullgraph=mode != "dropped", backend="aot_eager"))
+    actual = steps(layer, torch.compile(layer, fullgraph=mode != "capacity", backend="aot_eager"))
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).norm() <= 1e-6 * other.norm()
     assert torch.equal(layer.statistics.tokens_per_expert_E, eager.statistics.tokens_per_expert_E)

@@ -8,27 +8,16 @@ import pytest
 import torch
 
 from helpers.layers.references import Waits
-from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
+from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.router import Router, RouterConfig
-
-HIDDEN, EXPERTS = 16, 8
 
 
 def waits_of(backend: str, router: dict[str, Any], settings: Any, masks: bool = False) -> list[str]:
     """What waits in the second forward and backward pass of a layer."""
-    torch.manual_seed(1)
-    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": 16}
-    layer = MoELayer(
-        router=Router(RouterConfig(HIDDEN, EXPERTS, 2, use_kernels=backend == "triton", **router)),
-        dispatcher=LocalDispatcher(EXPERTS),
-        experts=Experts(**sizes, activation="swiglu", backend=backend),
-        settings=MoESettings(batch_dim=1, **settings),
-    )
-    x = torch.randn(8, 2, HIDDEN, requires_grad=True)
+    router = {"dtype": "fp32", "use_kernels": backend == "triton", **router}
+    options = {"backend": backend, "dtype": torch.float32, "batch_dim": 1, "latent": 4}  # for grouped_mm
+    layer = tiny_layer(router=router, **options, **settings)
+    x = random(8, 2, HIDDEN, seed=1).float().requires_grad_()
     mask = torch.arange(16).view(8, 2) > 12 if masks else None
     layer(x, padding_mask=mask)[0].sum().backward()
     with Waits() as waits:

@@ -16,7 +16,6 @@ from moe_exp.layers.losses import (
     global_balancing_loss_share,
     load_balancing_loss_share,
     sequence_balancing_loss_share,
-    z_loss_share,
 )
 from moe_exp.layers.microbatch import MoESettings, context_ranges
 
@@ -57,26 +56,6 @@ def test_global_loss_by_hand():
         assert loss.item() == pytest.approx(expected)
 
 
-def test_z_loss_without_padding():
-    logits_TE = random(10, 3, seed=1)
-    valid_T = torch.arange(10) < 6
-    close(z_loss_share(logits_TE, valid_T=valid_T, num_tokens=valid_T.sum()), z_loss_share(logits_TE[:6]))
-
-
-@pytest.mark.parametrize("kind", ["sequence", "global"])
-def test_gradcheck(kind):
-    logits_TE = random(6, 4, seed=2).requires_grad_()
-    expert_TK = logits_TE.topk(2).indices
-
-    def loss(logits_TE):
-        scores_TE = logits_TE.softmax(dim=-1)
-        if kind == "sequence":
-            return sequence_balancing_loss_share(scores_TE.view(2, 3, 4), expert_TK.view(2, 3, 2), None)
-        return global_balancing_loss_share(scores_TE, torch.tensor([5.0, 1, 3, 3]), torch.zeros(4))
-
-    assert torch.autograd.gradcheck(loss, logits_TE)
-
-
 # The layer: gradients of router and input from the balancing losses alone
 
 
@@ -93,6 +72,14 @@ def backward(layer, x_BSD, *, num_microbatches, num_replicas=1):
         _, loss = layer(part_BSD)
         (loss / (num_microbatches * num_replicas)).backward()
     return layer.router.weight.grad.clone(), x_BSD.grad
+
+
+def second_batch(layer, x, group=None, num_microbatches=1):
+    """Gradients of router and input from the balancing loss of the second of two global batches."""
+    for _ in range(2):
+        gradients = backward(layer, x, num_microbatches=num_microbatches)
+        layer.router.end_of_batch(group)
+    return gradients
 
 
 def two_batches(kind, *, num_microbatches, rank=0, num_replicas=1, group=None, **arguments):
@@ -145,10 +132,7 @@ def test_scopes_other_than_the_micro_batch_do_not_depend_on_its_size(kind, num_m
 
 def test_global_loss_of_one_batch_is_the_formula_over_all_of_it():
     """With the fractions of the very batch."""
-    layer = layer_with("global_aux_loss")
-    backward(layer, TOKENS_BSD, num_microbatches=4)
-    layer.router.end_of_batch()
-    router, x = backward(layer, TOKENS_BSD, num_microbatches=4)
+    router, x = second_batch(layer_with("global_aux_loss"), TOKENS_BSD, num_microbatches=4)
     whole = layer_with("aux_loss")
     whole_router, whole_x = backward(whole, TOKENS_BSD, num_microbatches=1)
     close(router, whole_router)
@@ -167,16 +151,6 @@ def split_sequence(kind, context_parallel_size):
     router, x_grad = second_batch(layer, TOKENS_BSD.transpose(0, 1)[mine], group)
     dist.all_reduce(router)
     return router, mine, x_grad
-
-
-def second_batch(layer, x, group=None):
-    """Gradients of router and input from the balancing loss of the second of two global batches."""
-    x = x.clone().requires_grad_()
-    for _ in range(2):
-        layer.router.weight.grad = x.grad = None
-        layer(x)[1].backward()
-        layer.router.end_of_batch(group)
-    return layer.router.weight.grad, x.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,7 +189,7 @@ def test_padding_is_as_if_it_were_not_there(kind):
     padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding_BS[:, 9:] = True
     x = TOKENS_BSD[:2].clone().requires_grad_()
-    layer, short = layer_with(kind), layer_with(kind)
+    layer, short = layer_with(kind, z_loss_coeff=0.3), layer_with(kind, z_loss_coeff=0.3)
     y, loss = layer(x, padding_BS)
     (y.square().sum() + loss).backward()
     x_short = TOKENS_BSD[:2, :9].clone().requires_grad_()
@@ -252,26 +226,21 @@ def test_padding_takes_no_capacity_and_is_no_drop():
     assert layer.statistics.sums[0] == alone.statistics.sums[0]
 
 
-def test_losses_count_the_experts_of_highest_score_whatever_the_bias():
-    plain = layer_with("aux_loss")
-    layer = tiny_layer(losses=(AuxLoss("aux_loss", 0.7),), router={"expert_bias": True})
-    layer.router.expert_bias.copy_(torch.tensor([9.0, 0, 0, 0]))
-    close(layer(TOKENS_BSD)[1], plain(TOKENS_BSD)[1])
-    assert layer.statistics.tokens_per_expert_E[0] == SEQUENCES * LENGTH
-
-
-def test_the_global_loss_counts_by_score_too():
-    router = {"expert_bias": True, "score": "sigmoid", "global_fractions": True}
-    plain, layer = (tiny_layer(losses=(AuxLoss("global_aux_loss", 0.7),), router=router) for _ in range(2))
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_losses_count_the_experts_of_highest_score_whatever_the_bias(kind):
+    router = {"expert_bias": True, "score": "sigmoid", "global_fractions": kind == "global_aux_loss"}
+    plain, layer = (tiny_layer(losses=(AuxLoss(kind, 0.7),), router=router) for _ in range(2))
     layer.router.expert_bias.copy_(torch.tensor([9.0, 0, 0, 0]))
     for _ in range(2):  # the second with the fractions of the first
-        expected = plain(TOKENS_BSD)[1]
-        close(layer(TOKENS_BSD)[1], expected)
+        close(layer(TOKENS_BSD)[1], plain(TOKENS_BSD)[1])
         for one in (plain, layer):
             one.router.end_of_batch()
-    counts = layer.router.global_tokens_per_expert
-    assert torch.equal(counts, plain.router.global_tokens_per_expert) and len(counts.unique()) > 1
-    assert counts.sum() == SEQUENCES * LENGTH * 2 and "global_tokens_per_expert" in layer.router.state_dict()
+    assert layer.statistics.tokens_per_expert_E[0] == 2 * SEQUENCES * LENGTH
+    if kind == "global_aux_loss":
+        counts = layer.router.global_tokens_per_expert
+        assert torch.equal(counts, plain.router.global_tokens_per_expert) and len(counts.unique()) > 1
+        assert counts.sum() == SEQUENCES * LENGTH * 2
+        assert "global_tokens_per_expert" in layer.router.state_dict()
 
 
 def test_losses_in_a_list_add_up():

@@ -1,4 +1,3 @@
-import functools
 import math
 
 import pytest
@@ -8,7 +7,12 @@ import torch.distributed as dist
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.groups import sum_over
-from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
+from moe_exp.layers.losses import (
+    global_balancing_loss_share,
+    load_balancing_loss_share,
+    sequence_balancing_loss_share,
+    z_loss_share,
+)
 from moe_exp.layers.router.decision import count_per_expert
 
 
@@ -22,30 +26,19 @@ def close(actual, expected) -> None:
     )
 
 
-@pytest.mark.parametrize("topk", [1, 2, 4])
-def test_balanced_router_has_loss_one(topk):
-    scores_TE = torch.full((8, 4), 0.25, dtype=torch.float64)
-    close(load_balancing_loss_share(scores_TE, torch.full((4,), 8 * topk // 4), topk=topk), 1.0)
-
-
-def test_collapsed_router_has_loss_num_experts():
-    scores_TE = double([[1.0, 0.0, 0.0, 0.0]] * 8)
-    close(load_balancing_loss_share(scores_TE, torch.tensor([8, 0, 0, 0]), topk=1), 4.0)
-
-
-def test_load_balancing_loss_of_ten_tokens_by_hand():
-    scores_TE = double([[0.5, 0.3, 0.2, 0.0]] * 5 + [[0.3, 0.3, 0.2, 0.2]] * 5)
-    # Mean scores .4 .3 .2 .1, fractions .1 .2 .3 .4: 4 * (.04 + .06 + .06 + .04)
-    close(load_balancing_loss_share(scores_TE, torch.tensor([1, 2, 3, 4]), topk=1), 0.8)
-    # The same fractions of twice as many slots.
-    close(load_balancing_loss_share(scores_TE, torch.tensor([2, 4, 6, 8]), topk=2), 0.8)
-
-
-def test_gradient_of_load_balancing_loss_by_hand():
-    scores_TE = double([[0.5, 0.3, 0.2, 0.0]] * 10).requires_grad_()
-    load_balancing_loss_share(scores_TE, torch.tensor([1, 2, 3, 4]), topk=1).backward()
-    # E * f_e / T
-    close(scores_TE.grad, double([[0.04, 0.08, 0.12, 0.16]] * 10))
+@pytest.mark.parametrize(
+    ("scores", "counts", "topk", "expected"),
+    [
+        ([[0.25] * 4] * 8, [2, 2, 2, 2], 1, 1.0),  # balanced
+        ([[0.25] * 4] * 8, [8, 8, 8, 8], 4, 1.0),
+        ([[1.0, 0.0, 0.0, 0.0]] * 8, [8, 0, 0, 0], 1, 4.0),  # collapsed: the number of experts
+        # Mean scores .4 .3 .2 .1, fractions .1 .2 .3 .4: 4 * (.04 + .06 + .06 + .04)
+        ([[0.5, 0.3, 0.2, 0.0]] * 5 + [[0.3, 0.3, 0.2, 0.2]] * 5, [1, 2, 3, 4], 1, 0.8),
+        ([[0.5, 0.3, 0.2, 0.0]] * 5 + [[0.3, 0.3, 0.2, 0.2]] * 5, [2, 4, 6, 8], 2, 0.8),
+    ],
+)
+def test_load_balancing_loss_by_hand(scores, counts, topk, expected):
+    close(load_balancing_loss_share(double(scores), torch.tensor(counts), topk=topk), expected)
 
 
 def test_z_loss_of_ten_tokens_by_hand():
@@ -60,14 +53,23 @@ def test_no_tokens_cost_nothing():
     assert z_loss_share(empty_TE).item() == 0.0
 
 
-def test_gradcheck():
-    logits_TE = random(5, 3, seed=1).requires_grad_()
-    counts_E = torch.tensor([4, 1, 5])
-    assert torch.autograd.gradcheck(z_loss_share, logits_TE)
-    scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
-    balance = functools.partial(load_balancing_loss_share, topk=2)
-    assert torch.autograd.gradcheck(balance, (scores_TE, counts_E))
-    assert counts_E.tolist() == [4, 1, 5]  # left as they are
+@pytest.mark.parametrize("kind", ["balance", "z", "sequence", "global"])
+def test_gradcheck(kind):
+    logits_TE = random(6, 4, seed=2).requires_grad_()
+    expert_TK, counts_E = logits_TE.topk(2).indices, torch.tensor([5.0, 1, 3, 3])
+
+    def loss(logits_TE):
+        scores_TE = logits_TE.softmax(dim=-1)
+        if kind == "balance":
+            return load_balancing_loss_share(scores_TE, counts_E, topk=2)
+        if kind == "z":
+            return z_loss_share(logits_TE)
+        if kind == "sequence":
+            return sequence_balancing_loss_share(scores_TE.view(2, 3, 4), expert_TK.view(2, 3, 2), None)
+        return global_balancing_loss_share(scores_TE, counts_E, torch.zeros(4))
+
+    assert torch.autograd.gradcheck(loss, logits_TE)
+    assert counts_E.tolist() == [5, 1, 3, 3]  # left as they are
 
 
 def shares(logits_TE: torch.Tensor, topk: int, group) -> tuple[torch.Tensor, ...]:

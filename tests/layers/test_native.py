@@ -18,7 +18,7 @@ from moe_exp.layers.activations import ACTIVATIONS
 ROUNDING = {torch.float32: 0, torch.bfloat16: 2.0**-8}
 FP32 = 1e-6
 
-has_compiler = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 
 
 def inputs(rows: int, width: int, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -40,7 +40,6 @@ def is_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool(((actual - exact).abs() <= ROUNDING[actual.dtype] * exact.abs() + FP32 * largest).all())
 
 
-@has_compiler
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (1, 37), (5, 64), (3, 1030)])
@@ -59,7 +58,6 @@ def test_activations_are_rounded_once(name, dtype, rows, width):
     assert ((actual_dweights - dweights).abs() <= FP32 * terms.abs().sum(dim=1)).all()
 
 
-@has_compiler
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_relative_error_of_an_activation_everywhere(name):
     """In units of the last place, also where the result is tiny; GELU squares its argument."""
@@ -76,7 +74,6 @@ def test_relative_error_of_an_activation_everywhere(name):
     assert (actual - exact)[~normal].abs().max() <= 2.0**-120
 
 
-@has_compiler
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -92,7 +89,6 @@ def test_what_is_not_finite_stays_so_and_in_its_row(name, dtype, value):
         assert actual[[0, 2]].isfinite().all()
 
 
-@has_compiler
 @pytest.mark.parametrize("num_slots", [0, 1, 500])
 def test_slots_are_sorted_like_a_stable_sort(num_slots):
     expert_N = torch.randint(0, 8, (num_slots,), generator=torch.Generator().manual_seed(1))
@@ -101,7 +97,6 @@ def test_slots_are_sorted_like_a_stable_sort(num_slots):
     assert torch.equal(row_N[slot_N], torch.arange(num_slots))
 
 
-@has_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_are_left_to_torch(dtype):
     assert not native.takes(torch.zeros(1, dtype=dtype))
@@ -189,7 +184,6 @@ def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case, ex
     assert abs(total - result_of_a_layer()) <= 1e-5 * abs(total)
 
 
-@has_compiler
 def test_the_name_of_the_library_depends_on_the_processor(monkeypatch):
     """Machines with a common home folder do not run each other's instructions."""
     names: list[str] = []
@@ -202,7 +196,6 @@ def test_the_name_of_the_library_depends_on_the_processor(monkeypatch):
     assert names[0] != names[1]
 
 
-@has_compiler
 def test_a_forked_child_computes_the_same():
     hidden, weights, _ = inputs(5, 64, "swiglu", torch.float32)
     expected = native.weighted_activation(hidden, weights, "swiglu")

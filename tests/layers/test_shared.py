@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from helpers.layers.references import formula
 from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
 from moe_exp.layers.experts import SharedExpert
 
@@ -12,22 +13,16 @@ def shared(**settings):
     return module
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_one_token_by_the_formula(gate):
-    module, x_D = shared(gate=gate), random(HIDDEN, seed=9)
-    a, b = (module.weight1 @ x_D).chunk(2)
-    expected = module.weight2 @ (a * torch.sigmoid(a) * b)
+@pytest.mark.parametrize(
+    ("activation", "gate"), [("swiglu", False), ("swiglu", True), ("squared_relu", False)]
+)
+def test_one_token_by_the_formula(activation, gate):
+    module, x_D = shared(activation=activation, gate=gate), random(HIDDEN, seed=9)
+    assert module.weight1.shape == (10 if activation == "swiglu" else 5, HIDDEN)
+    expected = module.weight2 @ formula(activation, module.weight1 @ x_D)
     if gate:
         expected = expected / (1 + torch.exp(-(module.gate_weight @ x_D)))
     torch.testing.assert_close(module(x_D), expected, rtol=1e-12, atol=0)
-
-
-def test_without_gate_half():
-    module, x_D = shared(activation="squared_relu"), random(HIDDEN, seed=9)
-    assert module.weight1.shape == (5, HIDDEN)
-    torch.testing.assert_close(
-        module(x_D), module.weight2 @ torch.relu(module.weight1 @ x_D).square(), rtol=1e-12, atol=0
-    )
 
 
 def test_the_layer_adds_it_for_every_token_dropped_ones_too():

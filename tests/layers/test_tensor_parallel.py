@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.layers.tiny_moe import EXPERTS, FFN, HIDDEN, pushed_tokens, random, tiny_layer
+from helpers.layers.tiny_moe import EXPERTS, FFN, HIDDEN, MODES, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.experts import Experts
@@ -16,12 +16,7 @@ from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
 from moe_exp.layers.moe_layer import MoELayer
 
 TOKENS = [[0, 1]] * 5 + [[3, 0]] * 3 + [[2, 1], [0, 3]]
-CASES = {
-    "dropless": {},
-    "capacity": {"capacity_factor": 0.6},
-    "capacity and pad": {"capacity_factor": 0.6, "pad_to_capacity": True},
-    "not gated": {"activation": "squared_relu"},
-}
+CASES = MODES | {"not gated": {"activation": "squared_relu"}}
 
 
 def run(layer: MoELayer) -> dict[str, torch.Tensor]:
@@ -33,16 +28,12 @@ def run(layer: MoELayer) -> dict[str, torch.Tensor]:
     return {"y": y_TD.detach(), "loss": loss.detach(), **grads}
 
 
-def make_layer(settings: dict) -> MoELayer:
-    return tiny_layer(aux_loss_coeff=0.3, z_loss_coeff=0.2, **settings)
-
-
 def run_on_rank(ranks: int) -> dict[str, tuple[dict, dict]]:
     """What this rank found, and its part of what one rank alone finds."""
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))["tp"]
     found = {}
     for name, settings in CASES.items():
-        whole, part = make_layer(settings), make_layer(settings)
+        whole, part = (tiny_layer(aux_loss_coeff=0.3, z_loss_coeff=0.2, **settings) for _ in range(2))
         halves = {"weight1": 2 if whole.experts.gated else 1, "weight2": 1}
         sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN // ranks}
         activation = settings.get("activation", "swiglu")

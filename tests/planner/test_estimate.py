@@ -40,8 +40,7 @@ def test_cost_of_a_token_budget():
 def test_small_batches_of_a_ramp_have_their_own_time():
     ramped = model(SMALL, mbsz=2, rampup_batch_size="8 8 96", train_iters=20, decay_iters=20, warmup_iters=1)
     cost = cost_of(ramped, A100, constants=PRIORS)
-    # 32 samples at 8, 16 and 24 each: 4 iterations of 8, 2 of 16, 2 of 24 (the last starts below the end of
-    # its step), then 32.
+    # 32 samples at 8, 16 and 24 each: 4, 2 and 2 iterations (the last starts below its end), then 32.
     sizes = [8] * 4 + [16] * 2 + [24] * 2
     sizes += [32] * (20 - len(sizes))
     assert cost.num_iterations == 20
@@ -53,9 +52,7 @@ def test_small_batches_of_a_ramp_have_their_own_time():
 
 
 def test_cost_with_stages():
-    """From iteration 100 of 500 on samples are four times as long, a fourth as many, and attention takes more
-    time.
-    """
+    """From iteration 100 of 500 on samples are four times as long, a fourth as many."""
     stages = "[{from_samples: 1600, train_data: other}, {from_samples: 3200, seq_len: 8192}]"
     config = model(SMALL, train_iters=500, decay_iters=500, warmup_iters=5, mbsz=4, data_stages=stages)
     longer = config.model_copy(update={"seq_len": 8192, "mbsz": 1, "gbsz": config.gbsz // 4})

@@ -45,13 +45,6 @@ def test_differences_here_and_on_another_cpu(before, now, here, elsewhere):
 
 
 def test_entries_that_are_new_or_gone_are_named():
-    texts = golden.compare(
-        "data", {"data/a": ["1"], "usage/b": ["1"]}, {"data/c": ["1"]}, short=True, same_cpu=True
-    )
+    before, now = {"data/a": ["1"], "usage/b": ["1"]}, {"data/c": ["1"]}
+    texts = golden.compare("data", before, now, short=True, same_cpu=True)
     assert texts == ["data/a: is no longer there", "data/c: is new"]
-
-
-def test_lines_that_differ_are_shown():
-    before, now = {"data/a": ["one", "two", "three"]}, {"data/a": ["one", "2", "three"]}
-    (text,) = golden.compare("data", before, now, short=True, same_cpu=False)
-    assert text.splitlines() == ["data/a: differs", "    -two", "    +2"]

@@ -1,6 +1,4 @@
-"""Our experts against those of gpt-oss in transformers, with biases and the clamped SwiGLU: outputs and every
-gradient.
-"""
+"""Our experts against those of gpt-oss, with biases and the clamped SwiGLU: outputs and every gradient."""
 
 import pytest
 import torch
@@ -14,11 +12,9 @@ from moe_exp.layers.router import RoutingDecision
 
 TOKENS, HIDDEN, FFN, EXPERTS = 17, 12, 10, 5
 SHAPES = {
-    "weight1": (EXPERTS, 2 * FFN, HIDDEN),
-    "weight2": (EXPERTS, HIDDEN, FFN),
-    "bias1": (EXPERTS, 2 * FFN),
+    "weight1": (EXPERTS, 2 * FFN, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN), "bias1": (EXPERTS, 2 * FFN),
     "bias2": (EXPERTS, HIDDEN),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("loop", torch.float64), ("triton", torch.float32)])
@@ -33,15 +29,10 @@ def test_experts(backend, dtype):
     theirs = GptOssExperts(config).double()
     # Theirs are in (in, out) order, and gates and ups alternate.
     leaves = {name: value.clone().requires_grad_() for name, value in (parameters | inputs).items()}
-    gates_and_ups = [
-        torch.stack(leaves[name].chunk(2, dim=1), dim=2).flatten(1, 2) for name in ("weight1", "bias1")
-    ]
-    given = {
-        "gate_up_proj": gates_and_ups[0].transpose(1, 2),
-        "gate_up_proj_bias": gates_and_ups[1],
-        "down_proj": leaves["weight2"].transpose(1, 2),
-        "down_proj_bias": leaves["bias2"],
-    }
+    halves = (leaves[name].chunk(2, dim=1) for name in ("weight1", "bias1"))
+    weight, bias = (torch.stack(pair, dim=2).flatten(1, 2) for pair in halves)
+    given = {"gate_up_proj": weight.mT, "gate_up_proj_bias": bias}
+    given |= {"down_proj": leaves["weight2"].mT, "down_proj_bias": leaves["bias2"]}
     y_TD = torch.func.functional_call(theirs, given, (leaves["x"], expert_TK, leaves["weights"]))
     y_TD.backward(dy_TD)
     expected = {"y": y_TD.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}

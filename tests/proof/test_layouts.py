@@ -1,9 +1,7 @@
-"""The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64, and
-on some layouts in float32.
+"""The layer is the same function on every layout of ranks: loss, outputs and every gradient.
 
-Two global batches of four micro-batches, so that expert bias and the state of losses move on between them,
-on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a
-micro-batch are split along the sequence, and expert groups are folded over the same ranks.
+Two global batches of four micro-batches, so that expert bias and the state of losses move on between them.
+The rest of the ranks of (EP, TP, ETP) is data parallel. With TP a micro-batch is split along the sequence.
 """
 
 import functools
@@ -13,18 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.layers.layout_job import (
-    LENGTH,
-    MICROBATCHES,
-    Case,
-    Groups,
-    Layout,
-    balancing,
-    confidence,
-    part_of_rank,
-    run_case,
-    run_on_rank,
-)
+from helpers.layers import layout_job
+from helpers.layers.layout_job import LENGTH, MICROBATCHES, Case, Groups, Layout, balancing, confidence
 from helpers.ranks import RankError, run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.losses import AuxLoss
@@ -81,13 +69,11 @@ def limits(layout: Layout) -> dict[torch.dtype, float]:
 
 @functools.cache
 def on_one_rank(name: str, dtype: torch.dtype) -> dict[str, Any]:
-    return run_case(CASES[name], Groups(), ONE, dtype)
+    return layout_job.run_case(CASES[name], Groups(), ONE, dtype)
 
 
 def is_fast(name: str, layout: Layout) -> bool:
-    """All cases over expert parallel ranks, and half of them by the other dispatcher; one half on each layout
-    without expert parallel ranks.
-    """
+    """On EP ranks all cases, half of them by the other dispatcher too; else one half on each layout."""
     half = list(CASES).index(name) % 2
     if layout.ep > 1:
         return layout in FAST and (layout.dispatcher == "alltoall" or half == 1)
@@ -99,15 +85,14 @@ def on_ranks(layout: Layout, fast: bool) -> list[dict[Any, dict[str, Any]]] | Ra
     """Cases, fast or slow, on every rank; or how the job failed, which is to be seen once."""
     cases = {name: case for name, case in CASES.items() if is_fast(name, layout) == fast}
     try:
-        return run_on_ranks(layout.ranks, run_on_rank, layout, cases, list(limits(layout)), timeout=300)
+        args = (layout_job.run_on_rank, layout, cases, list(limits(layout)))
+        return run_on_ranks(layout.ranks, *args, timeout=300)
     except RankError as error:
         return error
 
 
 def expected_on(rank: int, whole: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What a rank has to have found, from what one rank alone did: its part of the tokens and of the
-    experts.
-    """
+    """What a rank has to have found: its part of the tokens and of the experts."""
     tp, ep, etp = rank % layout.tp, rank // layout.etp % layout.ep, rank % layout.etp
     expected = {}
     for name, value in whole.items():
@@ -116,11 +101,23 @@ def expected_on(rank: int, whole: dict[str, Any], layout: Layout) -> dict[str, A
             if int(kind[2:]) * layout.dp // MICROBATCHES != rank // layout.tp:
                 continue
             value = value[tp * LENGTH // layout.tp : (tp + 1) * LENGTH // layout.tp]
-        expected[name] = part_of_rank(kind, value, ep, etp, layout)
+        expected[name] = layout_job.part_of_rank(kind, value, ep, etp, layout)
     return expected
 
 
-def check(name: str, layout: Layout) -> None:
+def words(layout: Layout) -> str:
+    return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp} {layout.dispatcher}"
+
+
+def _case(layout: Layout, name: str) -> Any:
+    marks = [] if is_fast(name, layout) else [pytest.mark.slow]
+    return pytest.param(layout, name, id=f"{words(layout)}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [_case(layout, name) for layout in (*FAST, *SLOW) for name in CASES]
+)
+def test_layout(layout, name):
     ranks = on_ranks(layout, is_fast(name, layout))
     if isinstance(ranks, RankError):
         raise ranks
@@ -134,24 +131,3 @@ def check(name: str, layout: Layout) -> None:
             values = {key: value for key, value in found[name, dtype].items() if key != "dropped"}
             largest = max(largest, assert_equal_to(limit, values, expected_on(rank, whole, layout)))
         print(f"{dtype}: largest relative error {largest:.1e}")
-
-
-def words(layout: Layout) -> str:
-    return f"EP={layout.ep} TP={layout.tp} ETP={layout.etp} DP={layout.dp} {layout.dispatcher}"
-
-
-def _case(layout: Layout, name: str) -> Any:
-    marks = [] if is_fast(name, layout) else [pytest.mark.slow]
-    return pytest.param(layout, name, id=f"{words(layout)}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("layout", "name"), [_case(layout, name) for layout in FAST for name in CASES])
-def test_layout(layout, name):
-    check(name, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("layout", SLOW, ids=words)
-def test_layout_with_more_ranks(layout, name):
-    check(name, layout)

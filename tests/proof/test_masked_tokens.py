@@ -1,6 +1,4 @@
-"""Tokens that do not count: filler is as if it were not there, and a micro-batch that is masked completely
-takes no part in a mean; in float64, in every kind of layout.
-"""
+"""Filler is as if it were not there, and a masked micro-batch takes no part in a mean; in every layout."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -84,8 +82,7 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
             chunk.eval()
         valid = loop.mean_valid_loss(job)
     runtime.stop()
-    found = {"losses": {0: torch.zeros(2)}, "norms": [], "pieces": pieces}
-    return found, record, end.lm_loss, valid
+    return {"losses": {0: torch.zeros(2)}, "norms": [], "pieces": pieces}, record, end.lm_loss, valid
 
 
 def run(num_ranks: int, *jobs: tuple[Any, Tensor, bool]) -> list[tuple[Found, dict[str, Any], Any]]:
@@ -100,10 +97,7 @@ ROUTED = {
     "aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.02,0.03",
     "mbsz": 2, "shared_expert_size": 32, "first_k_dense": 1,
 }  # fmt: skip
-KINDS = {
-    "probs": ROUTED,
-    "position, padded": ROUTED | {"drop_policy": "position", "pad_to_capacity": True},
-}
+KINDS = {"probs": ROUTED, "position, padded": ROUTED | {"drop_policy": "position", "pad_to_capacity": True}}
 
 
 def _filled() -> tuple[Tensor, Tensor]:
@@ -116,16 +110,14 @@ def _filled() -> tuple[Tensor, Tensor]:
 
 @cache
 def _without_filler() -> dict[str, Any]:
-    _, tokens = _filled()
-    jobs = [(kind | {"seq_len": NUM_REAL}, tokens, False) for kind in KINDS.values()]
+    jobs = [(kind | {"seq_len": NUM_REAL}, _filled()[1], False) for kind in KINDS.values()]
     return dict(zip(KINDS, run(1, *jobs), strict=True))
 
 
 @LAYOUT
 def test_filler_is_as_if_it_were_not_there(layout):
     num_ranks, sizes = LAYOUTS[layout]
-    tokens, _ = _filled()
-    jobs = [(kind | {"seq_len": NUM_FILLED} | sizes, tokens, True) for kind in KINDS.values()]
+    jobs = [(kind | {"seq_len": NUM_FILLED} | sizes, _filled()[0], True) for kind in KINDS.values()]
     for name, (ours, record, losses) in zip(KINDS, run(num_ranks, *jobs), strict=True):
         right, expected, right_losses = _without_filler()[name]
         assert_equal_to(LIMIT, ours.gradients, right.gradients)

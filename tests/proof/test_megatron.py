@@ -8,17 +8,15 @@ Megatron, so their gradients are compared.
 Where Megatron's definitions differ by design:
 - Capacity: Megatron decides it per rank, we over a micro-batch, which is the same here, where a micro-batch
   is on one rank.
-- Drops by position: Megatron takes the top k of ones and zeros, and which of equal values torch.topk takes is
-  not defined (on a CPU it is not the first). Each expert keeps as many slots as here, where it is the first
-  of the sequence.
+- Drops by position: Megatron takes the top k of ones and zeros, in an order that torch.topk does not define.
+  Each expert keeps as many slots as here, where it is the first of the sequence.
 - Token counts for the expert bias: Megatron's are of the slots that are not dropped, ours of those that were
   chosen.
 - Groups with the softmax over the chosen: Megatron adds up logits for the score of a group, we scores.
 - `global_aux_loss`: Megatron's fractions are those of the global batch so far, ours of the last complete one,
-  and of the micro-batch as long as there is none. With one rank and one micro-batch the first global batch is
-  the same. On two data parallel ranks the second one is, where it repeats the first; and Megatron divides by
-  the number of data parallel ranks twice, once in the loss and once more with the gradients, so its
-  coefficient has to be as many times larger.
+  and of the micro-batch as long as there is none. They are the same in a first global batch of a micro-batch,
+  and in a second one that repeats the first. Megatron divides by the number of data parallel ranks twice, in
+  the loss and with the gradients, so its coefficient has to be as many times larger.
 """
 
 import functools
@@ -26,16 +24,8 @@ import functools
 import pytest
 import torch
 
-from helpers.layers.megatron_pair import (
-    EXPERTS,
-    SHARED_FFN,
-    Comparison,
-    Pair,
-    apply_router_token_dropping,
-    balancing,
-    compare_on_rank,
-    losses,
-)
+from helpers.layers import megatron_pair
+from helpers.layers.megatron_pair import EXPERTS, SHARED_FFN, Comparison, Pair, balancing, losses
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.layers.activations import quick_gelu
 from moe_exp.layers.experts import squared_relu
@@ -132,12 +122,10 @@ PAIRS = {
 
 @functools.cache
 def on_ranks(ep: int) -> dict[str, list[Comparison]] | RankError:
-    """Of every pair that can be compared at this size, what each rank found; or how the job failed, which is
-    to be seen once.
-    """
+    """Of every pair for this size, what each rank found; or how the job failed, which is to be seen once."""
     pairs = {name: pair for name, pair in PAIRS.items() if pair.only_ep in (None, ep)}
     try:
-        ranks = run_on_ranks(ep, compare_on_rank, ep, pairs, timeout=300)
+        ranks = run_on_ranks(ep, megatron_pair.compare_on_rank, ep, pairs, timeout=300)
     except RankError as error:
         return error
     return {name: [rank[name] for rank in ranks] for name in pairs}
@@ -173,7 +161,8 @@ def test_drops_by_position_are_as_many(capacity):
     expert_TK = torch.rand(36, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(2).indices
     routing_map = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, True)
     rule = {"capacity_factor": capacity * EXPERTS / 72, "drop_policy": "position"}
-    _, theirs = apply_router_token_dropping(routing_map.float(), routing_map, router_topk=2, **rule)
+    drop = megatron_pair.apply_router_token_dropping
+    _, theirs = drop(routing_map.float(), routing_map, router_topk=2, **rule)
     kept_TK = keep_within_capacity(expert_TK, None, num_experts=EXPERTS, capacity=capacity)
     ours = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, kept_TK)
     assert ours.sum(dim=0).tolist() == theirs.sum(dim=0).tolist()

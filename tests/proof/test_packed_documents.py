@@ -1,6 +1,4 @@
-"""Documents do not see each other: a packed micro-batch has the loss and the gradients of its documents run
-one by one, in float64, in every layout of tests/test_topology.py.
-"""
+"""A packed micro-batch has the loss and gradients of its documents alone, in test_topology.py's layouts."""
 
 import contextlib
 import io

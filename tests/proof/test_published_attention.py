@@ -1,9 +1,6 @@
-"""Our attention against that of transformers: same weights, fp32, outputs and every gradient; rotary
-frequencies of published sizes.
-"""
+"""Our attention against that of transformers: outputs, every gradient; published rotary frequencies."""
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +8,6 @@ import pytest
 from helpers.layers.attention_pair import Pair, rope, run_all
 from helpers.ranks import run_on_ranks
 
-LIMIT = 1e-5
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
@@ -85,27 +81,13 @@ FREQUENCIES = {
 
 
 @pytest.fixture(scope="session")
-def errors() -> Callable[[str], dict[str, float]]:
-    """Relative errors of a comparison by tensor; all of them are made in one process, which imports Megatron
-    once.
-    """
-
-    @cache
-    def all_of_them() -> dict[str, dict[str, float]]:
-        return run_on_ranks(1, run_all, PAIRS, FREQUENCIES, join=False)[0]
-
-    return lambda name: all_of_them()[name]
+def errors() -> dict[str, dict[str, float]]:
+    """Relative errors by comparison and tensor, all made in one process, which imports Megatron once."""
+    return run_on_ranks(1, run_all, PAIRS, FREQUENCIES, join=False)[0]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_attention(name, errors):
-    found = errors(name)
+@pytest.mark.parametrize("name", [*PAIRS, *FREQUENCIES])
+def test_attention_and_rotary_frequencies(name, errors):
+    found, limit = errors[name], 1e-5 if name in PAIRS else 1e-6
     print(f"largest relative error {max(found.values()):.1e}")
-    assert {tensor: error for tensor, error in found.items() if not error < LIMIT} == {}
-
-
-@pytest.mark.parametrize("name", FREQUENCIES)
-def test_rotary_frequencies(name, errors):
-    found = errors(name)
-    print(f"largest relative error {max(found.values()):.1e}")
-    assert {tensor: error for tensor, error in found.items() if not error < 1e-6} == {}
+    assert {tensor: error for tensor, error in found.items() if not error < limit} == {}

@@ -5,7 +5,6 @@ the last lines of pytest's output.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,19 +31,11 @@ LIMIT = 1e-5
 SHAPES = {"one token": (1, 1), "three tokens": (1, 3), "odd": (3, 17), "many": (2, 128)}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A block of transformers and the router settings that make ours the same function."""
-
-    block: Callable[[], nn.Module]
-    router: dict[str, object]
-
-
 COMMON = {"hidden_size": HIDDEN, "experts_implementation": "eager"}
 
 
-def mixtral(topk: int = 2) -> nn.Module:
-    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": topk}
+def mixtral() -> nn.Module:
+    sizes = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "num_experts_per_tok": 2}
     return MixtralSparseMoeBlock(MixtralConfig(**COMMON, **sizes))
 
 
@@ -71,23 +62,22 @@ def deepseek(**settings: object) -> nn.Module:
 # Megatron, too): the same for DeepSeek-V3 with K = 8 of 4 groups, and for what is compared here.
 SIGMOID = {"score": "sigmoid", "expert_bias": True}
 NOT_NORMALIZED = {"norm_topk_prob": False, "routed_scaling_factor": 1.5}
-CASES = {
-    "Mixtral, softmax over the chosen": Case(mixtral, {"topk": 2, "pre_softmax": False}),
-    "Mixtral, normalized": Case(mixtral, {"topk": 2, "normalize": True}),
-    "OLMoE": Case(olmoe, {"topk": 4}),
-    "OLMoE, one expert": Case(lambda: olmoe(topk=1), {"topk": 1}),
-    "OLMoE, every expert": Case(lambda: olmoe(topk=EXPERTS), {"topk": EXPERTS}),
-    "Qwen3-MoE": Case(qwen3, {"topk": 4, "normalize": True}),
-    "DeepSeek-V3": Case(
-        deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5, **SIGMOID}
-    ),
-    "DeepSeek-V3, not normalized": Case(
+# Blocks of transformers and the router settings that make ours the same function.
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, object]]] = {
+    "Mixtral, softmax over the chosen": (mixtral, {"topk": 2, "pre_softmax": False}),
+    "Mixtral, normalized": (mixtral, {"topk": 2, "normalize": True}),
+    "OLMoE": (olmoe, {"topk": 4}),
+    "OLMoE, one expert": (lambda: olmoe(topk=1), {"topk": 1}),
+    "OLMoE, every expert": (lambda: olmoe(topk=EXPERTS), {"topk": EXPERTS}),
+    "Qwen3-MoE": (qwen3, {"topk": 4, "normalize": True}),
+    "DeepSeek-V3": (deepseek, {"topk": 4, "num_groups": 4, "group_topk": 2, "scaling_factor": 2.5} | SIGMOID),
+    "DeepSeek-V3, not normalized": (
         lambda: deepseek(num_experts_per_tok=6, topk_group=3, **NOT_NORMALIZED),
-        {"topk": 6, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False, **SIGMOID},
+        {"topk": 6, "num_groups": 4, "group_topk": 3, "scaling_factor": 1.5, "normalize": False} | SIGMOID,
     ),
-    "DeepSeek-V3, one group": Case(
+    "DeepSeek-V3, one group": (
         lambda: deepseek(n_group=1, topk_group=1, num_experts_per_tok=6),
-        {"topk": 6, "scaling_factor": 2.5, **SIGMOID},
+        {"topk": 6, "scaling_factor": 2.5} | SIGMOID,
     ),
 }
 
@@ -149,13 +139,12 @@ def our_gradients(layer: MoELayer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", ["loop", "torch"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_block(case, shape, backend):
-    block = with_weights(case.block())
-    layer = ours(block, case.router, backend=backend)
+@pytest.mark.parametrize(("block", "router"), CASES.values(), ids=CASES)
+def test_block(block, router, shape, backend):
+    block = with_weights(block())
+    layer = ours(block, router, backend=backend)
     x, grad = random(*shape, HIDDEN, seed=100), random(*shape, HIDDEN, seed=101)
     x_theirs, x_ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-
     y_theirs = block(x_theirs)
     y_theirs.backward(grad)
     y_ours, _ = layer(x_ours)
@@ -167,21 +156,14 @@ def test_block(case, shape, backend):
 
 
 @pytest.mark.parametrize(
-    ("block", "balancing_loss", "router"),
-    [
-        (mixtral, mixtral_loss, {"topk": 2, "normalize": True}),
-        (olmoe, olmoe_loss, {"topk": 4}),
-        (lambda: olmoe(topk=1), olmoe_loss, {"topk": 1}),
-    ],
-    ids=["Mixtral", "OLMoE", "OLMoE, one expert"],
+    ("case", "balancing_loss"),
+    [("Mixtral, normalized", mixtral_loss), ("OLMoE", olmoe_loss), ("OLMoE, one expert", olmoe_loss)],
 )
-def test_load_balancing_loss(block, balancing_loss, router):
+def test_load_balancing_loss(case, balancing_loss):
     """For one layer theirs is K times ours: their fractions of tokens per expert sum to K, ours of slots to
-    1.
-
-    For several layers the definitions differ: theirs multiplies fractions and scores averaged over the
-    layers, ours adds the losses of the layers.
+    1. For several layers theirs multiplies averages over the layers, ours adds the losses of the layers.
     """
+    block, router = CASES[case]
     block = with_weights(block())
     layer = ours(block, router, settings=MoESettings(losses=(AuxLoss("aux_loss", 1.0),)))
     x = random(2, 64, HIDDEN, seed=100)

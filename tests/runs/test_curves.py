@@ -17,11 +17,8 @@ def records(num_train: int) -> list[dict[str, Any]]:
     losses = {i: 3 + 8 / i for i in range(1, num_train + 1)}
     train = {"kind": "train", "learning_rate": 1e-3}
     curve = [train | {"iteration": i, "lm_loss": loss} for i, loss in losses.items()]
-    return [
-        {"kind": "event", "iteration": 0},
-        *curve,
-        {"kind": "valid", "iteration": num_train, "lm_loss": 3.5},
-    ]
+    valid = {"kind": "valid", "iteration": num_train, "lm_loss": 3.5}
+    return [{"kind": "event", "iteration": 0}, *curve, valid]
 
 
 def pixels_like(path: Path, color: tuple[int, int, int]) -> int:
@@ -57,9 +54,8 @@ def test_a_loss_that_is_null_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_stages_and_resumes_are_marked(tmp_path: Path) -> None:
-    stage = {"kind": "event", "event": "data_stage", "stage": 1, "train_data": "web", "seq_len": 64}
-    changed = {"kind": "event", "event": "changed_settings", "changes": ["LR 0.1 -> 0.2"]}
-    events = [stage | {"iteration": 41}, changed | {"iteration": 70}]
+    at = {"data_stage": 41, "changed_settings": 70}
+    events = [event(name, iteration, "10:00:00", **DETAILS[name]) for name, iteration in at.items()]
     draw_loss_curve(records(90), tmp_path / "a.png", "name")
     draw_loss_curve([*records(90), *events], tmp_path / "b.png", "name")
     assert pixels_like(tmp_path / "a.png", MARK) == 0
@@ -100,33 +96,28 @@ def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:
     assert math.isnan(gap[16]) and gap[15] == 1.0 and gap[17] == 2.0
 
 
-def happened(*names: tuple[str, int], **more: Any) -> list[dict[str, Any]]:
-    details: dict[str, dict[str, Any]] = {
-        "data_stage": {"stage": 1, "train_data": "web", "seq_len": 64},
-        "changed_settings": {"changes": ["LR 0.1 -> 0.2", "TP 1 -> 2"]},
-    }
-    return [event(name, iteration, "10:00:00", **details.get(name, {})) for name, iteration in names]
-
-
-CASES: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = [
+DETAILS: dict[str, dict[str, Any]] = {
+    "data_stage": {"stage": 1, "train_data": "web", "seq_len": 64},
+    "changed_settings": {"changes": ["LR 0.1 -> 0.2", "TP 1 -> 2"]},
+}
+STAGE, CHANGES = "data stage 1 from iteration {}: web, SEQ_LEN 64", "LR 0.1 -> 0.2, TP 1 -> 2"
+CASES = [
     ([("start", 0), ("checkpoint", 5), ("end", 9)], []),
     # a stage begins with its iteration, a resume comes after one
-    ([("start", 0), ("data_stage", 6)], [("data stage 1 from iteration 6: web, SEQ_LEN 64", 5)]),
+    ([("start", 0), ("data_stage", 6)], [(STAGE.format(6), 5)]),
     ([("start", 0), ("resume", 5)], [("resume after iteration 5", 5)]),
-    (
-        [("start", 0), ("changed_settings", 5), ("resume", 5)],
-        [("resume after iteration 5: LR 0.1 -> 0.2, TP 1 -> 2", 5)],
-    ),
+    ([("start", 0), ("changed_settings", 5), ("resume", 5)], [(f"resume after iteration 5: {CHANGES}", 5)]),
     # from LOAD_DIR: the first start is no resume of this run
     ([("resume", 100), ("resume", 105)], [("resume after iteration 105", 105)]),
     # what was undone by going back to a checkpoint, and then happened again
     (
         [("start", 0), ("resume", 8), ("data_stage", 9), ("resume", 5), ("data_stage", 9)],
-        [("resume after iteration 5", 5), ("data stage 1 from iteration 9: web, SEQ_LEN 64", 8)],
+        [("resume after iteration 5", 5), (STAGE.format(9), 8)],
     ),
 ]
 
 
 @pytest.mark.parametrize(("names", "expected"), CASES)
 def test_marks(names: list[tuple[str, int]], expected: list[tuple[str, int]]) -> None:
-    assert [(mark.text, mark.after) for mark in marks_of(happened(*names))] == expected
+    events = [event(name, iteration, "10:00:00", **DETAILS.get(name, {})) for name, iteration in names]
+    assert [(mark.text, mark.after) for mark in marks_of(events)] == expected

@@ -19,16 +19,7 @@ from moe_exp.config.setting_types import shown
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs import run_folder
 from moe_exp.runs.records import read_metrics
-from moe_exp.runs.run_folder import (
-    LATEST,
-    RunFolder,
-    changes_of_resume,
-    hold_run_folder,
-    lock_problems,
-    open_run_folder,
-    release_run_folders,
-    run_folder_problems,
-)
+from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, run_folder_problems
 
 
 def config_in(tmp_path: Path, **settings: Any) -> Config:
@@ -41,12 +32,8 @@ def test_paths_are_those_of_the_documented_folder(tmp_path: Path) -> None:
     assert folder.path == tmp_path / "runs" / "a" and not folder.path.exists()
     documented = run_folder.__doc__ or ""
     names = [str(path.relative_to(folder.path)) for path in vars(folder).values() if path != folder.path]
-    undocumented = {
-        name
-        for name in names
-        if not re.search(rf"^ .*{re.escape(name.partition('/')[0])}\b", documented, re.M)
-    }
-    assert undocumented == {".lock"}
+    first = {name: re.escape(name.partition("/")[0]) for name in names}
+    assert {name for name in names if not re.search(rf"^ .*{first[name]}\b", documented, re.M)} == {".lock"}
 
 
 def test_every_start_is_one_provenance_entry_with_what_it_changed(tmp_path: Path) -> None:
@@ -67,10 +54,10 @@ def test_a_resume_with_other_settings_is_reported(tmp_path: Path, caplog: pytest
     folder = open_run_folder(first, [])
     more = {"tp": 2, "save_interval": 7, "num_workers": 3, "valid_data": "v", "seed": 5}
     changed = config_in(tmp_path, lr=0.003, train_iters=100, **more)
-    assert changes_of_resume(changed) == []  # there is no checkpoint yet
-    write_atomically(folder.checkpoints / LATEST, "40")
+    assert run_folder.changes_of_resume(changed) == []  # there is no checkpoint yet
+    write_atomically(folder.checkpoints / run_folder.LATEST, "40")
     changes = ["LR 0.001 -> 0.003", "SEED 1234 -> 5", "VALID_DATA empty -> v", "TP 1 -> 2"]
-    assert changes_of_resume(changed) == changes
+    assert run_folder.changes_of_resume(changed) == changes
     line = f"resumed with changed settings: {', '.join(changes)}"
     with caplog.at_level(logging.INFO):
         open_run_folder(changed, [], resumed_from=40)
@@ -84,9 +71,9 @@ def test_a_resume_with_other_settings_is_reported(tmp_path: Path, caplog: pytest
 
 def test_a_longer_run_has_another_decay(tmp_path: Path) -> None:
     folder = open_run_folder(config_in(tmp_path, train_iters=300, decay_iters=300), [])
-    write_atomically(folder.checkpoints / LATEST, "300")
-    assert changes_of_resume(config_in(tmp_path, train_iters=300)) == []  # 0 stands for 300
-    longer = changes_of_resume(config_in(tmp_path, train_iters=600))
+    write_atomically(folder.checkpoints / run_folder.LATEST, "300")
+    assert run_folder.changes_of_resume(config_in(tmp_path, train_iters=300)) == []  # 0 stands for 300
+    longer = run_folder.changes_of_resume(config_in(tmp_path, train_iters=600))
     assert longer == ["TRAIN_ITERS 300 -> 600", "DECAY_ITERS 300 -> 600"]
 
 
@@ -98,9 +85,7 @@ def test_the_environment_is_never_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert '"versions"' in written and "5ec4e7" not in written and "HARMLESS_NAME" not in written
 
 
-def test_commit_is_that_of_the_checkout_of_the_package_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_is_that_of_the_checkout_of_the_package_only(tmp_path, monkeypatch) -> None:
     checkout = tmp_path / "checkout"
     (checkout / "venv").mkdir(parents=True)
     for name in ("ours.py", "venv/installed.py"):
@@ -168,7 +153,7 @@ def test_another_optimizer_or_model_only_where_it_is_allowed(
     folder = open_run_folder(config_in(tmp_path, activation="swiglu"))
     config = config_in(tmp_path, **{"activation": "swiglu"} | other)
     assert run_folder_problems(config) == []  # nothing was trained
-    (folder.checkpoints / LATEST).write_text("10")
+    (folder.checkpoints / run_folder.LATEST).write_text("10")
     (line,) = run_folder_problems(config)
     assert line.startswith(start.format(folder.path))
     assert run_folder_problems(config.model_copy(update={allowed: True})) == []
@@ -183,8 +168,7 @@ def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path)
     assert [line.partition(". Fix: ")[0] for line in problems] == [
         f"{name}={now[name]}: {folder.path} holds a model with {name}={before[name]}" for name in now
     ]
-    fix = "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to continue with this one."
-    assert problems[0].endswith(fix)
+    assert "set HIDDEN_SIZE=512 to continue" in problems[0]
 
 
 def test_experts_do_not_matter_to_a_dense_run(tmp_path: Path) -> None:
@@ -225,17 +209,14 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         open_run_folder(config_in(tmp_path))
 
 
-FILES, FOLDERS = (
-    ("EXIT", "metrics.jsonl", "train.log", ".lock", "config.yaml"),
-    ("tensorboard", "checkpoints"),
-)
+FILES = ("EXIT", "metrics.jsonl", "train.log", ".lock", "config.yaml")
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "make"),
     [
         *((name, "file", make) for name in FILES for make in (Path.mkdir, os.mkfifo)),
-        *((name, "folder", Path.touch) for name in FOLDERS),
+        *((name, "folder", Path.touch) for name in ("tensorboard", "checkpoints")),
     ],
 )
 def test_a_path_of_the_wrong_kind(tmp_path: Path, name: str, kind: str, make: Any) -> None:
@@ -246,10 +227,7 @@ def test_a_path_of_the_wrong_kind(tmp_path: Path, name: str, kind: str, make: An
     assert line == f"RUN_NAME=a: {path} is no {kind}. Fix: move it away, or give another RUN_NAME."
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [("../b", "must stay inside RUN_DIR"), ("/b", "must stay inside RUN_DIR"), ("x" * 256, "255 bytes")],
-)
+@pytest.mark.parametrize(("name", "rule"), [("../b", "inside"), ("/b", "inside"), ("x" * 256, "255 bytes")])
 def test_a_name_that_is_no_folder_name(tmp_path: Path, name: str, rule: str) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, run_name=name))
     assert line.startswith(f"RUN_NAME={shown(name)}: ") and rule in line
@@ -268,14 +246,16 @@ input()
     first = subprocess.Popen([sys.executable, "-c", program], **pipes)
     assert first.stdout is not None and first.stdout.readline() == "held\n"
     text = f"RUN_NAME=a: another run is writing {config.run_dir}/a. Fix: "
-    (line,) = lock_problems(config)
+    (line,) = run_folder.lock_problems(config)
     assert line.startswith(text)
-    assert lock_problems(config.model_copy(update={"node_rank": 1})) == []  # another node of the same run
+    assert (
+        run_folder.lock_problems(config.model_copy(update={"node_rank": 1})) == []
+    )  # another node of the same run
     assert run_folder_problems(config) == []  # whoever submits jobs behind the one that runs
     with pytest.raises(ConfigError, match=re.escape(text)):
         hold_run_folder(config)
     first.communicate("\n", timeout=30)
-    assert lock_problems(config) == []
+    assert run_folder.lock_problems(config) == []
 
 
 def test_a_run_starts_while_a_check_has_the_lock_for_a_moment(tmp_path: Path) -> None:
@@ -284,5 +264,5 @@ def test_a_run_starts_while_a_check_has_the_lock_for_a_moment(tmp_path: Path) ->
     lock.acquire()
     threading.Timer(0.3, lock.release).start()
     hold_run_folder(config)
-    assert release_run_folders() == 1
+    assert run_folder.release_run_folders() == 1
     hold_run_folder(config)

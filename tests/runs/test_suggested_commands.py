@@ -55,10 +55,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "--load-dir": ({}, ["--load-dir", "{}/moe/checkpoints"]),
     "dense from LOAD_DIR": ({"USE_MOE": False, "LOAD_DIR": "{}/dense"}, []),
     "settings.env of Hugging Face": ({"TRAIN_DATA": tokens}, ["--config", "{}/hf/settings.env"]),
-    "settings.env, and LOAD_DIR": (
-        {"TRAIN_DATA": tokens, "LOAD_DIR": "{}/hf"},
-        ["--config={}/hf/settings.env"],
-    ),
+    "settings.env, LOAD_DIR": ({"TRAIN_DATA": tokens, "LOAD_DIR": "{}/hf"}, ["--config={}/hf/settings.env"]),
     "settings of another run": ({"LR": 0.002}, ["--config", "{}/moe", "--load-dir", "{}/moe"]),
     "UPCYCLE_FROM": ({"UPCYCLE_FROM": "{}/dense/checkpoints", "ROUTER_PRE_SOFTMAX": False}, []),
     "DATA_STAGES": ({"DATA_STAGES": stages}, []),
@@ -70,9 +67,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "situation",
     [name if name == "LOAD_DIR" else pytest.param(name, marks=pytest.mark.slow) for name in SITUATIONS],
 )
-def test_each_suggested_command_is_accepted(
-    situation: str, runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_suggested_command_is_accepted(situation, runs: Runs, trained, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings, flags = SITUATIONS[situation]
     values = {name: value(runs) if callable(value) else value for name, value in settings.items()}
@@ -108,9 +103,7 @@ def test_the_script_suggests_its_own_command(runs: Runs, trained: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_job_of_slurm_suggests_to_submit_one(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_slurm_suggests_to_submit_one(runs: Runs, tmp_path: Path, monkeypatch) -> None:
     """The run takes its environment from the sbatch file, as the job does."""
     monkeypatch.chdir(tmp_path)
     submit = ["slurm", "--cpu-nodes", "true", "--time-limit=1:00:00", "--num-jobs=2", "--dry-run"]
@@ -127,14 +120,11 @@ def test_a_job_of_slurm_suggests_to_submit_one(
     assert done.returncode == 0 and "\nexport USE_MOE=false\n" in done.stdout, done.stderr
 
 
-def test_the_error_of_another_model_names_load_dir(
-    runs: Runs, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_another_model_names_load_dir(runs, trained, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     environ = runs.environ("mine", **LONGER, USE_MOE=False, LOAD_DIR=trained / "moe")
     assert run_warm(environ, Path("out"), Path("err"), timeout=120) == 2
-    fix = "Fix: set USE_MOE=True, or LOAD_DIR= (--load-dir '') to begin with new weights."
-    assert fix in Path("err").read_text()
+    assert "Fix: set USE_MOE=True, or LOAD_DIR= (--load-dir '')" in Path("err").read_text()
 
 
 def suggested(text: str) -> Iterator[str]:

@@ -14,8 +14,7 @@ import pytest
 from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
 
-# Ranks whose collectives time out after three seconds; rank 1 comes to its collective while rank 0 is still
-# at its prompt.
+# Ranks whose collectives time out after three seconds, less than one is at its prompt.
 WORKER = """
 import datetime, os, sys
 import torch, torch.distributed as dist
@@ -78,14 +77,19 @@ class Terminal:
             return ""
 
 
-def job(tmp_path: Path, stop: str, *, by_torchrun: bool = False, **environ: object) -> Terminal:
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "debugged")
+
+
+def job(tmp_path: Path, stop: str, *arguments: str, **environ: object) -> Terminal:
+    """By torchrun, if those are the `arguments`, or by the launcher of this package."""
     (tmp_path / "debugged.py").write_text(WORKER.replace("STOP", stop))
-    command = [sys.executable, "-c", LAUNCH, str(tmp_path / "runs"), str(free_port())]
-    if by_torchrun:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "debugged"]
-    return Terminal(
-        command, PYTHONPATH=f"{ROOT}:{tmp_path}", GPUS_PER_NODE=2, PRESET="cpu", OMP_NUM_THREADS=1, **environ
-    )
+    given = arguments or ("-c", LAUNCH, str(tmp_path / "runs"), str(free_port()))
+    environ |= {"PYTHONPATH": f"{ROOT}:{tmp_path}", "GPUS_PER_NODE": 2, "PRESET": "cpu", "OMP_NUM_THREADS": 1}
+    return Terminal([sys.executable, *given], **environ)
+
+
+def values_in(text: str) -> list[str]:
+    return sorted(re.findall(r"rank \d has [\d.]+", text))
 
 
 def test_commands_that_are_typed_while_the_others_wait(tmp_path):
@@ -97,12 +101,12 @@ def test_commands_that_are_typed_while_the_others_wait(tmp_path):
     terminal.type("c")
     assert terminal.end() == 0, terminal.text
     assert "tensor([10.])" in terminal.text
-    assert sorted(re.findall(r"rank \d has [\d.]+", terminal.text)) == ["rank 0 has 12.0", "rank 1 has 12.0"]
+    assert values_in(terminal.text) == ["rank 0 has 12.0", "rank 1 has 12.0"]
 
 
 @pytest.mark.slow
 def test_steps_while_the_others_are_in_a_collective(tmp_path):
-    terminal = job(tmp_path, "debug.set_trace(rank=1)", by_torchrun=True)
+    terminal = job(tmp_path, "debug.set_trace(rank=1)", *TORCHRUN)
     terminal.wait_for("(Pdb rank 1) ")
     terminal.type("p value.item()")
     terminal.wait_for("2.0")
@@ -115,7 +119,7 @@ def test_steps_while_the_others_are_in_a_collective(tmp_path):
     terminal.wait_for("(Pdb rank 1) ")
     terminal.type("c")
     assert terminal.end() == 0, terminal.text
-    assert sorted(re.findall(r"rank \d has [\d.]+", terminal.text)) == ["rank 0 has 3.0", "rank 1 has 3.0"]
+    assert values_in(terminal.text) == ["rank 0 has 3.0", "rank 1 has 3.0"]
 
 
 @pytest.mark.slow
@@ -132,11 +136,9 @@ def test_quit_ends_the_job_and_does_not_start_it_again(tmp_path):
 @pytest.mark.slow
 def test_without_anything_to_read_the_run_goes_on(tmp_path):
     (tmp_path / "debugged.py").write_text(WORKER.replace("STOP", "debug.set_trace()"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "debugged"]
     environ = clean_environ(PYTHONPATH=f"{ROOT}:{tmp_path}", OMP_NUM_THREADS=1)
-    done = subprocess.run(
-        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *TORCHRUN], env=environ, timeout=120, **streams)
     assert done.returncode == 0, done.stderr
     assert "end of the standard input: continuing" in done.stdout
-    assert sorted(re.findall(r"rank \d has [\d.]+", done.stdout)) == ["rank 0 has 3.0", "rank 1 has 3.0"]
+    assert values_in(done.stdout) == ["rank 0 has 3.0", "rank 1 has 3.0"]

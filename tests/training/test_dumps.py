@@ -60,8 +60,7 @@ def test_two_ranks_and_two_runs(runs, capsys):
     code, lines = diff(*ranks, capsys)
     assert (code, lines[-1]) == (0, "THE SAME, in every value of every tensor")
     code, lines = diff(ranks[0].parent, dump_file(runs / "b", 2, 0).parent, capsys, "--top", "3")
-    assert code == 1
-    assert lines[-1].startswith("DIFFERENT: most in rank ")
+    assert code == 1 and lines[-1].startswith("DIFFERENT: most in rank ")
     differing = [line for line in lines if line.startswith("differs: ")]
     shown = [float(line.partition("relative ")[2].split()[0]) for line in differing]
     assert len(shown) == 3 and shown == sorted(shown, reverse=True)
@@ -91,9 +90,8 @@ def test_distributed_ranks_hold_ranges(runs, capsys):
     states = [{name for name in dump if " of " in name} for dump in dumps]
     assert all(states) and not states[0] & states[1]
     code, lines = diff(dump_file(runs / "c", 1, 0), dump_file(runs / "a", 1, 0), capsys)
-    assert code == 1
+    assert code == 1 and lines[-1].startswith("DIFFERENT: ")
     assert any(line.startswith("only in B: ") for line in lines)
-    assert lines[-1].startswith("DIFFERENT: ")
     code, lines = diff(runs / "a", runs / "c", capsys)
     assert (code, lines[-1]) == (0, "THE SAME, in every value of every tensor")
 
@@ -110,9 +108,8 @@ def test_checkpoints_with_their_optimizer(runs, capsys):
 
 
 def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
-    ours, broken = dump_file(runs / "a", 1, 0), tmp_path / "broken.safetensors"
+    ours, broken, other = dump_file(runs / "a", 1, 0), tmp_path / "broken.safetensors", tmp_path / "folder"
     broken.write_bytes(b"no dump")
-    other = tmp_path / "folder"
     other.mkdir()
     for a, b, text in (
         (ours, tmp_path / "gone", "is not there. Fix: "),
@@ -123,8 +120,7 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
     ):
         assert main(["watch", "diff", str(a), str(b)]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("moe-exp watch: ")
-        assert text in line
+        assert line.startswith("moe-exp watch: ") and text in line
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path):

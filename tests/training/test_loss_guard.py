@@ -60,12 +60,10 @@ def test_log_names_the_batch(tmp_path):
     assert code == FINISHED
     assert f"iteration {CORRUPT}: a spike, loss " in printed
     (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
-    assert spike["iteration"] == spike["first_iteration"] == CORRUPT
+    assert spike["iteration"] == spike["first_iteration"] == end["first_iteration"] == CORRUPT
     assert spike["samples"] == [[(CORRUPT - 1) * GBSZ, CORRUPT * GBSZ]]
     assert set(documents) <= set(spike["documents"][str(tmp_path / "tokens")])
-    assert spike["loss"] > 5 > 1 > spike["loss_level"]
-    assert end["first_iteration"] == CORRUPT
-    assert end["outcome"] == "recovered"
+    assert spike["loss"] > 5 > 1 > spike["loss_level"] and end["outcome"] == "recovered"
     assert len(curve(tmp_path / "run")) == 80
 
 
@@ -111,8 +109,7 @@ def test_the_last_rollback_ends_the_run(tmp_path):
     assert run_to_end(settings)[0] == START_AGAIN
     code, printed = run_to_end(settings)
     assert code == FAILED
-    # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by
-    # samples of the stream.
+    # Two batches are skipped: the second spike comes two iterations earlier, with the same samples.
     assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 79 after 1 rollbacks" in printed
     (refused,) = events(tmp_path / "run", "no_rollback")
     assert refused["back_to"] == 60
@@ -167,21 +164,17 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
 
 
 def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
-    """A good one between them begins the count anew."""
     told = []
     guard = LossGuard.__new__(LossGuard)
     guard._config, guard._metrics, guard._detector = Config(max_bad_steps=3), None, None
     guard._trained = Namespace(optimizer=Namespace(get_loss_scale=lambda: 1.0))
     guard._num_bad, guard._recent, guard._finish_save = 0, [], list
-    monkeypatch.setattr(guard, "_warn", lambda *args: told.append(args[1]))
-    monkeypatch.setattr(guard, "_event", lambda *args, **values: None)
-    monkeypatch.setattr(guard, "_batches", lambda steps: {})
-    monkeypatch.setattr(guard, "_stream", lambda steps: [])
-    monkeypatch.setattr(guard, "_save_apart", lambda progress: "saved")
+    guard._warn, guard._event = lambda *args: told.append(args[1]), lambda *args, **values: None
+    guard._batches, guard._stream, guard._save_apart = lambda steps: {}, lambda steps: [], lambda _: "saved"
     monkeypatch.setattr("moe_exp.training.loss_guard._ranges_text", lambda ranges: "")
 
     def make(iteration: int, updated: bool) -> None:
-        done = Iteration(iteration, 4 * iteration, 4, updated, 1.0 if updated else float("nan"))
+        done = Iteration(iteration, 4 * iteration, 4, updated, 1.0 if updated else math.nan)
         guard.check(None, done, IterationEnd("", False, 2.0))
 
     for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
@@ -242,32 +235,22 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     assert not folder.exit_file.exists()
 
 
-def roll_back(
-    recent: list[Iteration], go_back: Any, monkeypatch: Any, tmp_path: Path, **settings: Any
-) -> None:
+def roll_back(recent: list[Iteration], go_back: Any, monkeypatch: Any, path: Path, **settings: Any) -> None:
     """Has a guard roll back a spike of iteration 7."""
     monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: 0)
     monkeypatch.setattr("moe_exp.training.loss_guard.go_back", go_back)
     guard = LossGuard.__new__(LossGuard)
-    guard._config, guard._folder = Config(**settings), RunFolder(tmp_path)
+    guard._config, guard._folder = Config(**settings), RunFolder(path)
     guard._metrics, guard._skipped, guard._recent = None, (), recent
     guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)
 
 
 def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
-    """A watch that took reading all checkpoints for a hang would end a rollback each time, and the run would
-    never get past the spike.
-    """
+    """A watch that took reading all checkpoints for a hang would end every rollback."""
     seen = []
-    heart = Namespace(phase="end_of_iteration", enter=seen.append)
-    monkeypatch.setattr(heartbeat, "_heart", heart)
-
-    def go_back(*_, **__):
-        seen.append("go_back")
-        return "none"
-
+    monkeypatch.setattr(heartbeat, "_heart", Namespace(phase="end_of_iteration", enter=seen.append))
     recent = [Iteration(6, 20, 4, True, 1.0), Iteration(7, 24, 4, True, 1.0)]
-    roll_back(recent, go_back, monkeypatch, tmp_path)
+    roll_back(recent, lambda *_, **__: seen.append("go_back") or "none", monkeypatch, tmp_path)
     assert seen == ["rollback", "go_back", "end_of_iteration"]
 
 

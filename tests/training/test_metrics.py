@@ -20,13 +20,8 @@ from moe_exp.host.devices import device_label
 from moe_exp.runs import records
 from moe_exp.runs.records import iter_metrics, read_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.console import (
-    console_line,
-    progress_line,
-    setup_logging,
-    terminal_line,
-    validation_lines,
-)
+from moe_exp.training import console
+from moe_exp.training.console import console_line, progress_line, terminal_line, validation_lines
 from moe_exp.training.metrics import Metrics
 
 EXAMPLE = (
@@ -41,20 +36,14 @@ NOW = datetime(2024, 10, 24, 21, 2, 27)
 
 def train_record(**changes: Any) -> dict[str, Any]:
     """What the training loop hands to Metrics."""
-    experts = [
-        {
-            "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625,
-            "microbatch_max_over_mean": 1.5, "max_vio": 0.25, "dead_fraction": 0.0, "dropped_fraction": 0.0,
-            "experts_per_token": 2.0, "router_entropy": 0.69, "top1_weight": 0.75,
-            "load_balancing_loss": 1.1, "z_loss": 0.2, "aux_losses": {"seq_aux_loss": 1.25},
-        },
-        {
-            "layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0,
-            "microbatch_max_over_mean": 2.0, "max_vio": 1.0, "dead_fraction": 0.5, "dropped_fraction": 0.0,
-            "experts_per_token": 2.0, "router_entropy": 0.5, "top1_weight": 1.0,
-            "load_balancing_loss": 2.0, "z_loss": 0.3, "aux_losses": {"seq_aux_loss": 1.15},
-        },
-    ]  # fmt: skip
+    first = {
+        "layer": 1, "tokens_per_expert": [60, 68], "max_over_mean": 1.0625, "microbatch_max_over_mean": 1.5,
+        "max_vio": 0.25, "dead_fraction": 0.0, "dropped_fraction": 0.0, "experts_per_token": 2.0,
+        "router_entropy": 0.69, "top1_weight": 0.75, "load_balancing_loss": 1.1, "z_loss": 0.2,
+        "aux_losses": {"seq_aux_loss": 1.25},
+    }  # fmt: skip
+    second = {"layer": 2, "tokens_per_expert": [128, 0], "max_over_mean": 2.0, "max_vio": 1.0}
+    second |= {"microbatch_max_over_mean": 2.0, "router_entropy": 0.5, "aux_losses": {"seq_aux_loss": 1.15}}
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15,
         "global_batch_size": 64, "lm_loss": 10.81154, "load_balancing_loss": 1.315762, "z_loss": 0.25,
@@ -62,7 +51,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "num_zeros": 56775512, "params_norm": 315.029, "max_attention_logits": None, "loss_scale": 1.0,
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4, "tflops_per_gpu": 82.4,
         "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
-        "peak_memory_bytes": 401_000_000, "experts": experts, "timers": None,
+        "peak_memory_bytes": 401_000_000, "experts": [first, first | second], "timers": None,
     } | changes  # fmt: skip
 
 
@@ -93,9 +82,8 @@ def test_runs_without_z_loss_have_no_such_value(config, folder):
 
 def test_progress_line():
     start = "eta 0:01:23, 555600 tokens/s"
-    assert progress_line(train_record()) == (
-        f"{start}, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch, MaxVio 1.00"
-    )
+    balance = "experts max/mean 2.00 (layer 2), 2.00 within a micro-batch, MaxVio 1.00"
+    assert progress_line(train_record()) == f"{start}, {balance}"
     assert progress_line(train_record(experts=[])) == start
     full = train_record()["experts"][0] | {"dropped_fraction": 0.125}
     assert progress_line(train_record(experts=[full])).endswith("MaxVio 0.25, dropped up to 12.5%")
@@ -113,20 +101,17 @@ def test_terminal_lines_fit_80_columns():
     expected = "step 476838/476838  loss 10.8115  2 skipped     2M tokens/s  eta  12d 4h"
     assert line(476838, **long, tokens_per_second=2e6) == expected
     valid = {"kind": "valid", "iteration": 40, "lm_loss": 4.5, "lm_loss_ppl": 90.017}
-    assert terminal_line(valid | {"lm_loss_bits_per_byte": 1.25}, 300) == (
-        "step  40/300  validation loss 4.5000  perplexity 90.02  1.250 bits per byte"
-    )
-    assert terminal_line(valid | {"lm_loss_bits_per_byte": None, "ema_lm_loss": 4.25}, 300) == (
-        "step  40/300  validation loss 4.5000  perplexity 90.02  averaged weights 4.2500"
-    )
+    shown = "step  40/300  validation loss 4.5000  perplexity 90.02"
+    assert terminal_line(valid | {"lm_loss_bits_per_byte": 1.25}, 300) == f"{shown}  1.250 bits per byte"
+    averaged = valid | {"lm_loss_bits_per_byte": None, "ema_lm_loss": 4.25}
+    assert terminal_line(averaged, 300) == f"{shown}  averaged weights 4.2500"
 
 
 def test_validation_lines_are_megatrons():
     line = " validation loss at iteration 100 | lm loss value: 4.512345E+00 | lm loss PPL: 9.113000E+01 | "
-    lines = validation_lines({"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13})
-    assert lines == ["-" * (len(line) + 1), line, "-" * (len(line) + 1)]
-    averaged = {"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13, "ema_lm_loss": 4.25}
-    assert validation_lines(averaged)[1] == line + "ema lm loss value: 4.250000E+00 | "
+    record, ruler = {"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13}, "-" * (len(line) + 1)
+    assert validation_lines(record) == [ruler, line, ruler]
+    assert validation_lines(record | {"ema_lm_loss": 4.25})[1] == f"{line}ema lm loss value: 4.250000E+00 | "
 
 
 def test_records_on_disk_at_once_with_exactly_the_documented_keys(config, folder):
@@ -179,13 +164,9 @@ def test_records_wait_for_room_on_a_full_disk(config, folder, caplog):
             writer.event("checkpoint", 40)
             assert folder.metrics.read_bytes() == whole
         writer.event("checkpoint", 60)
-    found = read_metrics(folder.metrics)
-    assert [(record["event"], record["iteration"]) for record in found[2:]] == [
-        ("checkpoint", iteration) for iteration in (20, 40, 60)
-    ]
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{folder.metrics} cannot be written (File too large): its records are kept until it can"
-    ]
+    assert [record["iteration"] for record in read_metrics(folder.metrics)[2:]] == [20, 40, 60]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert f"{folder.metrics} cannot be written (File too large)" in warning
 
 
 def test_a_resume_removes_later_records_and_a_broken_last_line(config, folder):
@@ -272,8 +253,8 @@ def test_reading_is_tolerant(read, tmp_path, caplog):
 
 
 def test_log_of_rank_0(folder, config, clean_logging, capsys):
-    setup_logging(folder, rank=0)
-    setup_logging(folder, rank=0)
+    console.setup_logging(folder, rank=0)
+    console.setup_logging(folder, rank=0)
     logging.getLogger("moe_exp.train").info("hello")
     logging.getLogger("moe_exp.train").warning("careful")
     logging.getLogger("somebody.else").info("chatter")
@@ -294,7 +275,7 @@ def test_a_terminal_shows_short_lines_and_the_log_megatrons(folder, config, clea
     terminal, stdout = pty.openpty()
     with os.fdopen(stdout, "w") as file, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", file)
-        setup_logging(folder, rank=0)
+        console.setup_logging(folder, rank=0)
         logging.getLogger("moe_exp.train").info("hello")
         with Metrics(config, folder) as writer:
             writer.train(train_record(timers={"optimizer": 1.5}))
@@ -312,11 +293,11 @@ def test_a_terminal_shows_short_lines_and_the_log_megatrons(folder, config, clea
 
 
 def test_log_of_another_rank(folder, tmp_path, clean_logging, capsys):
-    setup_logging(folder, rank=3)
+    console.setup_logging(folder, rank=3)
     logging.getLogger("moe_exp.train").info("hello")
     assert not folder.log.exists()
     logging.getLogger("moe_exp.train").error("lost")
-    setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
+    console.setup_logging(RunFolder(tmp_path / "unseen"), rank=3)
     logging.getLogger("moe_exp.train").error("here too")
     out, err = capsys.readouterr()
     assert out == "" and "here too" in err

@@ -82,10 +82,8 @@ def test_iterations_that_cannot_be_read(text):
     with pytest.raises(ConfigError) as refused:
         load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
     first, second = refused.value.problems
-    assert first.startswith(
-        f"PROFILE_ITERS={text}: must be an iteration from 1 on, the first and the last such"
-    )
-    assert second.startswith("PROFILE_RANKS=1,: must be ranks with commas such as 0,3, or all. Fix: ")
+    assert first.startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on")
+    assert second.startswith("PROFILE_RANKS=1,: must be ranks with commas")
 
 
 def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
@@ -94,21 +92,16 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
         return check_config(config)
 
     assert problems(profile_iters="200", profile_ranks="0,1") == []
-    assert problems(profile_iters="201-202", profile_ranks="0,2") == [
-        "PROFILE_ITERS=201-202: is after TRAIN_ITERS=200. Fix: name iterations up to 200.",
-        "PROFILE_RANKS=0,2: there is no rank 2, the run has 2. Fix: name ranks from 0 to 1, or all.",
-    ]
-    assert problems(memory_snapshot="1-101") == [
-        "MEMORY_SNAPSHOT=1-101: are 101 iterations, more than a viewer can load. Fix: name at most 100."
-    ]
+    iterations, ranks = problems(profile_iters="201-202", profile_ranks="0,2")
+    assert iterations.startswith("PROFILE_ITERS=201-202: is after TRAIN_ITERS=200. Fix: ")
+    assert ranks.startswith("PROFILE_RANKS=0,2: there is no rank 2") and "from 0 to 1" in ranks
+    (line,) = problems(memory_snapshot="1-101")
+    assert line.startswith("MEMORY_SNAPSHOT=1-101: are 101 iterations") and "at most 100" in line
     config = Config(memory_snapshot="1", num_workers=0)
-    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 0)
-    (line,) = (line for line in check_machine(config) if "MEMORY" in line)
-    assert line.startswith(
-        "MEMORY_SNAPSHOT=1: records the allocations on a CUDA device, this host has none. Fix: "
-    )
-    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
-    assert [line for line in check_machine(config) if "MEMORY" in line] == []
+    for num_gpus in (0, 8):
+        monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda found=num_gpus: found)
+        refused = any(line.startswith("MEMORY_SNAPSHOT=1: ") for line in check_machine(config))
+        assert refused == (num_gpus == 0)
 
 
 @pytest.mark.gpu

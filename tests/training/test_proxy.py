@@ -1,6 +1,8 @@
 """The model of `moe-exp mup`: trained as train.py trains it, and what is measured of it."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,13 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return write_data(tmp_path)
 
 
+def run_command(folder: Path, *flags: str) -> tuple[int, str]:
+    """`moe-exp mup` in a process of its own, which has a process group: exit code and what it printed."""
+    command = [sys.executable, "-m", "moe_exp", "mup", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=500)
+    return done.returncode, done.stderr + done.stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
@@ -81,34 +90,20 @@ def test_bad_input_is_one_line(flags, line, alone, capsys):
 
 
 @pytest.mark.slow
-def test_coordinates_are_flat_under_mup_alone(alone, run_command):
+def test_coordinates_are_flat_under_mup_alone(alone, tmp_path):
     flags = ["check", "--widths", "64,128,256", "--repeats", "8", "--train-data", str(alone)]
-    code, text = run_command(flags)
+    code, text = run_command(tmp_path, *flags)
     assert code == 0 and "NOT FLAT" not in text and text.count(" flat ") == 6
-    code, text = run_command([*flags, "--parametrization", "standard", "--repeats", "2"])
+    code, text = run_command(tmp_path, *flags, "--parametrization", "standard", "--repeats", "2")
     assert code == 1 and text.count("NOT FLAT") >= 4
 
 
 @pytest.mark.slow
-def test_transfer_continues_with_what_is_left(alone, run_command):
+def test_transfer_continues_with_what_is_left(alone, tmp_path):
     flags = ["transfer", "--widths=32,64", f"--train-data={alone}", "--train-iters=12", "--warmup-iters=2"]
-    code, text = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])
+    code, text = run_command(tmp_path, *flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016")
     assert code in (0, 1) and "the best LR moves by a factor of" in text
-    again, second = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])
+    again, second = run_command(tmp_path, *flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016")
     assert again == code and second.splitlines()[-3:] == text.splitlines()[-3:]
-    code, text = run_command([*flags, "--lrs", "0.001,0.004", "--seq-len", "32"])
+    code, text = run_command(tmp_path, *flags, "--lrs", "0.001,0.004", "--seq-len", "32")
     assert code == 1 and "OUT=mup_transfer: has runs with another SEQ_LEN. Fix: give another folder." in text
-
-
-@pytest.fixture
-def run_command(alone: Path) -> Any:
-    """`moe-exp mup` in a process of its own, which has a process group: exit code and what it printed."""
-    import subprocess
-    import sys
-
-    def call(flags: list[str]) -> tuple[int, str]:
-        command = [sys.executable, "-m", "moe_exp", "mup", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=alone.parent, timeout=500)
-        return done.returncode, done.stderr + done.stdout
-
-    return call

@@ -1,6 +1,4 @@
-"""Replicas that differ by a bit, and groups that are wrong, are named on every rank; nothing is said where
-all is well.
-"""
+"""Replicas that differ by a bit, and groups that are wrong, are named on every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,7 @@ def problems_of(job: Any) -> list[str]:
 def found_on_rank(
     settings: dict[str, Any], changes: list[tuple[int, str]], port: int, steps: int = 0
 ) -> list[Any]:
-    """The problems before any change, after `steps`, and with one bit of the first value flipped on a rank,
-    change by change.
-    """
+    """The problems before and after `steps`, and change by change with one bit flipped on a rank."""
     job = start_job(settings, port)
     found = [problems_of(job)]
     interval, progress = Interval(job.config, job.runtime, job.trained.model), Progress()
@@ -87,9 +83,7 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
 
 
 def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
-    """With overlapped gather, parameters of a rank are not all its own after a step: they are fetched before
-    they are compared.
-    """
+    """With overlapped gather, parameters have to be fetched before they are compared."""
     tied = "output_layer.weight"
     settings = {"gpus_per_node": 2, "pp": 2, "tie_embeddings": True, "dtype": "bf16"}
     (line,) = on_ranks(tmp_path, [(1, tied)], steps=2, **settings)[0]

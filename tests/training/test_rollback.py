@@ -18,9 +18,7 @@ from moe_exp.training.loss_guard import free_place
 
 
 def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:
-    """On a rank: `Progress.skipped_samples` of a start in a folder with rollbacks; an entry without order
-    gets that of the run.
-    """
+    """On a rank: the skipped samples of a start in a folder with rollbacks, by default in its order."""
     from moe_exp.data.samples.order import order_of_files
     from moe_exp.engine import runtime
     from moe_exp.training import loop
@@ -53,11 +51,11 @@ def test_a_list_that_cannot_be_read(tmp_path):
 
 
 def test_no_checkpoint_is_overwritten(tmp_path):
-    first = free_place(tmp_path / "bad_steps", 7)
-    assert first == tmp_path / "bad_steps" / "1" / "iter_0000007"
+    first = free_place(tmp_path, 7)
+    assert first == tmp_path / "1" / "iter_0000007"
     first.mkdir(parents=True)
-    assert free_place(tmp_path / "bad_steps", 7) == tmp_path / "bad_steps" / "2" / "iter_0000007"
-    assert free_place(tmp_path / "bad_steps", 8) == tmp_path / "bad_steps" / "1" / "iter_0000008"
+    assert free_place(tmp_path, 7) == tmp_path / "2" / "iter_0000007"
+    assert free_place(tmp_path, 8) == tmp_path / "1" / "iter_0000008"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +79,4 @@ def test_load_dir_is_for_runs_without_checkpoints_of_their_own(own, other, expec
 def test_rollback_needs_checkpoints():
     config = load_config({"preset": "cpu", "spike_action": "rollback", "save_interval": 0}, {})
     (problem,) = check_config(config)
-    assert problem.startswith(
-        "SPIKE_ACTION=rollback: goes back to a checkpoint, but SAVE_INTERVAL=0 saves none"
-    )
+    assert problem.startswith("SPIKE_ACTION=rollback: ") and "SAVE_INTERVAL=0" in problem

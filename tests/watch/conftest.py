@@ -26,6 +26,5 @@ def queue(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dog(run, tmp_path, queue):
-    return Watchdog(
-        [Watched(run.path, "big_run")], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state"
-    )
+    alerts = [AlertFile(tmp_path / "alerts.log")]
+    return Watchdog([Watched(run.path, "big_run")], alerts, folder=tmp_path / "state")

@@ -1,5 +1,6 @@
 """The files of a checkpoint, read and written piece by piece; what is damaged or hostile is not run."""
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from helpers.checkpoint.ckpt_files import flip_bit
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
@@ -40,13 +42,12 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path / "iter_0000007")
-    return tmp_path / "iter_0000007"
+    write(tmp_path / "a")
+    return tmp_path / "a"
 
 
 def test_what_was_written_is_read(tmp_path):
-    tensors = write(tmp_path / "a")
-    reader = CheckpointReader(tmp_path / "a")
+    tensors, reader = write(tmp_path / "a"), CheckpointReader(tmp_path / "a")
     assert reader.tensors.keys() == tensors.keys()
     for key, tensor in tensors.items():
         stored = reader.tensors[key]
@@ -89,9 +90,9 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_pa
 
 
 def test_views_are_written_without_the_rest_of_their_storage(tmp_path):
-    writer = TorchDistWriter(tmp_path / "a")
-    writer.add_tensor("x", torch.randn(1000, 1000)[:2])
-    writer.finish({})
+    with TorchDistWriter(tmp_path / "a") as writer:
+        writer.add_tensor("x", torch.randn(1000, 1000)[:2])
+        writer.finish({})
     assert sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp")) < 2 * 1000 * 4 + 2000
 
 
@@ -121,14 +122,12 @@ def test_a_tensor_that_lacks_values_is_not_read(folder):
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
 def test_damage_is_named(name, damage, folder):
     path = folder / name
-    content = bytearray(path.read_bytes())
     if damage == "missing":
         path.unlink()
     elif damage == "cut":
-        path.write_bytes(content[: len(content) // 2])
+        os.truncate(path, path.stat().st_size // 2)
     else:
-        content[2] ^= 0xFF  # in the head: what a checksum alone finds is another matter
-        path.write_bytes(content)
+        flip_bit(path, 2)  # in the head: what a checksum alone finds is another matter
     with pytest.raises(ValueError, match=rf"{name}: cannot be used .* Fix: use another checkpoint\."):
         reader = CheckpointReader(folder)
         reader.common()
@@ -136,10 +135,9 @@ def test_damage_is_named(name, damage, folder):
 
 
 def test_tensor_in_the_place_of_another(folder, tmp_path):
-    other = tmp_path / "other"
-    writer = TorchDistWriter(other, file_bytes=300)
-    writer.add_tensor("boxes", torch.zeros(3))
-    writer.finish({})
-    shutil.copy(other / "__0_0.distcp", folder / "__0_0.distcp")
+    with TorchDistWriter(tmp_path / "other", file_bytes=300) as writer:
+        writer.add_tensor("boxes", torch.zeros(3))
+        writer.finish({})
+    shutil.copy(tmp_path / "other/__0_0.distcp", folder)
     with pytest.raises(ValueError, match=r"__0_0.distcp: (holds something else than boxes|cannot be used)"):
         CheckpointReader(folder).read("boxes")

@@ -103,17 +103,16 @@ def test_deepseek_v3_as_it_is_published():
         "rope_scaling": "yarn", "rope_scaling_factor": 40, "rope_original_seq_len": 4096, "yarn_mscale": 1.0,
         "yarn_mscale_all_dim": 1.0,
     }  # fmt: skip
-    assert {name: found[name] for name in expected} == expected
+    assert found.items() >= expected.items()
     back = fields_of(_config(found), architecture_of(DEEPSEEK))
     lost = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers", "torch_dtype", "transformers_version"}
     assert {name for name in DEEPSEEK if name not in back} == lost
-    kept = DEEPSEEK.keys() - lost - {"rope_scaling"}
-    assert {name: back[name] for name in kept} == {name: DEEPSEEK[name] for name in kept}
+    assert all(back[name] == DEEPSEEK[name] for name in DEEPSEEK.keys() - lost - {"rope_scaling"})
 
 
-# What a config.json says about balancing, the settings AUX_LOSS_TYPE, AUX_LOSS_COEFF and Z_LOSS_COEFF for it,
-# and the fields that an export writes.
+# Fields of a config.json, the settings AUX_LOSS_TYPE, AUX_LOSS_COEFF and Z_LOSS_COEFF, and exported fields.
 ALPHA = {"aux_loss_alpha": 0.001, "seq_aux": True}
+OF_BATCH = ALPHA | {"seq_aux": False}
 BALANCING: dict[str, tuple[str, dict[str, Any], tuple[str, str, float], dict[str, Any]]] = {
     "given": ("Mixtral", {COEF: 0.02}, ("aux_loss", "0.02", 0), {COEF: 0.02}),
     "default": ("Mixtral", {}, ("aux_loss", "0.001", 0), {COEF: 0.001}),
@@ -124,12 +123,8 @@ BALANCING: dict[str, tuple[str, dict[str, Any], tuple[str, str, float], dict[str
     "bias": ("DeepseekV3", {}, ("none", "0.0", 0), {}),
     "bias, GLM": ("Glm4Moe", {}, ("none", "0.0", 0), {}),
     "sequences": ("DeepseekV3", ALPHA, ("seq_aux_loss", "0.001", 0), ALPHA),
-    "batch": (
-        "DeepseekV3", ALPHA | {"seq_aux": False}, ("aux_loss", "0.001", 0), ALPHA | {"seq_aux": False}
-    ),
-    "another name": (
-        "Glm4Moe", {COEF: 1e-4}, ("seq_aux_loss", "0.0001", 0), ALPHA | {"aux_loss_alpha": 1e-4}
-    ),
+    "batch": ("DeepseekV3", OF_BATCH, ("aux_loss", "0.001", 0), OF_BATCH),
+    "another name": ("Glm4Moe", {COEF: 1e-3}, ("seq_aux_loss", "0.001", 0), ALPHA),
 }  # fmt: skip
 
 
@@ -164,8 +159,7 @@ def test_noise_of_the_training_is_taken_over():
     noise = {"attention_dropout": 0.1, "router_jitter_noise": 0.02}
     model = _config(settings_of(fields_of_class(mixtral)[2] | noise, mixtral))
     assert (model.attention_dropout, model.router_jitter) == (0.1, 0.02)
-    back = fields_of(model, mixtral)
-    assert {name: back[name] for name in noise} == noise
+    assert fields_of(model, mixtral).items() >= noise.items()
 
 
 @pytest.mark.parametrize(
@@ -180,11 +174,7 @@ def test_noise_of_the_training_is_taken_over():
     ],
 )
 def test_dense_layers_of_qwen(fields, expected):
-    qwen = {
-        "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "moe_intermediate_size": 8,
-        "num_experts": 4, "hidden_size": 32, "num_attention_heads": 4, "num_experts_per_tok": 2,
-        "vocab_size": 128, "intermediate_size": 48,
-    }  # fmt: skip
+    qwen = fields_of_class(ARCHITECTURES["Qwen3MoeForCausalLM"])[2] | {"num_hidden_layers": 4}
     found = settings(qwen | fields)
     assert (found["moe_layer_freq"], found["first_k_dense"]) == expected
     is_moe = _config(found).moe_layers
@@ -193,16 +183,12 @@ def test_dense_layers_of_qwen(fields, expected):
 
 
 # Null is a value of the configuration class here, and the model cannot be built with it.
-NULL_BUILDS_NOTHING = {
-    "first_k_dense_replace", "n_group", "num_experts_per_tok", "num_key_value_heads", "topk_group",
-    "v_head_dim",
-}  # fmt: skip
+NULL_BUILDS_NOTHING = {"first_k_dense_replace", "n_group", "topk_group", "num_key_value_heads", "v_head_dim"}
+NULL_BUILDS_NOTHING |= {"num_experts_per_tok"}
 
 
 def fields_of_class(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The configuration class of the installed transformers, the defaults of its fields that our rules know,
-    and a config.json with all of them.
-    """
+    """A class of the installed transformers, defaults of fields that we know, a config.json with them."""
     known = {name for rule in architecture.fields for name in rule.names} - {"rope_parameters"}
     of_class = CONFIG_MAPPING[architecture.model_type]
     defaults = {field.name: field.default for field in dataclasses.fields(of_class) if field.name in known}
@@ -256,32 +242,13 @@ def test_null_is_what_transformers_makes_of_it(architecture):
     assert accepted == architecture.null.keys()
 
 
-def test_fields_that_deepseek_v3_leaves_out_or_has_as_null():
-    """n_group 8 and routed_scaling_factor 2.5 are those of its class; null is false."""
-    defaults = {
-        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-        "q_lora_rank": 1536, "first_k_dense_replace": 3,
-    }  # fmt: skip
-    left_out = {name: value for name, value in DEEPSEEK.items() if name not in defaults}
-    found = settings(left_out)
-    assert found == settings(left_out | defaults)
-    assert (found["num_router_groups"], found["router_scaling_factor"]) == (8, 2.5)
-    assert found["q_lora_rank"] == 1536
-    assert settings(DEEPSEEK | {"norm_topk_prob": None})["router_normalize"] == "false"
-    assert settings(DEEPSEEK | {"q_lora_rank": None})["q_lora_rank"] == 0
-    for name, rule in (("rope_interleave", "False: Megatron's"), ("n_group", "null: .* leave it out for 8")):
-        with pytest.raises(UnsupportedModel, match=f"{name}={rule}"):
-            settings(DEEPSEEK | {name: None})
-
-
 def test_a_window_is_switched_off_by_fields_of_the_class_alone():
     window = {"sliding_window": 1024, "max_position_embeddings": 4096}
-    mixtral = fields_of_class(ARCHITECTURES["MixtralForCausalLM"])[2] | window
+    mixtral, qwen = (
+        fields_of_class(ARCHITECTURES[f"{name}ForCausalLM"])[2] | window for name in ("Mixtral", "Qwen3Moe")
+    )
+    settings(qwen)  # whose class has the switch, and it is off
     foreign = {"use_sliding_window": False, "max_window_layers": 0}
-    for fields in (mixtral, mixtral | foreign):
+    for fields in (mixtral, mixtral | foreign, qwen | {"use_sliding_window": True}):
         with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
             settings(fields)
-    qwen = fields_of_class(ARCHITECTURES["Qwen3MoeForCausalLM"])[2] | window
-    settings(qwen)  # whose class has the switch, and it is off
-    with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
-        settings(qwen | {"use_sliding_window": True})

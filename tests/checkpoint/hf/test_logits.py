@@ -35,8 +35,7 @@ def test_router_scaling_factor(checkpoints, tmp_path):
     """config.json of these has no field for it, so the export multiplies the experts' outputs."""
     names = ["mixtral", "qwen2_moe"]
     for name in names:
-        shutil.copytree(checkpoints[name], tmp_path / name)
-        common = one_checkpoint(tmp_path / name) / "common.pt"
+        common = one_checkpoint(shutil.copytree(checkpoints[name], tmp_path / name)) / "common.pt"
         state = torch.load(common, weights_only=False)
         state["config"]["router_scaling_factor"] = 2.5
         torch.save(state, common)

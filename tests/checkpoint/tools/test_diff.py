@@ -8,23 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import common_state, drawn_state, write_checkpoint
+from helpers.checkpoint.ckpt_files import ROUTER, common_state, drawn_state, write_checkpoint
 from moe_exp.checkpoint.tools import diff
 from moe_exp.checkpoint.tools.diff import Comparison, compare
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.cli import main
 
-ROUTER = "decoder.layers.mlp.router.weight"
 NUM_WEIGHTS, NUM_TRAINED = 31, 29
 
 
-def compare_written(folder: Path, a: dict[str, Any], b: dict[str, Any]) -> Comparison:
+def compare_written(folder: Path, *sides: dict[str, Any]) -> Comparison:
     """Of checkpoints with these tensors."""
-    written = []
-    for name, values in (("a", a), ("b", b)):
-        tensors = {key: torch.as_tensor(value) for key, value in values.items()}
-        written.append(write_checkpoint(folder / name, tensors=tensors))
-    return compare(*written)
+    tensors = [{key: torch.as_tensor(value) for key, value in side.items()} for side in sides]
+    return compare(*(write_checkpoint(folder / name, tensors=tensors[i]) for i, name in enumerate("ab")))
 
 
 def test_the_same_model_in_another_style(tmp_path):
@@ -97,11 +93,9 @@ def test_what_it_prints_and_returns(tmp_path, capsys):
     a, b = changed(tmp_path)
     assert main(["ckpt", "diff", a, b]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "setting: topk 2 and 1" in lines
-    assert "progress: iteration 5 and 6" in lines
-    assert lines[3].startswith("differs: decoder.layers.1.mlp.router.weight  relative 0.")
-    assert lines[3].endswith("24 of 32 values equal  bfloat16")
-    assert lines[4].startswith("30 of 31 tensors are equal, 1 differ, 0 have other shapes")
+    assert {"setting: topk 2 and 1", "progress: iteration 5 and 6"} <= set(lines)
+    assert "decoder.layers.1.mlp.router.weight" in lines[3] and "24 of 32 values" in lines[3]
+    assert "30 of 31 tensors" in lines[4]
     assert main(["ckpt", "diff", a, b, "--rtol", "1"]) == 0
     assert main(["ckpt", "diff", a, a]) == 0
 
@@ -118,12 +112,3 @@ def test_the_optimizer_and_the_worst_first(tmp_path, capsys):
     assert report["tensors"][0]["relative"] > report["tensors"][1]["relative"]
     assert main(["ckpt", "diff", a, b, "--optimizer", "--top", "1", "--json"]) == 1
     assert [one["name"] for one in json.loads(capsys.readouterr().out)["tensors"]] == names[:1]
-
-
-def test_damage_is_one_line(tmp_path, capsys):
-    a, b = changed(tmp_path)
-    (Path(b) / "__0_0.distcp").unlink()
-    assert main(["ckpt", "diff", a, b]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("moe-exp ckpt: ")
-    assert "__0_0.distcp: cannot be used (it is missing). Fix: " in line

@@ -2,7 +2,6 @@
 
 import argparse
 import enum
-import itertools
 import json
 import os
 import pickle
@@ -14,15 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import (
-    EXPERT_HIDDEN,
-    EXPERTS,
-    HIDDEN,
-    LAYERS,
-    VOCAB,
-    drawn_state,
-    write_checkpoint,
-)  # fmt: skip
+from helpers.checkpoint import ckpt_files
+from helpers.checkpoint.ckpt_files import EXPERT_HIDDEN, EXPERTS, HIDDEN, LAYERS, VOCAB, write_checkpoint
 from moe_exp.checkpoint.format.folders import MANIFEST
 from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.cli import main
@@ -45,7 +37,6 @@ def test_everything_it_says(tmp_path, capsys):
     for part in folder.glob("*.distcp"):
         part.write_bytes(b"")  # no tensor is read
     code, report = run_json(capsys, "info", folder)
-    assert code == 0
     expected = {
         "iteration": 5, "samples": 40, "tokens": 40 * 32, "written_by": "moe_exp", "format": "torch_dist",
         "checksums": True, "parameters": {**PARAMETERS, "total": sum(PARAMETERS.values())},
@@ -55,20 +46,12 @@ def test_everything_it_says(tmp_path, capsys):
         "versions": {"torch": "2.13.0"}, "data": {"seed": 1234},
         "schedule": {"max_lr": 0.001, "num_steps": 40}, "num_files": 5,
     }  # fmt: skip
-    assert {name: report[name] for name in expected} == expected
+    assert (code, {name: report[name] for name in expected}) == (0, expected)
     assert report["model"].startswith("2 layers, hidden size 8, vocabulary 16, 2 heads, 4 experts top-2 in 2")
     assert set(report["dtypes"]) == {"bfloat16", "float32"}  # the expert bias is fp32
     assert report["num_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
-
-
-def test_for_people(tmp_path, capsys):
-    write_checkpoint(tmp_path, 3)
-    write_checkpoint(tmp_path, 5)
-    assert main(["ckpt", "info", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert f"{sum(PARAMETERS.values()):,} (" in text
-    assert "2 checkpoints in" in text
-    assert "whole  latest" in text
+    assert main(["ckpt", "info", str(folder)]) == 0
+    assert f"{sum(PARAMETERS.values()):,} (" in capsys.readouterr().out
 
 
 def test_tensors_that_fit_a_pattern(tmp_path, capsys):
@@ -89,15 +72,15 @@ def test_all_checkpoints_of_a_run(tmp_path, capsys):
     os.truncate(damaged, size - 1)
     _, report = run_json(capsys, "info", tmp_path)
     assert report["iteration"] == 6
-    states = {one["iteration"]: (one["state"], one["latest"]) for one in report["checkpoints"]}
-    assert states[2] == ("without checksums", False)
-    assert states[4] == (f"damaged: {damaged}: has {size - 1} bytes instead of {size}", False)
-    assert states[6] == ("whole", True)
+    assert [(one["iteration"], one["state"], one["latest"]) for one in report["checkpoints"]] == [
+        (2, "without checksums", False),
+        (4, f"damaged: {damaged}: has {size - 1} bytes instead of {size}", False),
+        (6, "whole", True),
+    ]
     _, older = run_json(capsys, "info", tmp_path, "--iteration", 2)
     assert (older["iteration"], "checkpoints" in older) == (2, False)
     assert main(["ckpt", "info", str(tmp_path), "--iteration", "3"]) == 1
-    line = f"iteration=3: {checkpoints} has no such checkpoint. Fix: choose one of 2, 4, 6."
-    assert line in capsys.readouterr().err
+    assert "Fix: choose one of 2, 4, 6." in capsys.readouterr().err
     # Where the newest cannot be read, those beside it are what matters.
     (checkpoints / "iter_0000006" / ".metadata").unlink()
     assert main(["ckpt", "info", str(tmp_path)]) == 1
@@ -109,13 +92,14 @@ def test_all_checkpoints_of_a_run(tmp_path, capsys):
 
 def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
     """common.pt as its script writes it: arguments with enumerations of modules that are not installed."""
-    tensors = {key: value for key, value in drawn_state().items() if not key.startswith("optimizer.")}
+    drawn = ckpt_files.drawn_state()
+    tensors = {key: value for key, value in drawn.items() if not key.startswith("optimizer.")}
     folder = write_checkpoint(tmp_path, 7, tensors=tensors, manifest=False)
     module = types.ModuleType("megatron.training.kinds")
     module.Kind = enum.Enum("Kind", ["one", "two"], module=module.__name__)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
-        patch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+        for name in ("megatron", "megatron.training"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
         patch.setitem(sys.modules, module.__name__, module)
         arguments = argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, kind=module.Kind.two)
         torch.save({"args": arguments, "iteration": 7, "checkpoint_version": 3.0}, folder / "common.pt")
@@ -123,36 +107,24 @@ def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
     assert (read.num_layers, read.params_dtype, read.kind.arguments) == (2, torch.bfloat16, (2,))
 
     code, report = run_json(capsys, "info", folder)
-    assert code == 0
-    assert (report["iteration"], report["samples"], report["optimizer"]) == (7, None, [])
-    assert report["layout"] is None
-    assert report["written_by"] == "Megatron-LM or another program"
+    found = [report[name] for name in ("iteration", "samples", "optimizer", "layout")]
+    assert (code, found) == (0, [7, None, [], None])
+    assert report["written_by"].startswith("Megatron-LM")
     assert report["parameters"]["total"] == sum(PARAMETERS.values())
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda path: None, "holds no distributed checkpoint (no metadata.json). Fix: name an iter_ folder"),
-        (lambda path: (path / LATEST).write_text("x"), "must hold the number of an iteration"),
-        (lambda path: (path / LATEST).write_text("9"), "iter_0000009: does not exist"),
-    ],
-)
-def test_what_is_no_checkpoint(make, text, tmp_path, capsys):
-    make(tmp_path)
+@pytest.mark.parametrize(("latest", "text"), [("x", "must hold the number"), ("9", "iter_0000009: does not")])
+def test_what_is_no_checkpoint(latest, text, tmp_path, capsys):
+    assert main(["ckpt", "info", str(tmp_path)]) == 1
+    assert "holds no distributed checkpoint (no metadata.json)" in capsys.readouterr().err
+    (tmp_path / LATEST).write_text(latest)
     assert main(["ckpt", "info", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("moe-exp ckpt: ")
     assert text in line
 
 
-@pytest.mark.parametrize(
-    ("command", "damage"),
-    [
-        *itertools.product(["info", "verify", "reshape", "diff"], ["rows", "chunk", "empty rows"]),
-        *itertools.product(["info", "verify", "reshape"], ["nested"]),  # diff reads no manifest
-    ],
-)
+@pytest.mark.parametrize("damage", ["rows", "chunk", "empty rows", "nested"])
+@pytest.mark.parametrize("command", ["info", "verify", "reshape"])
 def test_a_checkpoint_that_is_impossible_is_refused(command, damage, tmp_path, capsys):
     folder = write_checkpoint(tmp_path / "a", manifest=damage == "nested")
     if damage == "nested":
@@ -168,8 +140,8 @@ def test_a_checkpoint_that_is_impossible_is_refused(command, damage, tmp_path, c
             tensor.chunks[0] = replace(tensor.chunks[0], sizes=torch.Size([2**40, *others]))
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         expected = f"says that {key} is {2**40}x"
-    more = {"reshape": [str(tmp_path / "b")], "diff": [str(write_checkpoint(tmp_path / "c"))]}
-    assert main(["ckpt", command, str(folder), *more.get(command, [])]) in (1, 2)
+    target = [str(tmp_path / "b")] if command == "reshape" else []
+    assert main(["ckpt", command, str(folder), *target]) in (1, 2)
     printed = capsys.readouterr()
     assert expected in printed.out + printed.err
     assert not (tmp_path / "b").exists()

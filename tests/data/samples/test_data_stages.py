@@ -3,15 +3,13 @@
 import json
 import re
 import shlex
-import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import ROOT
-from helpers.token_files import write_distinct
+from helpers.token_files import write_distinct, write_tokens
 from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
@@ -19,9 +17,6 @@ from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.parsers import read_stages
 from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
-from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.host.exit_codes import FAILED
-from moe_exp.launch import launch
 from moe_exp.launch.machine_checks import data_problems
 from moe_exp.launch.source_checks import source_problems
 
@@ -56,19 +51,15 @@ def test_blend_counts_are_those_of_the_positions(weights):
 
 
 def test_files_go_on_over_a_border(prefixes):
-    """Other weights, one file less and one more, and the first mixture again: within an epoch of each file no
-    token is read twice as an input, and none is left out.
-    """
+    """Other weights, one file less and one more: in an epoch of each no input is read twice or left out."""
     ab, bc = [(0.5, "a"), (0.5, "b")], [(0.25, "b"), (0.75, "c")]
     samples = staged(prefixes, (0, ab, SEQ_LEN), (64, bc, SEQ_LEN), (128, ab, SEQ_LEN))
     tokens = samples.batch(0, 64), samples.batch(64, 64), samples.batch(128, 64)
     inputs = [int(token) for part in tokens for token in part[:, :-1].flatten() if token]
     assert len(inputs) == len(set(inputs))
     alone = SampleStream([(1.0, prefixes["a"])], seq_len=SEQ_LEN, seed=1)
-    of_a = [
-        row for part in (tokens[0], tokens[2]) for row in part.tolist() if row in alone.batch(0, 64).tolist()
-    ]
-    assert of_a == alone.batch(0, 64).tolist()
+    of_a = alone.batch(0, 64).tolist()
+    assert [row for part in (tokens[0], tokens[2]) for row in part.tolist() if row in of_a] == of_a
 
 
 def test_the_past_does_not_depend_on_what_comes(prefixes):
@@ -93,9 +84,6 @@ def test_longer_samples_count_as_several(prefixes):
             samples.batch(first, count)
 
 
-# The setting
-
-
 def config(stages, **changes):
     settings = {"preset": "cpu", "gpus_per_node": 1, "seq_len": 64, "mbsz": 2, "gbsz": 8, "train_iters": 100}
     text = stages if isinstance(stages, str) else json.dumps(stages)
@@ -108,11 +96,8 @@ def test_a_file_and_text_are_the_same(tmp_path):
     found = config(str(file), train_data="x")
     text = "[{from_tokens: 4e4, seq_len: 128}, {from_samples: 800, train_data: 0.5 a 0.5 b}]"
     assert found.data_stages == config(text, train_data="x").data_stages
-    assert [tuple(vars(stage).values()) for stage in stages_of(found)] == [
-        (0, "x", 64, None),
-        (625, "x", 128, 40000),
-        (800, "0.5 a 0.5 b", 128, None),
-    ]
+    stages = [tuple(vars(stage).values()) for stage in stages_of(found)]
+    assert stages == [(0, "x", 64, None), (625, "x", 128, 40000), (800, "0.5 a 0.5 b", 128, None)]
     assert read_stages(found.data_stages) == found.data_stages
 
 
@@ -239,14 +224,9 @@ def test_stages_that_can_run():
 
 
 def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
-    short = tmp_path / "short"
-    with BinIdxWriter(short, vocab_size=60000, eod_id=5) as writer:
-        writer.add_document(range(39))
-    given = [("gone", 64), (str(short), 64), (prefixes["a"], 64)]
-    stages = [
-        {"from_samples": 8 * number, "train_data": path, "seq_len": seq_len}
-        for number, (path, seq_len) in enumerate(given, 1)
-    ]
+    short = write_tokens(tmp_path / "short", [range(39)], eod_id=5)
+    given = enumerate(("gone", str(short), prefixes["a"]), 1)
+    stages = [{"from_samples": 8 * number, "train_data": path, "seq_len": 64} for number, path in given]
     found = list(data_problems(config(stages, train_data=prefixes["a"], vocab_size=60000)))
     assert [line.partition(":")[0] for line in found] == ["DATA_STAGES=gone", f"DATA_STAGES={short}"]
     assert "there is no such file" in found[0]
@@ -260,38 +240,17 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     assert "documents end with different tokens: 0 in" in line
 
 
-# Runs
-
-
-def run_settings(prefixes: dict[str, str], folder: Path, **changes):
+@pytest.fixture(scope="module")
+def settings(prefixes, tmp_path_factory):
     stages = [
         {"from_samples": 24, "train_data": f"0.3 {prefixes['b']} 0.7 {prefixes['c']}"},
         {"from_samples": 48, "train_data": prefixes["a"], "seq_len": 64},
     ]
     return {
         "TRAIN_DATA": f"0.5 {prefixes['a']} 0.5 {prefixes['b']}", "SEQ_LEN": 32, "VOCAB_SIZE": 4096,
-        "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 10, "DATA_STAGES": json.dumps(stages), "DATA_DIR": folder,
-    } | changes  # fmt: skip
-
-
-# Kills the rank that reads the sample DIES_AT.
-DYING = """
-import os
-import signal
-if "RANK" in os.environ:
-    from moe_exp.data.samples.dataset import SampleStream
-    batch = SampleStream.batch
-    def die(self, first, count):
-        if first == int(os.environ["DIES_AT"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return batch(self, first, count)
-    SampleStream.batch = die
-"""
-
-
-@pytest.fixture(scope="module")
-def settings(prefixes, tmp_path_factory):
-    return run_settings(prefixes, tmp_path_factory.mktemp("data"))
+        "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 10, "DATA_STAGES": json.dumps(stages),
+        "DATA_DIR": tmp_path_factory.mktemp("data"),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -302,28 +261,21 @@ def whole(settings, session_runs):
 def test_stages_begin_where_they_say(whole):
     assert whole.curve("consumed_samples") == list(range(8, 88, 8))
     assert whole.curve("consumed_tokens") == list(range(256, 2816, 256))
-    began = [event for event in whole.records("event") if event["event"] == "data_stage"]
-    assert [(event["iteration"], event["stage"], event["seq_len"]) for event in began] == [
-        (4, 1, 32),
-        (7, 2, 64),
-    ]
+    assert [begun[:3] for begun in stages_begun(whole)] == [(4, 1, 32), (7, 2, 64)]
+
+
+def stages_begun(ended):
+    events = (one for one in ended.records("event") if one["event"] == "data_stage")
+    return [(one["iteration"], one["stage"], one["seq_len"], one["train_data"]) for one in events]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies_at", [16, 24, 32, 40, 48, 72])
-def test_killed_on_both_sides_of_a_border(dies_at, whole, settings, runs, tmp_path):
-    """Borders are at 24 and 48, and checkpoints at every 16. Resumed on the same layout, with workers, and on
-    two ranks.
-    """
-    (tmp_path / "sitecustomize.py").write_text(DYING)
-    process = runs.start(
-        "killed", PYTHONPATH=tmp_path, DIES_AT=dies_at, SAVE_INTERVAL=2, MAX_RESTARTS=0, **settings
-    )
-    killed = runs.end("killed", process)
-    assert killed.code == FAILED
-    assert killed.curve("consumed_samples")[-1] == dies_at
-    shutil.copytree(killed.folder.path, runs.folder("two").path)
-    resumed = runs.succeed("killed", NUM_WORKERS=1, **settings)
+@pytest.mark.parametrize("iterations", [2, 3, 4, 6, 8])
+def test_resumed_on_both_sides_of_a_border(iterations, whole, settings, runs):
+    """Borders are after 3 and 6 iterations. On the same layout, with workers, and on two ranks."""
+    for name in ("one", "two"):
+        runs.stopped(name, EXIT_INTERVAL=iterations, **settings)
+    resumed = runs.succeed("one", NUM_WORKERS=1, **settings)
     for name in ("lm_loss", "grad_norm", "consumed_flops"):
         assert resumed.curve(name) == whole.curve(name), name
     two = runs.succeed("two", GPUS_PER_NODE=2, EP=2, NUM_WORKERS=1, **settings)
@@ -346,12 +298,8 @@ def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, setti
     assert other.curve("lm_loss")[7] != whole.curve("lm_loss")[7]
 
 
-# The example of docs/corpus.md
-
-
-@pytest.fixture
-def example(tmp_path, monkeypatch):
-    """Its stages and settings, in a folder with the texts that it names."""
+def test_the_example_of_the_page_runs(runs, tmp_path, monkeypatch):
+    """Of docs/corpus.md, on texts of the names that it has, with a thousandth of its tokens."""
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "docs" / "corpus.md").read_text().split("### Stages\n")[1]
     (yaml_text,) = re.findall(r"```yaml\n# stages.yaml\n(.*?)```", section, flags=re.DOTALL)
@@ -362,38 +310,18 @@ def example(tmp_path, monkeypatch):
         for text in range(30):
             words = " ".join(f"{name}{(text * word + number) % 97}" for word in range(120))
             (tmp_path / name / f"{text}.txt").write_text(f"{words}.\n")
-    (tmp_path / "stages.yaml").write_text(yaml_text)
     assert cli.main(train_tokenizer.split()[1:]) == 0
     words = shlex.split(command)
-    settings = dict(word.split("=", 1) for word in words[: words.index("bash")])
-    return settings | {"DATA_DIR": tmp_path / "data", "TOKENIZER": tmp_path / "tokenizer"}
-
-
-def test_the_example_of_the_page_can_start(example, monkeypatch, capsys):
-    for name, value in example.items():
-        monkeypatch.setenv(name, str(value))
-    assert launch.train({}, dry_run=True) == 0
-    printed = capsys.readouterr()
-    assert "DATA_STAGES: 30 files" in printed.out and "stage 1 begins at token 4,005,888" in printed.out
-    assert "DATA_STAGES=" not in printed.err
-
-
-def test_the_example_of_the_page_runs(example, runs, tmp_path):
-    """With a thousandth of its tokens."""
-    text = (tmp_path / "stages.yaml").read_text().replace("e6", "e3").replace("512", "32")
-    (tmp_path / "stages.yaml").write_text(text)
-    example["TRAIN_DATA"] = f"0.9 {tmp_path}/web 0.1 {tmp_path}/books"
-    stages = text.replace("web", str(tmp_path / "web")).replace("books", str(tmp_path / "books"))
-    (tmp_path / "stages.yaml").write_text(stages.replace("good", str(tmp_path / "good")))
-    del example["PRESET"]
-    small = {"SEQ_LEN": 16, "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 60, "VOCAB_SIZE": 4096}
-    ended = runs.succeed("page", **example | small | {"DATA_STAGES": tmp_path / "stages.yaml"})
-    began = [event for event in ended.records("event") if event["event"] == "data_stage"]
+    settings = dict(word.split("=", 1) for word in words[: words.index("bash")] if "PRESET" not in word)
+    settings |= {"DATA_DIR": tmp_path / "data", "TOKENIZER": tmp_path / "tokenizer"}
+    settings |= {"TRAIN_DATA": f"0.9 {tmp_path}/web 0.1 {tmp_path}/books"}
+    stages = re.sub("(web|books|good)", rf"{tmp_path}/\1", yaml_text.replace("e6", "e3").replace("512", "32"))
+    (tmp_path / "stages.yaml").write_text(stages)
+    settings |= {"SEQ_LEN": 16, "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 60, "VOCAB_SIZE": 4096}
+    ended = runs.succeed("page", **settings | {"DATA_STAGES": tmp_path / "stages.yaml"})
     # batches of 128 tokens: 4,000 is within the 32nd, 6,000 within the 47th
-    places = [(event["iteration"], event["stage"], event["seq_len"]) for event in began]
-    assert places == [(33, 1, 16), (48, 2, 32)]
     mixed = f"0.5 {tmp_path}/web 0.5 {tmp_path}/books"
-    assert [event["train_data"] for event in began] == [mixed, f"{tmp_path}/good"]
+    assert stages_begun(ended) == [(33, 1, 16, mixed), (48, 2, 32, f"{tmp_path}/good")]
     assert "stage 1 begins at token 4,096 (sample 256), the first batch from token 4000 on" in ended.text
     # held-out documents of TRAIN_DATA are in no stage: web and books are prepared once
     prepared = [path.parent.name.rsplit("_", 1)[0] for path in (tmp_path / "data").glob("*/text.json")]

@@ -1,6 +1,4 @@
-"""The sample stream: every token once per epoch, samples that depend on nothing but (files, seq_len, seed,
-index), blends.
-"""
+"""The sample stream: every token once per epoch; samples depend on (files, seq_len, seed, index) alone."""
 
 from itertools import accumulate, pairwise
 from math import ceil, log2
@@ -44,13 +42,9 @@ def prefix(tmp_path):
     return write_distinct(tmp_path / "part", [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10)
 
 
-# Without shuffle
-
-
 def test_file_order_by_hand(tmp_path):
-    stream = SampleStream(
-        [(1.0, write_distinct(tmp_path / "part", [4, 1, 3, 4]))], seq_len=5, seed=0, shuffle=False
-    )
+    prefix = write_distinct(tmp_path / "part", [4, 1, 3, 4])
+    stream = SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False)
     # 1 2 3 0 | 0 | 4 5 0 | 6 7 8 0: 12 tokens are two windows of 5 and a remainder; the label of 4 is the
     # first of the next.
     assert stream.sample(0).tolist() == [1, 2, 3, 0, 0, 4]
@@ -80,22 +74,13 @@ def test_documents_of_several_and_of_empty_sequences(tmp_path):
     assert texts == {(1, 2, 3, 4, 100000, 5, 6), (5, 6, 1, 2, 3, 4, 100000)}
 
 
-# With shuffle
-
-
 @settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    st.integers(1, 20),
-    st.integers(0, 2**40),
-    st.integers(0, 3),
-)
-def test_every_token_once_per_epoch(tmp_path_factory, lengths, seq_len, seed, epoch):
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20), st.integers(0, 2**40))
+def test_every_token_once_per_epoch(tmp_path_factory, lengths, seq_len, seed):
     if sum(lengths) <= seq_len:
         return
-    stream = SampleStream(
-        [(1.0, write_distinct(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed
-    )
+    prefix, epoch = write_distinct(tmp_path_factory.mktemp("data") / "part", lengths), seed % 4
+    stream = SampleStream([(1.0, prefix)], seq_len=seq_len, seed=seed)
     num_windows = (sum(lengths) - 1) // seq_len
     samples = [stream.sample(epoch * num_windows + i) for i in range(num_windows)]
     inputs = np.concatenate([sample[:-1] for sample in samples])
@@ -135,10 +120,8 @@ def test_same_prefix_twice_in_a_blend_is_shuffled_apart(prefix):
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=30))
 def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indices):
     folder = tmp_path_factory.mktemp("data")
-    blend = [
-        (0.7, write_distinct(folder / "a", [7, 3, 20] * 9)),
-        (0.3, write_distinct(folder / "b", [11, 5] * 9, first_id=1000)),
-    ]
+    a, b = write_distinct(folder / "a", [7, 3, 20] * 9), write_distinct(folder / "b", [11, 5] * 9, 1000)
+    blend = [(0.7, a), (0.3, b)]
     stream = SampleStream(blend, seq_len=8, seed=3)
     for index in indices:
         fresh = SampleStream(blend, seq_len=8, seed=3)
@@ -169,9 +152,7 @@ def test_permutations(size, key):
 
 
 def test_permutations_are_near_uniform():
-    """Where each of 8 elements lands over 4000 keys: chi-squared with 49 degrees of freedom is over 100 once
-    in 10^5 draws.
-    """
+    """Where each of 8 elements lands: chi-squared with 49 degrees of freedom is over 100 once in 10^5."""
     for permute in (lambda key: [permuted(i, 8, key) for i in range(8)], lambda key: shuffled(8, key)):
         counts = np.zeros((8, 8))
         for key in range(4000):
@@ -179,29 +160,15 @@ def test_permutations_are_near_uniform():
         assert ((counts - 500) ** 2 / 500).sum() < 100
 
 
-# Blends
-
-
-def counts_along(weights, num_samples):
-    """Samples of each data set after 1, 2, ... samples; asserts that each data set is read in order without
-    gaps.
-    """
-    cumulative = [0, *accumulate(weights)]
-    counts = np.zeros((num_samples + 1, len(weights)), dtype=np.int64)
-    for index in range(num_samples):
-        position, local = blend_position(index, cumulative)
-        assert local == counts[index, position]
-        counts[index + 1] = counts[index]
-        counts[index + 1, position] += 1
-    return counts
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=12))
-def test_every_data_set_stays_close_to_its_share(weights):
-    shares = np.outer(np.arange(401), np.array(weights) / sum(weights))
-    furthest = np.abs(counts_along(weights, 400) - shares).max()
-    assert furthest <= ceil(log2(len(weights))) / 2 + 1e-9
+def test_every_data_set_is_read_in_order_and_stays_close_to_its_share(weights):
+    shares, counts = np.array(weights) / sum(weights), np.zeros(len(weights), dtype=np.int64)
+    for index in range(400):
+        position, local = blend_position(index, [0, *accumulate(weights)])
+        assert local == counts[position]
+        counts[position] += 1
+        assert np.abs(counts - shares * (index + 1)).max() <= ceil(log2(len(weights))) / 2 + 1e-9
 
 
 def test_shares_hold_far_into_a_run():
@@ -210,9 +177,6 @@ def test_shares_hold_far_into_a_run():
     seen = [blend_position(i, cumulative) for i in range(index, index + 10)]
     assert sum(position == 0 for position, _ in seen) == 3
     assert abs(dict(seen)[0] - index * 3 / 10) <= 3
-
-
-# Batches and fingerprints
 
 
 def test_batch_is_the_samples_in_order(prefix):
@@ -251,11 +215,8 @@ def test_documents_by_hand():
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]]
     assert document_lengths(tokens[:, :1], 5) == ((1,), (1,))
     parts = [context_part(batch, context_ranges(6, cp_rank=rank, cp_size=3)) for rank in range(3)]
-    assert [part["position_ids"].tolist() for part in parts] == [
-        [[0, 2], [0, 5]],
-        [[1, 1], [1, 4]],
-        [[0, 0], [2, 3]],
-    ]
+    ids_of_ranks = [[[0, 2], [0, 5]], [[1, 1], [1, 4]], [[0, 0], [2, 3]]]
+    assert [part["position_ids"].tolist() for part in parts] == ids_of_ranks
 
 
 def test_pieces_of_a_context_parallel_rank():

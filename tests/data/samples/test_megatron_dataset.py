@@ -1,6 +1,4 @@
-"""Megatron's order: the samples are the token stream of its document order, blends hold their weights, no
-index outlives its tokens.
-"""
+"""Megatron's order: its token stream, blends by weight, and indices that do not outlive their tokens."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +13,7 @@ from helpers.ranks import run_on_ranks
 from helpers.token_files import write_distinct
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
-from moe_exp.data.tokens.tokens import TokenFiles, parse_split, share_range
+from moe_exp.data.tokens.tokens import TokenFiles, parse_blend, parse_split, share_range
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -31,9 +29,8 @@ LENGTHS = [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10  # 1250 tokens, 78 samples
 
 def order(train, **changes):
     values = {"valid": "", "split": "", "seq_len": SEQ_LEN, "seed": 1234}
-    return MegatronOrder(
-        train=train, **(values | {"num_train_samples": 300, "num_valid_samples": 0} | changes)
-    )
+    values |= {"num_train_samples": 300, "num_valid_samples": 0}
+    return MegatronOrder(train=train, **(values | changes))
 
 
 def blend_of_two(folder):
@@ -62,9 +59,8 @@ def test_samples_are_the_token_stream(num_samples, tmp_path):
     prefix = write_distinct(tmp_path / "part", LENGTHS)
     samples, _ = megatron_samples(order(prefix, num_train_samples=num_samples), tmp_path)
     (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
-    documents, places = (
-        np.load(next(folder.glob(f"*train-{name}_index.npy"))) for name in ("document", "shuffle")
-    )
+    (documents,) = map(np.load, folder.glob("*train-document_index.npy"))
+    (places,) = map(np.load, folder.glob("*train-shuffle_index.npy"))
     num_epochs = len(documents) // len(LENGTHS)
     assert num_epochs == {70: 1, 300: 4, 390: 5}[num_samples]
     assert sorted(documents) == sorted(list(range(len(LENGTHS))) * num_epochs)
@@ -84,9 +80,7 @@ class ByteTokenizer:
 
 
 def test_same_samples_as_megatron_by_itself(alone, tmp_path):
-    """GPTDatasetConfig as Megatron-LM fills it, through its own builder: a blend in three parts, of which we
-    leave out the test part.
-    """
+    """GPTDatasetConfig as Megatron-LM fills it, through its builder: a blend in three parts, we have two."""
     blend = blend_of_two(tmp_path)
     ours = megatron_samples(order(blend, split="8,1,1", num_valid_samples=20), tmp_path)
     config = GPTDatasetConfig(
@@ -104,10 +98,9 @@ def test_same_samples_as_megatron_by_itself(alone, tmp_path):
 
 def test_blend_holds_its_weights(alone, tmp_path):
     """Both orders; 10,000 samples, 0.7 and 0.3, within 0.1 % of the whole."""
-    a, b = write_distinct(tmp_path / "a", LENGTHS), write_distinct(tmp_path / "b", LENGTHS, first_id=5000)
-    text = f"0.7 {a} 0.3 {b}"
-    megatrons, _ = megatron_samples(order(text, num_train_samples=10_000), tmp_path)
-    for samples in (megatrons, SampleStream([(0.7, a), (0.3, b)], seq_len=SEQ_LEN, seed=1)):
+    blend = blend_of_two(tmp_path)
+    megatrons, _ = megatron_samples(order(blend, num_train_samples=10_000), tmp_path)
+    for samples in (megatrons, SampleStream(parse_blend(blend), seq_len=SEQ_LEN, seed=1)):
         from_b = sum(int(samples.sample(index).max()) >= 5000 for index in range(10_000))
         assert abs(from_b - 3000) <= 10
 
@@ -118,9 +111,6 @@ def test_prefixes_without_weights(alone, tmp_path):
     assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
     with pytest.raises(ValueError, match=rf"^TRAIN_DATA={a} {b}: .* 312 samples, and the run takes 400"):
         megatron_samples(order(f"{a} {b}", num_train_samples=400), tmp_path)
-
-
-# The index files
 
 
 def test_other_text_at_the_same_prefix(tmp_path):
@@ -135,8 +125,9 @@ def test_other_text_at_the_same_prefix(tmp_path):
     other = list(reversed(LENGTHS)) * 2
     write_distinct(prefix, other, first_id=20000)
     second = megatron_samples(wanted, tmp_path)[0].batch(0, 300)
+    before, after = second[:, :-1], second[:, 1:]
     assert int(second[second > 0].min()) >= 20000
-    assert _follow_documents(second)
+    assert ((before == 0) | (after == 0) | (after == before + 1)).all(), "ids count up inside a document"
     # Megatron's own cache: no new file, and samples that end where the old documents did.
     stale, _ = _build(wanted, by_path)
     assert sorted(path.name for path in by_path.iterdir()) == names
@@ -145,12 +136,6 @@ def test_other_text_at_the_same_prefix(tmp_path):
         [stale[i] for i in range(300)]
     write_distinct(prefix, LENGTHS)
     assert megatron_samples(wanted, tmp_path)[0].batch(0, 300).equal(first)
-
-
-def _follow_documents(samples):
-    """Ids count up inside a document, so what follows a token is the next id or EOD."""
-    before, after = samples[:, :-1], samples[:, 1:]
-    return bool(((before == 0) | (after == 0) | (after == before + 1)).all())
 
 
 def test_index_that_was_not_finished_is_built_again(tmp_path):
@@ -183,14 +168,8 @@ def test_ranks_build_it_once_and_see_the_same(alone, tmp_path):
     assert len([path for path in (tmp_path / "two" / INDEX_FOLDER).iterdir() if path.is_dir()]) == 1
 
 
-# Parts
-
-
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda parts: parts[0] > 0),
-    st.integers(1, 10**6),
-)
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=3), st.integers(1, 10**6))
 def test_parts_are_those_of_megatron(parts, count):
     text = ",".join(f"{part:f}" for part in parts)
     if not float(text.split(",")[0]):

@@ -130,9 +130,6 @@ def test_megatrons_order_and_the_number_of_samples():
     assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}")
 
 
-# Against the samples themselves
-
-
 def write(prefix, first_id=1):
     return write_distinct(prefix, [20] * 100, first_id)
 

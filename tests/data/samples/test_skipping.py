@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.ranks import run_on_ranks
-from helpers.token_files import samples_of
+from helpers.token_files import samples_of, write_distinct
 from moe_exp.data.samples.dataset import (
     SampleStream,
     SkippingSamples,
@@ -18,19 +18,15 @@ from moe_exp.data.samples.dataset import (
     stream_ranges,
 )
 from moe_exp.data.samples.prefetch import ReadAhead
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
-RANGES = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
-    max_size=6,
-)
+RANGE = st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+RANGES = st.lists(RANGE, max_size=6)
 
 
 def left(skipped, count):
     """The first numbers of the stream that are not skipped."""
-    return [
-        number for number in range(count + 200) if not any(first <= number < end for first, end in skipped)
-    ][:count]
+    numbers = range(count + 200)
+    return [one for one in numbers if not any(first <= one < end for first, end in skipped)][:count]
 
 
 @settings(deadline=None)
@@ -52,19 +48,15 @@ def test_every_other_sample_comes_once_and_in_order(ranges):
 @settings(deadline=None)
 @given(RANGES, st.integers(0, 60), st.integers(0, 40))
 def test_ranges_of_a_batch(ranges, first, count):
-    skipped = merged(ranges)
-    found = [
-        number for begin, end in stream_ranges(first, first + count, skipped) for number in range(begin, end)
-    ]
-    assert found == left(ranges, first + count)[first:]
+    found = stream_ranges(first, first + count, merged(ranges))
+    numbers = [number for begin, end in found for number in range(begin, end)]
+    assert numbers == left(ranges, first + count)[first:]
 
 
 @settings(deadline=None)
 @given(RANGES, RANGES, st.integers(0, 60))
 def test_going_on_from_a_checkpoint(saved, wanted, consumed):
-    """Whatever the run skips meanwhile: what the checkpoint has trained stays as it was, and then comes the
-    rest.
-    """
+    """Whatever is skipped meanwhile, what the checkpoint has trained stays, and then comes the rest."""
     skipped = skipped_from(saved, wanted, consumed)
     trained = left(saved, consumed)
     place = trained[-1] + 1 if trained else 0
@@ -75,9 +67,7 @@ def test_going_on_from_a_checkpoint(saved, wanted, consumed):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6)), min_size=1, max_size=4))
 def test_rollback_after_rollback(spikes):
-    """A run saves every 5 iterations of 4 samples, and goes back twice and more: what it has trained in the
-    end is the stream without.
-    """
+    """A run saves every 5 iterations of 4 samples and goes back: in the end it has trained all the others."""
     batch, skipped, trained, consumed, all_skips = 4, (), [], 0, []
     for iteration, length in spikes:
         end = (iteration + length) * batch
@@ -94,18 +84,14 @@ def test_rollback_after_rollback(spikes):
 
 @pytest.fixture
 def prefix(tmp_path):
-    with BinIdxWriter(tmp_path / "part", vocab_size=60000) as writer:
-        for number in range(50):
-            writer.add_document(range(number * 20 + 1, number * 20 + 20))
-    return str(tmp_path / "part")
+    return write_distinct(tmp_path / "part", [20] * 50)
 
 
 def test_batches_over_a_skip(prefix):
     stream = SampleStream([(1.0, prefix)], seq_len=10, seed=1)
     samples = SkippingSamples(stream, [(3, 5), (9, 10)])
-    expected = torch.stack(
-        [torch.from_numpy(stream.sample(number)) for number in (0, 1, 2, 5, 6, 7, 8, 10, 11)]
-    )
+    numbers = (0, 1, 2, 5, 6, 7, 8, 10, 11)
+    expected = torch.stack([torch.from_numpy(stream.sample(number)) for number in numbers])
     assert torch.equal(samples.batch(0, 9), expected)
     assert torch.equal(samples.batch(3, 2), expected[3:5])
     assert samples.origin(3) == stream.origin(5)
@@ -134,8 +120,8 @@ def test_origin_has_the_tokens(kind, prefix, tmp_path):
     samples = samples_of(kind, prefix, 25, 60, tmp_path)
     for number in range(60):
         origin, tokens = samples.origin(number), samples.sample(number)
-        # Document n has the tokens above 20 n; 0 ends each.
-        found = list(dict.fromkeys((tokens[tokens > 0] // 20).tolist()))
+        # Document n has 19 tokens from 19 n + 1 on; 0 ends each.
+        found = list(dict.fromkeys(((tokens[tokens > 0] - 1) // 19).tolist()))
         assert origin.prefix == prefix
         assert found == [document for document in origin.documents if document in found]
         assert 2 <= len(origin.documents) <= 3
@@ -143,20 +129,15 @@ def test_origin_has_the_tokens(kind, prefix, tmp_path):
 
 @pytest.mark.parametrize("kind", ["stream", "megatron"])
 def test_origin_in_a_blend(kind, prefix, tmp_path):
-    other = tmp_path / "other"
-    with BinIdxWriter(other, vocab_size=60000) as writer:
-        for number in range(50):
-            writer.add_document(range(30000 + number * 20, 30000 + number * 20 + 19))
+    other = write_distinct(tmp_path / "other", [20] * 50, first_id=30000)
     blend = f"0.7 {prefix} 0.3 {other}"
     for tokens, origin in run_on_ranks(1, tokens_and_origins, kind, blend, tmp_path)[0]:
-        first = 30000 if tokens[0] >= 30000 else 0
-        assert origin.prefix == (str(other) if first else prefix)
-        assert {(token - first) // 20 for token in tokens} <= set(origin.documents)
+        first = 30000 if tokens[0] >= 30000 else 1
+        assert origin.prefix == (prefix if first == 1 else other)
+        assert {(token - first) // 19 for token in tokens} <= set(origin.documents)
 
 
 def tokens_and_origins(kind, blend, folder):
     samples = samples_of(kind, blend, 10, 40, folder)
-    return [
-        ([token for token in samples.sample(number).tolist() if token > 0], samples.origin(number))
-        for number in range(40)
-    ]
+    tokens = [[token for token in samples.sample(number).tolist() if token > 0] for number in range(40)]
+    return list(zip(tokens, map(samples.origin, range(40)), strict=True))

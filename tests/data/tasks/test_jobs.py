@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from helpers.slurm.cluster import Cluster
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.steps import ReadFiles
 from moe_exp.data.shuffle.shuffle import shuffle_documents
@@ -18,14 +16,6 @@ from moe_exp.data.tasks.execution import Execution, Pass, in_turn
 from moe_exp.data.tasks.jobs import ray_executor
 
 pytest.importorskip("datatrove")
-
-
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    cluster = Cluster(tmp_path / "queue")
-    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    return cluster
 
 
 FINISH = """

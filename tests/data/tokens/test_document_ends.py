@@ -11,6 +11,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from helpers.checkpoint.small_job import end_run, small_settings, start_run
+from helpers.jsonl import write_jsonl
 from helpers.whole_runs import SMALL
 from moe_exp import cli
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
@@ -47,12 +48,10 @@ def save_tokenizer(folder: Path, *, bos: bool = False, texts=TEXTS, **names: str
 
 def tokenize(folder: Path, name: str, tokenizer: Path, *flags: str) -> str:
     """Token files of TEXTS by the command; their prefix."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (folder / f"{name}.jsonl").write_text(lines)
-    line = ["data", "tokenize", "--input", str(folder / f"{name}.jsonl")]
-    line += ["--output-prefix", str(folder / name)]
-    line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-    assert cli.main([*line, "--workers", "1", *flags]) == 0
+    source = write_jsonl(folder / f"{name}.jsonl", [{"text": text} for text in TEXTS])
+    line = ["data", "tokenize", "--input", str(source), "--output-prefix", str(folder / name), *flags]
+    line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    assert cli.main([*line, "--append-eod", "--workers", "1"]) == 0
     return f"{folder / name}_text_document"
 
 
@@ -95,8 +94,7 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     table = TokenBytes(tokenizer)
     assert table.count(first, np.arange(second) == 0) == len(TEXTS[0].encode())
 
-    done = to_hf(run, tmp_path / "exported")
-    assert done.architecture
+    assert to_hf(run, tmp_path / "exported").architecture
     exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert (exported.eos_token, exported.eos_token_id) == (eod_token, first[-1])
     assert exported(TEXTS[0]).input_ids == first[:-1].tolist()
@@ -148,9 +146,6 @@ def test_no_bos_to_prepend(tmp_path, capsys):
     with pytest.raises(AssertionError):
         tokenize(tmp_path, "data", folder, "--prepend-bos")
     assert "PREPEND_BOS=True" in capsys.readouterr().err
-
-
-# One tokenizer for all data of a run
 
 
 @pytest.fixture(scope="module")
@@ -207,12 +202,9 @@ def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
     size = {"vocab_size": VOCAB, "seq_len": 16, "gbsz": 4, "mbsz": 2, "gpus_per_node": 1}
     config = load_config(SMALL | size | named, {})
     problems = list(data_problems(config))
-    if refused is None:
-        assert problems == []
-    else:
-        (line,) = problems
-        assert re.search(refused, line), line
-        assert "ALLOW_OTHER_DATA=true" in line
+    assert len(problems) == bool(refused)
+    for line in problems:
+        assert re.search(refused, line) and "ALLOW_OTHER_DATA=true" in line, line
         assert list(data_problems(config.model_copy(update={"allow_other_data": True}))) == []
 
 

@@ -1,6 +1,4 @@
-"""Bytes per token: the sum over a document is the length of its text, whatever the tokenizer, and wherever it
-is cut.
-"""
+"""Bytes per token: their sum is the length of a text, whatever the tokenizer, and wherever it is cut."""
 
 from pathlib import Path
 
@@ -21,15 +19,12 @@ TEXTS = [
 
 
 def metaspace(model: str) -> Tokenizer:
-    """As Llama's and Mistral's (BPE with bytes for what is unknown) or T5's (Unigram) tokenizer.json have
-    it.
-    """
+    """As in tokenizer.json of Llama and Mistral (BPE with bytes for what is unknown) or T5 (Unigram)."""
     if model == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(
-            vocab_size=150, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False
-        )
+        how = {"unk_token": "<unk>", "special_tokens": ["<unk>", "</s>"], "show_progress": False}
+        trainer = trainers.UnigramTrainer(vocab_size=150, **how)
         tokenizer.train_from_iterator(TEXTS * 20, trainer)
         return tokenizer
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -46,9 +41,7 @@ def metaspace(model: str) -> Tokenizer:
 
 
 def built(kind: str) -> Tokenizer:
-    """Tokenizers that add a space before a text, have no piece for a single space, or no letters of a word
-    for themselves.
-    """
+    """Tokenizers that add a space before a text, or have no piece for a space or a letter by itself."""
     if kind in ("prefix_space", "prefix_space_nfc"):
         tokenizer = train_bpe(TEXTS * 3, 300)
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -159,9 +152,7 @@ def test_what_a_tokenizer_does_not_keep_is_said(kind, kept, changed, tmp_path):
 
 
 def test_what_stands_for_no_text(tmp_path):
-    """Special tokens, the end of a document, and ids beyond the tokenizer's; an added token that is not
-    special is text.
-    """
+    """Special tokens, the end of a document, and ids beyond the tokenizer's; another added token is text."""
     tokenizer = train_bpe(["abc abc"], 270)
     tokenizer.add_special_tokens(["<mask>"])
     tokenizer.add_tokens(["wörd"])

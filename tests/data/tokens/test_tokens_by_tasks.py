@@ -3,18 +3,17 @@
 import gzip
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.shuffle.test_by_tasks import kill_after
+from data.tokens.test_preprocess import contents, own_vocabulary
 from helpers import ROOT
-from helpers.slurm.cluster import Cluster
+from helpers.jsonl import write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
@@ -48,10 +47,6 @@ def inputs(tmp_path):
         content = "\n".join([*lines, "", ""]).encode()
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return paths
-
-
-def contents(prefix):
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
 def facts_of(manifest):
@@ -131,9 +126,7 @@ def test_another_number_of_tasks_keeps_the_parts(how, inputs, tmp_path, monkeypa
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
 
 
-def test_what_one_process_has_begun_tasks_do_not_continue_and_the_other_way(
-    how, inputs, tmp_path, monkeypatch
-):
+def test_one_process_and_tasks_do_not_continue_each_other(how, inputs, tmp_path, monkeypatch):
     alone = partial(tokenize_files, inputs, settings=how, part_bytes=200)
     by_three = partial(tokenize_documents, inputs, settings=how, **SMALL, tasks=3)
     stopped("publish", partial(alone, output=tmp_path / "one"), monkeypatch)
@@ -170,63 +163,31 @@ def test_an_older_output_stays_until_the_new_one_is_complete(how, inputs, tmp_pa
     assert contents(tmp_path / "x") == contents(tmp_path / "one") != before
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from moe_exp.data.tasks.execution import Execution
-from moe_exp.data.tokens.preprocess import tokenize_documents
-from moe_exp.data.tokens.parts import PartSettings
-from moe_exp.data.tokens.tokenizer import load_tokenizer
-if __name__ == "__main__":
-    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
-    tokenize_documents([Path(sys.argv[1])], Path(sys.argv[2]), how, **{options})
-"""
-
-
 @pytest.mark.parametrize(
     ("times", "documents"), [(1, 5000), pytest.param(12, 20_000, marks=pytest.mark.slow)]
 )
 def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, documents, tmp_path):
-    with (tmp_path / "a.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": f"{number} " * 40}) + "\n" for number in range(documents))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{number} " * 40} for number in range(documents)])
     how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
     part_bytes = 2**18 * documents // 20_000
-    tokenize_files([tmp_path / "a.jsonl"], tmp_path / "one", how, part_bytes=part_bytes)
+    tokenize_files([path], tmp_path / "one", how, part_bytes=part_bytes)
     options = {"tasks": 3, "part_bytes": part_bytes, "block_bytes": 4 * part_bytes}
-    options["execution"] = Execution(workers=2)
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace("{options}", repr(options)))
+    by_tasks = partial(tokenize_documents, [path], settings=how, execution=Execution(workers=2), **options)
     for number in range(times):
         output = tmp_path / f"killed_{number}"
-        command = [sys.executable, str(program), str(tmp_path / "a.jsonl"), str(output)]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-        wanted = (6 * number + 3) // times  # tasks that are done, of six
-        done = Path(f"{output}.partial") / "datatrove"
-        while process.poll() is None and len(list(done.glob("*/completions/*"))) < wanted:
-            time.sleep(0.005)
-        time.sleep(0.02 * (number % 5))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        tokenize_documents([tmp_path / "a.jsonl"], output, how, **options)
+        kill_after((6 * number + 3) // times, 0.02 * (number % 5), by_tasks, output)  # of six tasks
+        by_tasks(output=output)
         assert contents(output) == contents(tmp_path / "one")
         assert not Path(f"{output}.partial").exists()
 
 
 def test_what_is_skipped_is_counted(how, tmp_path):
     """A model with </s> as a piece reads it in a text as the end-of-document token, whatever one asks for."""
-    pieces = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
-    stopping, skipping = (PartSettings(tokenizer, append_eod=True, skip_bad=bad) for bad in (False, True))
+    skipping = PartSettings(own_vocabulary("Unigram", tmp_path), append_eod=True, skip_bad=True)
     paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
     lines = [json.dumps({"text": text}) for text in ("one", "two </s> three", "four")]
     for path, content in zip(paths, ([*lines, "not JSON", "", ""], ["", "", ""], [lines[0]]), strict=True):
         path.write_text("\n".join(content))
-    stops = tmp_path / "z.jsonl"
-    stops.write_text(f"\n{lines[1]}")
-    with pytest.raises(BadDocument, match=r"z\.jsonl:2: the tokenizer reads </s> in the text as a special"):
-        tokenize_documents([stops], tmp_path / "x", stopping, tasks=1, execution=HERE)
     ours = tokenize_files(paths, tmp_path / "ours", skipping)
     theirs = tokenize_documents(paths, tmp_path / "theirs", skipping, tasks=3, execution=HERE)
     assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
@@ -297,10 +258,7 @@ def test_lengths_that_do_not_agree(how, inputs, tmp_path, monkeypatch):
     assert not (tmp_path / "x.bin").exists()
 
 
-def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys):
-    cluster = Cluster(tmp_path / "queue")
-    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys, cluster):
     flags = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "x"), "--append-eod"]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     jobs = ["--executor", "slurm", "--partition", "cpu", "--time", "1:00:00"]
@@ -323,12 +281,6 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert (tmp_path / "x_text_document.bin").exists(), outputs
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "one")
     assert main("tokenize", flags) == 0
-    assert main("verify", [str(tmp_path / "x_text_document")]) == 0
-
-
-def test_command(how, inputs, tmp_path, capsys):
-    flags = ["--output-prefix", str(tmp_path / "x"), "--append-eod", "--tasks", "2", "--workers", "1"]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    assert main("tokenize", ["--input", *map(str, inputs), *flags]) == 0
     line = f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"
     assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main("verify", [str(tmp_path / "x_text_document")]) == 0

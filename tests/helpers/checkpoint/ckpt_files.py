@@ -1,6 +1,4 @@
-"""Checkpoints of a small model for tests of the commands: written chunk by chunk in this package's style,
-without ranks.
-"""
+"""Checkpoints of a small model, written chunk by chunk in this package's style, without ranks."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.runs.run_folder import LATEST
 
@@ -35,7 +34,7 @@ WHOLE = {
     "decoder.final_layernorm.weight": (HIDDEN,),
     "output_layer.weight": (VOCAB, HIDDEN),
 }
-BIAS = "decoder.layers.mlp.router.expert_bias"
+BIAS, ROUTER = "decoder.layers.mlp.router.expert_bias", "decoder.layers.mlp.router.weight"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -45,15 +44,13 @@ def common_state(iteration: int) -> dict[str, Any]:
         "config": CONFIG,
         "layout": {"tp": 1, "pp": 1, "device": "cpu"},
         "progress": {
-            "iteration": iteration,
-            "consumed_samples": 8 * iteration,
-            "skipped_iterations": 0,
+            "iteration": iteration, "consumed_samples": 8 * iteration, "skipped_iterations": 0,
             "sample_order": {"seed": 1234},
         },
         "scheduler": {"max_lr": 0.001, "num_steps": 8 * iteration},
         "optimizer": {0: {"optimizer": {"param_groups": [{"lr": 0.001, "step": iteration}]}}},
         "content_metadata": {"singleton_local_shards": False},
-    }
+    }  # fmt: skip
 
 
 def drawn_state(seed: int = 0) -> dict[str, Tensor]:
@@ -83,13 +80,11 @@ def write_checkpoint(
     for key, values in (drawn_state() if tensors is None else tensors).items():
         for offsets, chunk in _chunks(key, values):
             writer.add_chunk(key, chunk, shape=tuple(values.shape), offsets=offsets)
+    qkv, fc1 = "decoder.layers.self_attention.linear_qkv", "decoder.layers.mlp.experts.experts.linear_fc1"
     for layer in range(LAYERS):
-        writer.add_object(
-            f"decoder.layers.self_attention.linear_qkv._extra_state/shard_{layer}_{LAYERS}", None
-        )
+        writer.add_object(f"{qkv}._extra_state/shard_{layer}_{LAYERS}", None)
         for expert in range(EXPERTS):
-            place = f"shard_{layer}.{expert}_{LAYERS}.{EXPERTS}"
-            writer.add_object(f"decoder.layers.mlp.experts.experts.linear_fc1._extra_state/{place}", None)
+            writer.add_object(f"{fc1}._extra_state/shard_{layer}.{expert}_{LAYERS}.{EXPERTS}", None)
     writer.add_object("rng_state/shard_0.0_1.1", {"cpu": torch.arange(4)})
     writer.finish(dict(common_state(iteration) if common is None else common))
     if manifest:
@@ -100,11 +95,9 @@ def write_checkpoint(
 
 
 def _chunks(key: str, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    if "decoder.layers." not in key:
-        yield (0,) * values.dim(), values
-        return
-    for layer in range(values.size(0)):
-        yield (layer, *(0 for _ in values.shape[1:])), values[layer : layer + 1]
+    parts = values.split(1) if "decoder.layers." in key else [values]
+    for layer, part in enumerate(parts):
+        yield (layer, *[0] * values.dim())[: values.dim()], part
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -112,6 +105,14 @@ def flip_bit(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def flip_a_value(folder: Path) -> None:
+    """Changes one bit of the router of layer 1, in a chunk of its own."""
+    chunk = CheckpointReader(folder).tensors[ROUTER].chunks[1]
+    content = (folder / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.num_bytes]
+    values = drawn_state()[ROUTER][1].contiguous().view(torch.uint8).numpy().tobytes()
+    flip_bit(folder / chunk.file, chunk.start + content.index(values) + 20)
 
 
 def write_without_tensors(folder: Path, common: dict[str, Any] | None = None) -> None:

@@ -1,9 +1,7 @@
-"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save on its
-way.
+"""Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save.
 
-`run_legs` trains every leg with `moe_exp.train`'s own step, in processes of this test session instead of
-under torchrun: legs of equally many ranks run one after the other in the same processes, each with model,
-optimizer and process groups of its own.
+`run_legs` trains them with the own step of `training/loop.py`: those of equally many ranks in the same processes, one
+after the other, each with model and optimizer of its own.
 """
 
 import os
@@ -40,6 +38,22 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"gpus_per_node": 1},
+    "DP2": {"gpus_per_node": 2},
+    "TP2": {"gpus_per_node": 2, "tp": 2},
+    "PP2": {"gpus_per_node": 2, "pp": 2},
+    "EP2": {"gpus_per_node": 2, "ep": 2},
+    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
+    "PP2_VPP2": {"gpus_per_node": 2, "pp": 2, "vpp": 2},
+    "EP4": {"gpus_per_node": 4, "ep": 4},
+    "PP2_EP2": {"gpus_per_node": 4, "pp": 2, "ep": 2},
+    "TP2_EP2_ETP2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
+    "TP2_PP2_ETP2": {"gpus_per_node": 4, "tp": 2, "pp": 2, "etp": 2},
+}
+LAYOUTS |= {f"{name} whole": layout | {"distributed_optimizer": False} for name, layout in LAYOUTS.items()}
+
+
 class Step(NamedTuple):
     """What an iteration shows."""
 
@@ -54,16 +68,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Leg:
-    """Args:
-    settings: on top of MODEL and the data; `gpus_per_node` is the number of ranks.
-    start: checkpoints folder to continue from; None: iteration 0.
-    steps: iterations to make.
-    saves: iteration to the checkpoints folder that is written after it, that of the start included.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    start: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # on top of MODEL and the data
+    start: Path | None = None  # checkpoints folder to continue from, or iteration 0
     steps: int = 20
+    # iteration to the checkpoints folder that is written after it, that of the start included
     saves: Mapping[int, Path] = field(default_factory=dict)
 
     @property

@@ -1,11 +1,10 @@
-"""A small training job, built inside ranks that `run_on_ranks` starts or started whole, for tests of saving
-and loading.
-"""
+"""A small training job, built inside ranks that `run_on_ranks` starts, or started whole."""
 
 import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +67,8 @@ def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = 
     """Starts a whole run, a process per rank, which prints into the file `printed`."""
     port, num_ranks = free_port(), settings["gpus_per_node"]
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return [
-        start_process(
-            _run_rank, rank_variables(rank, num_ranks, port), flags, printed, file_limit, daemon=True
-        )
-        for rank in range(num_ranks)
-    ]
+    variables = [rank_variables(rank, num_ranks, port) for rank in range(num_ranks)]
+    return [start_process(_run_rank, one, flags, printed, file_limit, daemon=True) for one in variables]
 
 
 def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_limit: int | None) -> None:
@@ -85,10 +80,8 @@ def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_l
     from moe_exp.training import loop
 
     sys.argv = ["train", *flags]
-    if file_limit:
-        with no_file_over(file_limit):
-            sys.exit(loop.main(flags))
-    sys.exit(loop.main(flags))
+    with no_file_over(file_limit) if file_limit else nullcontext():
+        sys.exit(loop.main(flags))
 
 
 def end_run(processes: list[Any], printed: Path, *, timeout: float = 120.0) -> list[int]:
@@ -102,11 +95,11 @@ def end_run(processes: list[Any], printed: Path, *, timeout: float = 120.0) -> l
     return [process.exitcode for process in processes]
 
 
-def run_to_end(settings: dict[str, Any]) -> tuple[int, str]:
+def run_to_end(settings: dict[str, Any], *, timeout: float = 120.0) -> tuple[int, str]:
     """A whole run: the exit code of all of its ranks, and what they printed."""
     printed = Path(settings["run_dir"]) / f"{settings['run_name']}.printed"
     printed.write_text("")
-    (code,) = set(end_run(start_run(settings, printed), printed))
+    (code,) = set(end_run(start_run(settings, printed), printed, timeout=timeout))
     return code, printed.read_text()
 
 

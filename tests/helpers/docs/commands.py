@@ -1,5 +1,6 @@
 """The commands of the Markdown pages, and whether `moe-exp` takes them."""
 
+import argparse
 import contextlib
 import functools
 import io
@@ -24,21 +25,14 @@ _KEYWORDS = ("$", "do", "then", "time", "export")
 
 @dataclass(frozen=True)
 class Command:
-    """A simple command of a page, without comments and redirections.
+    """A simple command of a page, without comments and redirections."""
 
-    Args:
-        place: page and line.
-        variables: assignments in front of its first word, or that it exports.
-        words: program and arguments.
-    """
-
-    place: str
-    variables: tuple[str, ...]
-    words: tuple[str, ...]
+    place: str  # page and line
+    variables: tuple[str, ...]  # assignments in front of its first word, or that it exports
+    words: tuple[str, ...]  # program and arguments
 
     @property
     def names(self) -> set[str]:
-        """Names of the variables."""
         return {assignment.partition("=")[0] for assignment in self.variables}
 
     def __str__(self) -> str:
@@ -126,7 +120,7 @@ def problem_of(arguments: list[str]) -> str:
     """What the parser of `moe-exp` has against the arguments; of a command that a page shortens by `...` or
     `[--flag]`, only whether all of its flags exist. Empty if nothing.
     """
-    if shortened(arguments):
+    if any(word == "..." or word.startswith("[") or word.endswith("]") for word in arguments):
         return _unknown_flags(arguments)
     err = io.StringIO()
     try:
@@ -135,11 +129,6 @@ def problem_of(arguments: list[str]) -> str:
     except SystemExit as end:
         return err.getvalue() if end.code else ""
     return ""
-
-
-def shortened(arguments: list[str]) -> bool:
-    """Whether a page shows a form of the command, not the command itself."""
-    return any(word == "..." or word.startswith("[") or word.endswith("]") for word in arguments)
 
 
 def _unknown_flags(arguments: list[str]) -> str:
@@ -159,12 +148,11 @@ def flags_problem(arguments: list[str]) -> str:
     return _unknown_flags([word for word in arguments if word])
 
 
-def step_flags(step: str) -> set[str]:
-    """The flags of a step of `moe-exp data`."""
-    parser = _parser("data")
-    for name in ("data", step):
-        parser = next(one.choices for one in parser._actions if isinstance(one.choices, dict))[name]
-    return set(parser._option_string_actions)
+def all_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a parser and of all below it."""
+    choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    below = [one for parsers in choices for one in parsers.values()]
+    return set(parser._option_string_actions).union(*map(all_flags, below))
 
 
 _parser = functools.cache(cli._parser)

@@ -28,9 +28,7 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 
 def write_checkpoint(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
-    """The model's weights, imported, as a checkpoint of one iteration of a run with these settings, without
-    optimizer. Rows that pad the vocabulary are large, so that a logit of theirs would be seen.
-    """
+    """The weights as a checkpoint of a run with these settings; a logit of a padding row would be seen."""
     disable_progress_bar()  # which tests would find in what a command prints
     with TemporaryDirectory() as place:
         model.save_pretrained(f"{place}/hf")

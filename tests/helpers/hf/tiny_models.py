@@ -90,9 +90,7 @@ def tiny_folder(
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits [B, S, V] in fp32 of the model that transformers loads from a folder; the folder has to have
-    every weight but empty ones, which only transformers itself writes.
-    """
+    """fp32 logits [B, S, V] by transformers of a folder, which has to have every weight but empty ones."""
     from transformers import AutoModelForCausalLM
 
     with warnings.catch_warnings():

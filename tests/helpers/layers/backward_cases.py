@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
+from helpers.layers.kernel_device import DEVICE
+
 # Rows per expert: none in front, in the middle, at the end; one expert for all; single rows; nobody. Tiles
 # have 32 rows here.
 COUNTS = [(0, 5, 0, 33), (40, 0, 0), (1, 1, 1), (7, 64, 2, 0, 0), (0, 0)]
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPARE_ROWS = 3
 
 
@@ -32,12 +33,3 @@ def rows(x: Tensor, index: Tensor | None) -> Tensor:
     """In float64."""
     x = x.double()
     return x if index is None else torch.cat([x, x.new_zeros(1, x.size(1))])[index.long()]
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """By norm; of nothing it is 0."""
-    assert actual.shape == expected.shape
-    assert actual.isfinite().all()
-    size = expected.double().norm().item()
-    difference = (actual.double() - expected.double()).norm().item()
-    return difference / size if size else difference

@@ -50,7 +50,7 @@ _KEY = ("case", "kernel", "config", "capability")
 Row = dict[str, Any]
 
 
-def ceilings_file(triton: str = "") -> Path:
+def file_of(triton: str = "") -> Path:
     """The ceilings for this version, by default the installed one."""
     return ROOT / "tests/layers/kernels/ceilings" / f"{triton or version('triton')}.csv"
 
@@ -92,20 +92,20 @@ def measured(case: str, capability: int) -> list[Row]:
     return list(found.values())
 
 
-def ceilings(triton: str = "") -> dict[tuple[str, ...], Row]:
+def limits(triton: str = "") -> dict[tuple[str, ...], Row]:
     """Rows of the file by case, kernel, config and capability."""
-    with ceilings_file(triton).open(newline="") as file:
+    with file_of(triton).open(newline="") as file:
         return {_key(row): row for row in csv.DictReader(file)}
 
 
-def exceeded(rows: Iterable[Row], limits: dict[tuple[str, ...], Row]) -> list[str]:
+def exceeded(rows: Iterable[Row], known: dict[tuple[str, ...], Row]) -> list[str]:
     """One line for each value that is past its limit."""
     lines = []
     for row in rows:
         name = f"{row['kernel']} ({row['case']}), {row['config']}, sm_{row['capability']}"
-        limit = limits.get(_key(row))
+        limit = known.get(_key(row))
         if limit is None:
-            lines.append(f"{name}: not in {ceilings_file().name}")
+            lines.append(f"{name}: not in {file_of().name}")
             continue
         for kind, slack in SLACK.items():
             if row[kind] > int(limit[kind]) + slack:
@@ -118,7 +118,7 @@ def exceeded(rows: Iterable[Row], limits: dict[tuple[str, ...], Row]) -> list[st
 
 def table(triton: str) -> str:
     """Registers, shared memory and loop of the GEMMs in Markdown."""
-    rows = [row for row in ceilings(triton).values() if int(row["products"])]
+    rows = [row for row in limits(triton).values() if int(row["products"])]
     lines = ["| kernel | tile, warps, stages | sm_80 | sm_90 | sm_100 |", "|---|---|---|---|---|"]
     previous = ""
     for case, config in dict.fromkeys((row["case"], row["config"]) for row in rows):
@@ -145,7 +145,7 @@ def main() -> None:
         for capability in CAPABILITIES:
             print(f"{case}, sm_{capability}", file=sys.stderr, flush=True)
             rows += measured(case, capability)
-    path = ceilings_file()
+    path = file_of()
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

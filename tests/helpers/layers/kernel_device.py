@@ -8,7 +8,7 @@ import torch
 from moe_exp.layers.kernels import tuning
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 needs_kernels = pytest.mark.skipif(
     bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device"
 )

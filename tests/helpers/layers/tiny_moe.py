@@ -15,6 +15,13 @@ from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
 from moe_exp.layers.router.decision import count_per_expert
 
 HIDDEN, FFN, EXPERTS = 6, 4, 4
+MODES = {
+    "dropless": {},
+    "capacity": {"capacity_factor": 0.7},
+    "padded": {"capacity_factor": 0.7, "pad_to_capacity": True},
+}
+# Experts of tokens for `pushed_tokens`, of which experts 0 and 1 get more than their share.
+TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -85,6 +92,20 @@ def tiny_layer(
         up=projection(HIDDEN, latent, seed=7, dtype=dtype) if latent else None,
         microbatch_group=microbatch_group,
         context_parallel_size=context_parallel_size,
+    )
+
+
+def plain_layer(
+    config: RouterConfig, ffn_size: int, *, router_class=Router, bias=False, shared=None, **settings
+) -> MoELayer:
+    """All experts on this rank, in fp32, with weights as they are drawn."""
+    sizes = {"num_local_experts": config.num_experts, "hidden_size": config.hidden_size, "ffn_size": ffn_size}
+    return MoELayer(
+        router=router_class(config),
+        dispatcher=LocalDispatcher(config.num_experts),
+        experts=Experts(**sizes, activation="swiglu", backend="loop", bias=bias),
+        settings=MoESettings(**settings),
+        shared=shared,
     )
 
 

@@ -1,12 +1,7 @@
-"""Any rank of a world of any size, built by the package on torch's meta device: a model of any size, in
-milliseconds and no memory.
+"""Any rank of a world of any size, built by the package on torch's meta device in milliseconds.
 
-Process groups are torch's fake ones, which know their ranks and communicate nothing. They are state of the
-process, so that `built_ranks` starts one for all that it is asked:
-
-    world = {"preset": "olmoe-1b-7b", "nnodes": 8, "gpus_per_node": 8, "ep": 8}
-    [[first, last]] = built_ranks([(world, [0, 63])])
-    assert first.expert == rank_parameters(config).expert
+Process groups are torch's fake ones, which communicate nothing. They are state of the process, so that
+`built_ranks` starts one for all that it is asked.
 """
 
 from collections.abc import Sequence
@@ -24,19 +19,12 @@ from moe_exp.config import Config, load_config
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """Trained parameters of the model chunks of a rank.
-
-    Attributes:
-        pp_rank: its pipeline stage.
-        dense: those that are reduced over the data-parallel ranks.
-        expert: those that are reduced over the expert-data-parallel ranks.
-        embedding: those of `dense` in the embedding and the output layer.
-    """
+    """Trained parameters of the model chunks of a rank."""
 
     pp_rank: int
-    dense: int
-    expert: int
-    embedding: int
+    dense: int  # reduced over the data-parallel ranks
+    expert: int  # reduced over the expert-data-parallel ranks
+    embedding: int  # of `dense`, in the embedding and the output layer
 
 
 class _MetaInstead(TorchFunctionMode):
@@ -69,10 +57,8 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
         here = runtime.joined(config, rank, torch.device("meta"))
         with torch.device("meta"), _MetaInstead():
             settings = transformer_config(config)
-            chunks = [
-                build_chunk(config, settings, here, stage, initial_weights=False)
-                for stage in range(config.vpp or 1)
-            ]
+            numbers = range(config.vpp or 1)
+            chunks = [build_chunk(config, settings, here, n, initial_weights=False) for n in numbers]
         return _count(chunks, here.groups.pp.rank())
     finally:
         runtime.stop()

@@ -1,6 +1,4 @@
-"""Models, devices and constants of the planner's tests: priors, so that no test depends on what was
-fitted.
-"""
+"""Models, devices and constants of the planner's tests: priors, so that none depends on what was fitted."""
 
 import json
 from dataclasses import asdict, replace
@@ -14,9 +12,8 @@ from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.prediction import Constants
 from moe_exp.planner.search.topology import Search, search
 
-PRIORS = Constants(
-    MemoryConstants(), TimeConstants(), memory_error=0.05, time_error=0.05, hardware=("A100-80GB",)
-)
+ERRORS = {"memory_error": 0.05, "time_error": 0.05}
+PRIORS = Constants(MemoryConstants(), TimeConstants(), **ERRORS, hardware=("A100-80GB",))
 A100 = load_hardware("A100-80GB")
 # 176 billion parameters, as trained on 48 nodes of 8 A100: a large vocabulary.
 LARGE = {

@@ -1,13 +1,7 @@
 """A small hub on 127.0.0.1: serves a folder as a dataset or model, counts requests and fails as told.
 
-    with HubServer(folder) as server:
-        server.faults.append(Fault(status=503, times=2))
-        ...  # HF_ENDPOINT=server.url
-        assert len(server.requests) <= 2
-
 It answers what huggingface_hub asks for a download: the dataset's commit, its tree page by page, and the
-files, by HEAD and GET with Range, directly or by a redirect as those outside of git have. It does not offer
-xet.
+files, by HEAD and GET with Range, directly or by a redirect as those outside of git have; no xet.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
@@ -49,25 +43,13 @@ def leave_host_settings(monkeypatch: pytest.MonkeyPatch, home: Path, *others: st
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose method and address fit. One of the first four is
-    set.
+    """What goes wrong with the next `times` requests that fit; after: so many bytes of the body."""
 
-    Args:
-        status: answer with this HTTP status, and with `headers`.
-        cut_after: close the connection properly after so many bytes of the body, although more were
-            announced.
-        reset_after: break the connection off after so many bytes.
-        hold_after: send so many bytes and then nothing, until the server ends.
-        where: part of the address.
-        method: of the request.
-        headers: such as Retry-After or X-Error-Code.
-    """
-
-    status: int | None = None
-    cut_after: int | None = None
-    reset_after: int | None = None
-    hold_after: int | None = None
-    where: str = "/resolve/"
+    status: int | None = None  # of the answer, which has `headers`
+    cut_after: int | None = None  # the connection is closed, although more bytes were announced
+    reset_after: int | None = None  # it is broken off
+    hold_after: int | None = None  # nothing more is sent, until the server ends
+    where: str = "/resolve/"  # part of the address
     method: str = "GET"
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -123,9 +105,8 @@ class HubServer:
         self.server = _Server(("127.0.0.1", 0), _Handler)
         self.server.hub = self
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        )
+        serve = partial(self.server.serve_forever, poll_interval=0.05)
+        self.thread = threading.Thread(target=serve, daemon=True)
         self.thread.start()
         return self
 
@@ -181,9 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_tree(commit, parse_qs(url.query))
         found = {"id": address["repository"], "sha": commit, "private": False, "gated": bool(hub.token)}
         found |= {"tags": [], "downloads": 0, "likes": 0}
-        return self.send_json(
-            found | {"siblings": [{"rfilename": name} for name in _names(hub.commits[commit])]}
-        )
+        found["siblings"] = [{"rfilename": name} for name in _names(hub.commits[commit])]
+        return self.send_json(found)
 
     def send_tree(self, commit: str, query: dict[str, list[str]]) -> None:
         hub = self.server.hub
@@ -270,12 +250,7 @@ def _hashes(path: Path, _mtime_ns: int) -> tuple[str, str, int]:
 def write_fineweb_parquet(
     path: Path, texts: Sequence[str | None] | None = None, *, num_documents: int = 200
 ) -> Path:
-    """Writes a parquet file with fineweb-edu's columns and returns its path.
-
-    Args:
-        path: its folders are made.
-        texts: one for each row; by default `num_documents` of the Python standard library.
-    """
+    """Writes a file with fineweb-edu's columns, by default of texts of the Python standard library."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,7 +1,4 @@
-"""moto's S3 server in a process of its own, some of whose requests fail.
-
-`server.environment` is what a client needs.
-"""
+"""moto's S3 server in a process of its own, some of whose requests fail; a client needs `environment`."""
 
 import contextlib
 import json

@@ -1,6 +1,4 @@
-"""A stand-in for a SLURM cluster: sbatch, squeue, srun and scontrol as programs; jobs are queued, and run for
-real when a test says so.
-"""
+"""A stand-in for a SLURM cluster, whose queued jobs run for real when a test says so."""
 
 import json
 import os
@@ -36,9 +34,7 @@ echo localhost
 
 
 class Cluster:
-    """Jobs in a folder: JOB.sh and JOB.args when sbatch was called, JOB.end, `ok` or `failed`, when it has
-    ended.
-    """
+    """Jobs in a folder: JOB.sh and JOB.args of a call of sbatch; JOB.end, `ok` or `failed`, at the end."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -67,9 +63,7 @@ class Cluster:
         return directives | arguments
 
     def run(self, lost: set[tuple[str, int]] | None = None) -> None:
-        """Runs what is queued, in order; array tasks `lost` fail without a word, as those of a node that is
-        gone.
-        """
+        """Runs what is queued, in order; array tasks `lost` fail without a word, as on a lost node."""
         for job in self.jobs():
             if (self.folder / f"{job}.end").exists():
                 continue

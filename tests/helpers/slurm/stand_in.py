@@ -1,9 +1,6 @@
-"""A stand-in SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs that keep jobs
-in a folder.
+"""A stand-in SLURM for chains of jobs, whose programs keep jobs in a folder and print as those of 23.11 do.
 
-Nothing is scheduled by itself: `StandIn.start` runs the next job that may start as a real process, and its
-srun starts real processes, one per node. What the programs print has the form of the real ones (squeue(1),
-sbatch(1), scontrol(1) of SLURM 23.11).
+`StandIn.start` runs the next job that may start as a real process; its srun starts one per node.
 """
 
 import json
@@ -13,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +65,6 @@ elif sys.argv[1] == "requeue":
 else:
     sys.exit(f"invalid entity: {sys.argv[1]}")
 """
-_SINFO = """
-print("\\n".join(["localhost ", "node-b ", "node-b "]))
-"""
 _SRUN = """
 words = sys.argv[1:]
 options = {}
@@ -99,10 +92,8 @@ while len(codes) < len(tasks):
     time.sleep(0.02)
 sys.exit(max(code if code >= 0 else 128 - code for code in codes.values()))
 """
-_PROGRAMS = {
-    "sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL, "srun": _SRUN,
-    "sinfo": _SINFO,
-}  # fmt: skip
+_PROGRAMS = {"sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL}
+_PROGRAMS |= {"srun": _SRUN, "sinfo": 'print("\\n".join(["localhost ", "node-b ", "node-b "]))'}
 _HEAD = """#!/bin/sh
 "exec" "{python}" "$0" "$@"  # a path with a space cannot follow #!
 import contextlib, json, os, pathlib, re, shlex, subprocess, sys, time
@@ -147,9 +138,7 @@ class StandIn:
         return [line[1:] for line in lines if line[0] == program]
 
     def start(self) -> tuple[int, subprocess.Popen[bytes]]:
-        """Starts the first job that may start: pending, the one before it (array, dependency) no longer
-        there.
-        """
+        """Starts the first pending job; what it depends on has to have ended."""
         for path in sorted(self.folder.glob("*.json")):
             job = json.loads(path.read_text())
             if job["state"] == "PENDING":
@@ -220,11 +209,3 @@ def _in_session(number: int) -> list[int]:
         except ProcessLookupError:
             continue
     return found
-
-
-def wait_for(what: Any, *, timeout: float = 120.0) -> None:
-    """Returns once the function is true."""
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.05)

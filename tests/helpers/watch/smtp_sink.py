@@ -1,6 +1,4 @@
-"""A mail server for tests, on a real socket: keeps what it is sent; STARTTLS, TLS from the first byte, and
-AUTH PLAIN.
-"""
+"""A mail server on a real socket: keeps what it is sent; STARTTLS, TLS from the first byte, AUTH PLAIN."""
 
 from __future__ import annotations
 
@@ -24,12 +22,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 class SmtpSink:
-    """Use it in a `with` block.
-
-    Args:
-        security: tls, starttls or none.
-        pair: certificate and key, for the first two.
-        password: of the user `watcher`; empty: no login is asked for.
+    """`security`: tls, starttls (both need the `pair` of certificate and key) or none; `password`: of the
+    user `watcher`; where it is empty no login is asked for.
     """
 
     def __init__(self, security: str = "none", pair: tuple[Path, Path] | None = None, password: str = ""):

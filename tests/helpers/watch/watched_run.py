@@ -25,9 +25,11 @@ class Run:
         (path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
         self.metrics = path / "metrics.jsonl"
 
+    def time(self, at: float) -> str:
+        return datetime.fromtimestamp(self.begin + at).astimezone().isoformat(timespec="seconds")
+
     def event(self, name: str, iteration: int, at: float, **details: object) -> None:
-        when = datetime.fromtimestamp(self.begin + at).astimezone().isoformat(timespec="seconds")
-        head = {"kind": "event", "iteration": iteration, "event": name, "time": when}
+        head = {"kind": "event", "iteration": iteration, "event": name, "time": self.time(at)}
         append(self.metrics, head | details)
 
     def train(self, first: int, last: int, at: float, *, ms: float = 2000.0) -> None:

@@ -1,8 +1,7 @@
-"""nvidia-smi is a program of the test, which prints what the real one prints for fields that the driver does
-and does not know.
-"""
+"""nvidia-smi is a program of the test, which prints what the real one does."""
 
 import os
+import re
 
 import pytest
 
@@ -30,9 +29,7 @@ def smi(tmp_path, monkeypatch):
 
 
 def row(text: str) -> list[dict[str, str]]:
-    values = text.split(", ")
-    assert len(values) == len(FIELDS)
-    return [dict(zip(FIELDS, values, strict=True))]
+    return [dict(zip(FIELDS, text.split(", "), strict=True))]
 
 
 def test_healthy_gpus(smi):
@@ -49,9 +46,8 @@ def test_older_driver_is_asked_by_its_names(smi):
     gpus, problem = query_gpus()
     assert problem == ""
     assert gpus[0]["clocks_event_reasons.active"] == "0x0000000000000040"
-    assert list(gpu_findings(gpus)) == [
-        ("slow", "GPU 0 (00000000:0F:00.0): clocks are held down: too hot (hardware), 34 C")
-    ]
+    ((grade, line),) = gpu_findings(gpus)
+    assert grade == "slow" and "too hot (hardware), 34 C" in line
     without = GOOD.format(i=0, b="0F").replace(" No, No, [N/A],", " No, [N/A],")
     smi([without], unknown="remapped_rows.failure")
     gpus, problem = query_gpus()
@@ -72,34 +68,27 @@ def test_no_nvidia_smi(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "grade", "text"),
     [
-        ({"ecc.errors.uncorrected.volatile.total": "2"}, "failed",
-         "2 uncorrectable memory errors (ECC) since the driver was loaded"),
-        ({"ecc.errors.uncorrected.aggregate.total": "5"}, "warning",
-         "5 uncorrectable memory errors (ECC) in its life"),
+        ({"ecc.errors.uncorrected.volatile.total": "2"}, "failed", "2 uncorrectable .* since the driver"),
+        ({"ecc.errors.uncorrected.aggregate.total": "5"}, "warning", "5 uncorrectable .* in its life"),
         ({"remapped_rows.failure": "Yes"}, "failed", "a row of its memory could not be remapped"),
         ({"remapped_rows.failure": "1"}, "failed", "a row of its memory could not be remapped"),
-        ({"remapped_rows.pending": "Yes"}, "warning",
-         "damaged memory waits for a reset of the GPU to be taken out of use"),
-        ({"retired_pages.pending": "Yes"}, "warning",
-         "damaged memory waits for a reset of the GPU to be taken out of use"),
-        ({"clocks_event_reasons.active": "0x0000000000000088"}, "slow",
-         "clocks are held down: hardware slowdown, power brake, 34 C"),
+        ({"remapped_rows.pending": "Yes"}, "warning", "damaged memory waits for a reset"),
+        ({"retired_pages.pending": "Yes"}, "warning", "damaged memory waits for a reset"),
+        ({"clocks_event_reasons.active": "0x0000000000000088"}, "slow", ".*slowdown, power brake, 34 C"),
         ({"pcie.link.width.current": "8"}, "warning", "PCIe has 8 of 16 lanes"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_gpu(changes, grade, text):
     gpus = row(GOOD.format(i=3, b="9B"))
     gpus[0] |= changes
-    assert list(gpu_findings(gpus)) == [(grade, f"GPU 3 (00000000:9B:00.0): {text}")]
+    ((found, line),) = gpu_findings(gpus)
+    assert found == grade and re.match(rf"GPU 3 \(00000000:9B:00\.0\): {text}", line), line
 
 
 def test_what_a_driver_cannot_say_is_no_finding():
     gpus = row(GOOD.format(i=0, b="01"))
     gpus[0] |= {name: "[N/A]" for name in FIELDS if name not in ("index", "pci.bus_id")}
     assert list(gpu_findings(gpus)) == []
-    gpus[0] |= {
-        "ecc.errors.uncorrected.volatile.total": "[Not Supported]",
-        "clocks_event_reasons.active": "[Unknown Error]",
-    }
-    assert list(gpu_findings(gpus)) == []
-    assert list(gpu_findings([{}])) == []
+    gpus[0]["ecc.errors.uncorrected.volatile.total"] = "[Not Supported]"
+    gpus[0]["clocks_event_reasons.active"] = "[Unknown Error]"
+    assert list(gpu_findings(gpus)) == list(gpu_findings([{}])) == []

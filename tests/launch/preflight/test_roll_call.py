@@ -8,20 +8,12 @@ from contextlib import closing
 import pytest
 
 from helpers.ranks import free_port
-from moe_exp.launch.preflight.roll_call import (
-    Door,
-    Nodes,
-    NotReached,
-    Server,
-    data_address,
-    knock,
-    peers_of,
-    unreached,
-)
+from moe_exp.launch.preflight import roll_call
+from moe_exp.launch.preflight.roll_call import Door, Nodes, NotReached, Server, data_address, knock, peers_of
 
 
-def join(port: int, node: int, num_nodes: int, seconds: float = 20.0) -> Nodes:
-    return Nodes("localhost", port, node=node, num_nodes=num_nodes, seconds=seconds)
+def join(port: int, node: int, num_nodes: int, seconds: float = 20.0, host: str = "localhost") -> Nodes:
+    return Nodes(host, port, node=node, num_nodes=num_nodes, seconds=seconds)
 
 
 def test_all_get_the_values_of_all_and_the_port_is_free_again():
@@ -98,8 +90,8 @@ def test_doors_that_answer_and_doors_that_do_not():
         with deaf:
             deaf.settimeout(5)
             doors = {0: ("localhost", one.port), 1: ("localhost", two.port), 2: ("localhost", closed)}
-            assert unreached(0, doors) == {2: "connection refused"}
-            assert unreached(2, doors) == {}
+            assert roll_call.unreached(0, doors) == {2: "connection refused"}
+            assert roll_call.unreached(2, doors) == {}
         assert knock("localhost", one.port) == ""
     assert knock("localhost", one.port) == "connection refused"
 
@@ -120,13 +112,9 @@ def test_address_of_the_interface_that_gloo_uses():
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-@pytest.mark.parametrize(("host", "seen"), [("::1", "::1"), ("127.0.0.1", "127.0.0.1")])
-def test_nodes_find_each_other_by_both_kinds_of_addresses(host, seen):
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
+def test_nodes_find_each_other_by_both_kinds_of_addresses(host):
     port = free_port()
-    with (
-        closing(Server(port, 2)),
-        closing(Nodes(host, port, node=1, num_nodes=2, seconds=5.0)) as nodes,
-        closing(Door()) as door,
-    ):
-        assert nodes.address == seen
+    with closing(Server(port, 2)), closing(join(port, 1, 2, host=host)) as nodes, closing(Door()) as door:
+        assert nodes.address == host
         assert knock(nodes.address, door.port) == ""

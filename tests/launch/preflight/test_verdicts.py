@@ -53,21 +53,24 @@ def verdict_on(found: dict[int, dict], *, slow: float = 0.7, needed_bytes: int =
     return judge(found, slow=slow, needed_bytes=needed_bytes)
 
 
+def pairs_with(found: dict[int, dict], node: int) -> list[dict]:
+    """What both ends say of the pairs of `node`."""
+    ranks = [rank for report in found.values() for rank in report["ranks"]]
+    ends = [(pair, rank["host"]) for rank in ranks for pair in rank["pairs"]]
+    return [pair for pair, host in ends if pair["partner"] == node or host == f"n{node}"]
+
+
 def slow_link(found: dict[int, dict], node: int, factor: float = 0.3) -> None:
-    """Both ends of every pair of `node` see its slow link."""
-    for report in found.values():
-        for rank in report["ranks"]:
-            for pair in rank["pairs"]:
-                if node in (pair["partner"], rank["rank"] // len(report["ranks"])):
-                    for name in ("point_to_point", "all_reduce", "all_to_all"):
-                        pair[name] *= factor
+    for pair in pairs_with(found, node):
+        for name in ("point_to_point", "all_reduce", "all_to_all"):
+            pair[name] *= factor
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 17])
-def test_healthy_nodes(num_nodes):
-    verdict = verdict_on(reports(num_nodes))
-    assert verdict.grade == "ok", findings_lines(verdict)
-    assert verdict.to_exclude() == []
+@pytest.mark.parametrize(("num_nodes", "noise"), [(1, 0.03), (2, 0.03), (3, 0.03), (17, 0.03), (8, 0.45)])
+def test_healthy_nodes(num_nodes, noise):
+    """Where all scatter, nobody is named."""
+    verdict = verdict_on(reports(num_nodes, noise=noise))
+    assert (verdict.grade, verdict.to_exclude()) == ("ok", []), findings_lines(verdict)
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 9])
@@ -80,13 +83,9 @@ def test_a_slow_link_is_its_nodes_and_not_the_partners(num_nodes):
         assert [node.host for node in verdict.to_exclude()] == [f"n{bad}"]
         first = verdict.nodes[bad].findings[0].text
         assert re.match(rf"rank {2 * bad} \(cuda:0\): point-to-point 13.*30% of the others'", first), first
-
-
-def test_two_slow_nodes_with_a_node_between_them():
-    found = reports(9)
-    slow_link(found, 3)
-    slow_link(found, 5)
-    assert [node.host for node in verdict_on(found).to_exclude()] == ["n3", "n5"]
+    if num_nodes == 9:  # two, with a node between them
+        slow_link(found, 6)
+        assert [node.host for node in verdict_on(found).to_exclude()] == ["n6", "n8"]
 
 
 def test_one_slow_gpu_is_named_with_rank_and_device():
@@ -99,29 +98,19 @@ def test_one_slow_gpu_is_named_with_rank_and_device():
 
 
 def test_one_node_compares_its_ranks_and_is_not_excluded_for_that():
+    """Ranks that share the cores of a node are not even slow."""
     found = reports(1, 4)
     found[0]["ranks"][3]["matmul"]["teraflops"] = 100.0
-    verdict = verdict_on(found)
-    assert "rank 3 (cuda:3): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
-    assert verdict.grade == "slow" and verdict.to_exclude() == []
+    for device, grade in (("cpu", "warning"), ("cuda:3", "slow")):
+        for rank in found[0]["ranks"]:
+            rank["device"] = device
+        verdict = verdict_on(found)
+        assert f"rank 3 ({device}): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
+        assert (verdict.grade, verdict.to_exclude()) == (grade, [])
     found[0]["ranks"][3]["matmul"]["wrong"] = 3
     verdict = verdict_on(found)
     assert verdict.grade == "failed" and [node.host for node in verdict.to_exclude()] == ["n0"]
     assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 elements of matrix products are wrong"
-
-
-def test_ranks_that_share_the_cores_of_one_node_are_not_slow():
-    found = reports(1, 4)
-    for rank in found[0]["ranks"]:
-        rank["device"] = "cpu"
-    found[0]["ranks"][3]["matmul"]["teraflops"] = 100.0
-    verdict = verdict_on(found)
-    assert verdict.grade == "warning"
-    assert "rank 3 (cpu): matmul 100 TFLOP/s" in verdict.nodes[0].findings[0].text
-
-
-def test_where_all_scatter_nobody_is_named():
-    assert verdict_on(reports(8, noise=0.45)).grade == "ok"
 
 
 def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
@@ -130,17 +119,6 @@ def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
         for pair in found[node]["ranks"][0]["pairs"]:
             pair["point_to_point"] = rate
     assert [node.grade for node in verdict_on(found).nodes] == ["ok", "slow", "ok"]
-
-
-def test_slow_latency():
-    found = reports(3)
-    for rank in found[1]["ranks"]:
-        for pair in rank["pairs"]:
-            pair["latency_us"] = 900.0
-    assert [
-        "latency 900 us, the others have" in node.findings[0].text if node.findings else None
-        for node in verdict_on(found).nodes
-    ] == [None, True, None]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +140,9 @@ def test_slow_latency():
          "permission denied", True),
         (lambda n: n.update(clock=[-42.0, 0.01]), "warning", "clock is 42.0 s ahead of node 0's", False),
         (lambda n: n.update(clock=[3.5, 0.01]), "warning", "clock is 3.5 s behind node 0's", False),
+        (lambda n: n.update(clock=[3.0, 2.5]), "ok", "", False),  # over a bad connection
+        (lambda n: [pair.update(latency_us=900.0) for rank in n["ranks"] for pair in rank["pairs"]], "slow",
+         "latency 900 us, the others have", True),
         (lambda n: n["versions"].update(driver="535.2"), "warning", "driver 535.2, most nodes have 570.1",
          False),
         (lambda n: n["versions"].pop("torch"), "warning", "torch missing, most nodes have 2.13.0", False),
@@ -181,14 +162,8 @@ def test_findings_of_one_node_of_three(change, grade, text, excluded):
     verdict = verdict_on(found)
     assert [node.grade for node in verdict.nodes] == ["ok", grade, "ok"], findings_lines(verdict)
     of_node = [line for line in findings_lines(verdict) if line.startswith(f"{grade}: n1 (node 1): ")]
-    assert any(text in line for line in of_node), findings_lines(verdict)
+    assert any(text in line for line in of_node) == bool(text), findings_lines(verdict)
     assert [node.host for node in verdict.to_exclude()] == (["n1"] if excluded else [])
-
-
-def test_clock_of_a_bad_connection_may_be_anything():
-    found = reports(2)
-    found[1]["clock"] = [3.0, 2.5]
-    assert verdict_on(found).grade == "ok"
 
 
 def test_ranks_that_wait_in_vain_are_not_at_fault():
@@ -203,23 +178,19 @@ def test_ranks_that_wait_in_vain_are_not_at_fault():
 
 def test_pairs_that_failed():
     found = reports(4)
-    for report in found.values():
-        for rank in report["ranks"]:
-            for pair in rank["pairs"]:
-                if 2 in (pair["partner"], rank["rank"] // 2):
-                    partner = pair["partner"]
-                    pair.clear()
-                    pair.update(partner=partner, error="Timed out waiting 10000ms")
+    for pair in pairs_with(found, 2):
+        partner = pair["partner"]
+        pair.clear()
+        pair.update(partner=partner, error="Timed out waiting 10000ms")
     verdict = verdict_on(found)
-    assert [line for line in findings_lines(verdict) if line.startswith("failed")] == [
-        "failed: n2 (node 2): does not exchange sound data with n0, n1, n3 (Timed out waiting 10000ms)"
-    ]
+    (line,) = (line for line in findings_lines(verdict) if line.startswith("failed"))
+    assert line.startswith("failed: n2 (node 2): does not exchange sound data with n0, n1, n3 (Timed out")
     found = reports(4)
     found[0]["ranks"][0]["pairs"][0] = {"partner": 1, "wrong": "all-to-all: 3 words"}
     verdict = verdict_on(found)
-    assert verdict.to_exclude() == [] and findings_lines(verdict) == [
-        "failed: link: n0 does not exchange sound data with n1 (all-to-all: 3 words)"
-    ]
+    (line,) = findings_lines(verdict)
+    assert line.startswith("failed: link: n0 does not exchange sound data with n1 (all-to-all")
+    assert verdict.to_exclude() == []
 
 
 @pytest.mark.parametrize("kind", ["wrong", "error"])
@@ -231,9 +202,7 @@ def test_what_fails_only_with_all_ranks_together_is_no_nodes_fault(kind):
     found[1]["ranks"][0]["all_ranks"] = {kind: "all-reduce: 3 sums are wrong"}
     verdict = verdict_on(found)
     assert verdict.grade == "failed" and verdict.to_exclude() == []
-    assert [line for line in findings_lines(verdict) if "all ranks together" in line] == [
-        "failed: link: all ranks together: all-reduce: 3 sums are wrong"
-    ]
+    assert "failed: link: all ranks together: all-reduce: 3 sums are wrong" in findings_lines(verdict)
     assert verdict.all_ranks == {"latency_us": 50.0}
 
 
@@ -253,14 +222,12 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
     verdict = verdict_on(copy.deepcopy(found))
     print_report(verdict, num_ranks=6)
     printed = capsys.readouterr().out
-    assert [
-        line.split()[:3] for line in printed.splitlines() if line.strip().startswith(("0 ", "1 ", "2 "))
-    ] == [["0", "n0", "ok"], ["1", "n1", "ok"], ["2", "n2", "slow"]]
+    rows = [line.split()[:3] for line in printed.splitlines()]
+    assert all(row in rows for row in (["0", "n0", "ok"], ["1", "n1", "ok"], ["2", "n2", "slow"]))
     assert "All 6 ranks together: all-reduce 4.2 GB/s, all-to-all 5.1 GB/s, latency 50 us" in printed
     assert "slow: n2 (node 2): rank 4 (cuda:0): point-to-point 4." in printed
     shown = json.loads(json.dumps(verdict.as_json()))
-    assert (shown["grade"], shown["exclude"]) == ("slow", ["n2"])
-    assert [node["grade"] for node in shown["nodes"]] == ["ok", "ok", "slow"]
+    assert (shown["grade"], shown["exclude"], shown["nodes"][2]["grade"]) == ("slow", ["n2"], "slow")
     assert add_to_list(verdict, tmp_path / "list") == ["n2"]
     assert add_to_list(verdict, tmp_path / "list") == []
     assert "preflight: rank 4 (cuda:0): point-to-point" in read_reasons(tmp_path / "list")["n2"]
@@ -269,8 +236,7 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
 def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkeypatch):
     monkeypatch.setenv("PRESET", "cpu")
     assert main(["watch", "preflight", "--nnodes", "2", "--node-rank", "5"]) == 1
-    line = "moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: set NODE_RANK to 0 to 1, or NNODES to at"
-    assert capsys.readouterr().err == f"{line} least 6.\n"
+    assert capsys.readouterr().err.startswith("moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: ")
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,7 @@ sys.exit(int(code))
 
 
 class Submitted:
-    """A chain on a stand-in cluster, whose jobs end as a list of codes says: 0, 75, 1, ..., ckpt1 (with a new
-    checkpoint), kill, wait.
-    """
+    """A chain on a stand-in cluster, whose jobs end by codes: 0, 75, ckpt1 (saves first), kill, wait."""
 
     def __init__(self, folder: Path):
         self.cluster = StandIn(folder / "cluster")
@@ -69,12 +67,10 @@ class Submitted:
         environ = self.environ(codes, **settings) | {"PYTHONPATH": str(ROOT)}
         return answer_warm(["slurm", *flags], environ, self.setup.parent)
 
-    def submit_by_script(
-        self, codes: str, *flags: str, **settings: object
-    ) -> subprocess.CompletedProcess[str]:
+    def submit_by_script(self, codes: str, **settings: object) -> subprocess.CompletedProcess[str]:
         # not the checkout, in which `python -m moe_exp` is that one
-        command, environ = ["bash", str(SCRIPT), *flags], self.environ(codes, **settings)
-        return subprocess.run(command, env=environ, cwd=self.setup.parent, capture_output=True, text=True)
+        place = {"env": self.environ(codes, **settings), "cwd": self.setup.parent}
+        return subprocess.run(["bash", SCRIPT], **place, capture_output=True, text=True)
 
     def log(self, pattern: str) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"slurm/{pattern}")))

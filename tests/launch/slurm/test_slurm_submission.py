@@ -19,49 +19,39 @@ from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.slurm import batch_script
-from moe_exp.launch.slurm.settings import (
-    PASSED_ALWAYS,
-    PASSED_PREFIXES,
-    load_slurm_settings,
-    time_limit_seconds,
-)
+from moe_exp.launch.slurm import settings as slurm_settings
 
 
 def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
     chain.folder.parent.mkdir(parents=True)
     (chain.folder.parent / "exclude_nodes.txt").write_text("n2 and n3\n")
     done = chain.submit("75", NNODES=1)
-    assert done.returncode == 1
-    assert "line 1 holds 'n2 and n3', no host name" in done.stderr
+    assert done.returncode == 1 and "line 1 holds 'n2 and n3', no host name" in done.stderr
 
 
 def test_a_second_submission_is_refused_and_may_be_put_behind(chain):
     assert chain.submit("75/75", NNODES=1, NUM_JOBS=2).returncode == 0
     again = chain.submit("75", NNODES=1)
-    assert again.returncode == 1
-    assert "its jobs 101 are in the queue already. Fix: scancel 101, or set AFTER=101 to " in again.stderr
+    assert again.returncode == 1 and "its jobs 101 are in the queue already. Fix: scancel 101" in again.stderr
     (chain.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with FileLock(chain.folder / ".lock"):  # as while job 101 runs
         assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
     assert chain.cluster.job(103)["options"]["dependency"] == "afterany:101"
     refused = chain.submit("75", NNODES=1, AFTER="101", PARTITION="nowhere")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("moe-exp slurm: sbatch: exit code 1: sbatch: error: invalid partition")
+    assert refused.returncode == 1 and "sbatch: exit code 1: sbatch: error: invalid part" in refused.stderr
 
 
 def test_dry_run_prints_the_file_and_submits_nothing(chain):
     given = {"NUM_JOBS": 3, "MODULES": "cuda/12.6 nccl", "NICE": 50, "EXTRA_SBATCH": "--comment='two words'"}
     done = chain.submit("75", "--dry-run", **given)
     assert done.returncode == 0, done.stderr
-    assert not chain.folder.parent.exists()
-    assert not (chain.cluster.folder / "calls.log").exists()
+    assert not chain.folder.parent.exists() and not (chain.cluster.folder / "calls.log").exists()
     options = ["--array=1-3%1", "--nice=50", "--signal=B:USR1@600", "--requeue", "--exclusive", "--mem=0"]
     for option in (*options, '"--comment=two words"'):
         assert f"#SBATCH {option}\n" in done.stdout
     assert f'#SBATCH "--output={chain.folder}/slurm/job%A_%a.log"\n' in done.stdout
-    assert "modules=(cuda/12.6 nccl)\n" in done.stdout
-    assert '\nexport EXCLUDE_FILE="$exclude_file"' in done.stdout
-    assert "\nretry_seconds=0\n" in done.stdout
+    for line in ("modules=(cuda/12.6 nccl)", 'export EXCLUDE_FILE="$exclude_file"', "retry_seconds=0"):
+        assert f"\n{line}" in done.stdout
 
 
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["first start", "resume"])
@@ -86,10 +76,10 @@ def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
     done = chain.submit("75", "--dry-run", PASS_ENV="SECRET", NCCLX="no", **network)
     assert done.returncode == 0, done.stderr
     names = re.search(r'^#SBATCH "?--export=(.*?)"?$', done.stdout, re.MULTILINE)[1].split(",")
-    passed = [name for name in names if name not in PASSED_ALWAYS]
+    passed = [name for name in names if name not in slurm_settings.PASSED_ALWAYS]
     assert {*network, "SECRET"} <= set(passed)
-    assert all(name == "SECRET" or name.startswith(PASSED_PREFIXES) for name in passed)
-    listed = done.stderr.partition("variables that jobs get from this shell:\n")[2].splitlines()
+    assert all(name == "SECRET" or name.startswith(slurm_settings.PASSED_PREFIXES) for name in passed)
+    listed = done.stderr.partition("get from this shell:\n")[2].splitlines()
     hidden = {"HF_TOKEN": "(not shown)", "SECRET": "(not shown)"}
     assert {f"  {name}={value}" for name, value in (network | hidden).items()} <= set(listed)
     assert not re.search("hf_geheim|s3cret|ib0", done.stdout)
@@ -159,33 +149,25 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
     ("settings", "line"),
     [
         ({"TIME_LIMIT": "1 day"}, "TIME_LIMIT=1 day: is no time limit of SLURM's."),
-        ({"TIME_LIMIT": "10", "SIGNAL_SECONDS": "600"},
-         "SIGNAL_SECONDS=600: must be shorter than TIME_LIMIT=10, and at most 65535."),
+        ({"TIME_LIMIT": "10", "SIGNAL_SECONDS": "600"}, "SIGNAL_SECONDS=600: must be shorter than TIME"),
         ({"NUM_JOBS": "1001"}, "NUM_JOBS=1001: a job array has at most 1000 jobs."),
         ({"AFTER": "big-run"}, "AFTER=big-run: is no list of job ids."),
         ({"JOB_NAME": "a,b"}, "JOB_NAME=a,b: has characters that squeue cannot look for."),
         ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: is no option of the form --name=value."),
-        ({"EXTRA_SBATCH": "--exclude=n1"},
-         "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command. Fix: put the nodes into EXCLUDE"),
-        ({"EXTRA_SBATCH": "--output=x"}, "EXTRA_SBATCH=--output=x: --output is set by this command."),
+        ({"EXTRA_SBATCH": "--exclude=n1"}, "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
-        ({"PASS_ENV": "HOME b=c"},
-         "PASS_ENV=b=c: is no name of a variable; values are taken from this shell. Fix: give names alone"),
+        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: is no name of a variable; values are taken from"),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
-        ({"EXCLUDE_FILE": "~no_such_user/x"},
-         "EXCLUDE_FILE=~no_such_user/x: names the home folder of no user"),
+        ({"EXCLUDE_FILE": "~no_such_user/x"}, "EXCLUDE_FILE=~no_such_user/x: names the home folder of no"),
         ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: is no time limit of SLURM's."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
-        ({"PARTITION": "a\nb"},
-         "PARTITION='a\\nb': has a line break, or a character that cannot be printed."),
         *(
             ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break, ")
             for name in ("RUN_NAME", "RUN_DIR", "JOB_NAME", "MODULES", "SETUP", "EXTRA_SBATCH", "CONTAINER",
                          "NUM_JOBS")
         ),
-        ({"CPU_NODES": "false", "GPUS_PER_NODE": ""},
-         "GPUS_PER_NODE=none: must be given, as this host need not be like the nodes."),
+        ({"CPU_NODES": "false", "GPUS_PER_NODE": ""}, "GPUS_PER_NODE=none: must be given"),
         ({"RUN_NAME": "50%"}, "RUN_NAME=50%: "),
         ({"TOPK": "0"}, "TOPK=0: "),
     ],
@@ -204,20 +186,18 @@ def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypat
     monkeypatch.chdir(folder)
     monkeypatch.setattr(os, "environ", chain.environ("75"))
     assert main(["slurm", "--dry-run"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", printed.err)
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", err)
 
 
-def directive(option):
-    return batch_script.directives([option])
-
-
-@pytest.mark.parametrize("quote", [directive, batch_script._shell, batch_script._word])
-def test_quoting_refuses_control_characters(quote):
-    for character in "\x00\n\r\x7f\u2028":
+@pytest.mark.parametrize("character", "\x00\n\r\x7f\u2028")
+def test_quoting_refuses_control_characters(character):
+    option = f"a{character}touch PWN"
+    for quote, given in (
+        (batch_script.directives, [option]), (batch_script._shell, option), (batch_script._word, option),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="has a line break, or a character that cannot be printed"):
-            quote(f"a{character}touch PWN")
+            quote(given)
 
 
 def test_all_problems_come_at_once(chain, monkeypatch, capsys):
@@ -242,7 +222,7 @@ def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
     ],
 )  # fmt: skip
 def test_time_limits(text, seconds):
-    assert time_limit_seconds(text) == seconds
+    assert slurm_settings.time_limit_seconds(text) == seconds
 
 
 def test_the_example_of_the_documentation_has_settings_that_go_together():
@@ -253,7 +233,7 @@ def test_the_example_of_the_documentation_has_settings_that_go_together():
     assert check_config(load_config({}, given)) == []
     assert check_config(load_config({}, given | {"TRAIN_ITERS": "50"})) == []
     assert check_config(load_config({}, given | {"KEEP_EVERY": "5000", "SAVE_INTERVAL": "500"})) == []
-    load_slurm_settings({}, given)
+    slurm_settings.load_slurm_settings({}, given)
 
 
 def test_scripts_are_clean(chain, tmp_path):

@@ -57,24 +57,23 @@ def test_rows_and_tokens_by_hand():
 
 def orders() -> dict[str, RowOrder]:
     none_TK = torch.zeros_like(KEPT_TK)
-    arguments = {
-        "all": (HAND_TK,),
-        "one slot per token": (HAND_TK[:, :1],),
-        "drops": (HAND_TK, KEPT_TK),
-        "one slot per token, drops": (HAND_TK[:, :1], KEPT_TK[:, :1]),
-        "nothing kept": (HAND_TK, none_TK),
-        "no tokens": (HAND_TK[:0],),
-    }
-    padded = {
+    given = {
+        "all": (None, HAND_TK),
+        "one slot per token": (None, HAND_TK[:, :1]),
+        "drops": (None, HAND_TK, KEPT_TK),
+        "one slot per token, drops": (None, HAND_TK[:, :1], KEPT_TK[:, :1]),
+        "nothing kept": (None, HAND_TK, none_TK),
+        "no tokens": (None, HAND_TK[:0]),
         "padding": (9, HAND_TK),
         "drops and padding": (7, HAND_TK, KEPT_TK),
         "nothing kept, padding": (1, HAND_TK, none_TK),
         "no tokens, padding": (0, HAND_TK[:0]),
     }
-    found = {name: sort_by_expert(*given, num_experts=4).order() for name, given in arguments.items()}
-    return found | {
-        name: pad_by_expert(*given, num_experts=4, rows_per_expert=rows)
-        for name, (rows, *given) in padded.items()
+    return {
+        name: sort_by_expert(*slots, num_experts=4).order()
+        if rows is None
+        else pad_by_expert(*slots, num_experts=4, rows_per_expert=rows)
+        for name, (rows, *slots) in given.items()
     }
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from helpers.layers.references import formula
-from helpers.layers.tiny_moe import decide, random
+from helpers.layers.tiny_moe import random
 from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_activation
-from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import loop
 from moe_exp.layers.experts.loop import expert_loop
 
@@ -119,30 +118,6 @@ def test_every_thread_gets_several_groups(monkeypatch, num_threads, size):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     groups, rows = loop._groups([1] * 32, torch.empty(32, FFN))
     assert [len(group) for group in groups] == rows == [size] * (32 // size)
-
-
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)]
-)
-@pytest.mark.parametrize("case", ["dropless", "drops", "padded"])
-def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
-    generator = torch.Generator().manual_seed(3)
-    expert_TK = torch.stack([torch.randperm(5, generator=generator)[:topk] for _ in range(12)])
-    weights_TK = random(12, topk, seed=4).float().requires_grad_()
-    kept_TK = None if case == "dropless" else random(12, topk, seed=7) > -0.5
-    decision = decide(expert_TK, weights_TK, kept_TK, num_experts=5)
-    dispatcher = LocalDispatcher(5)
-    x_TD = random(12, HIDDEN, seed=5).to(dtype).requires_grad_()
-    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=12 if case == "padded" else None)
-    splits, order = dispatched.tokens_per_expert_L.tolist(), dispatched.record.order
-    parameters = leaves(splits, gated=True, bias=True, dtype=dtype)[2:]
-    inputs, dy_TD = (x_TD, weights_TK, *parameters), random(12, HIDDEN, seed=6).to(dtype)
-    rows_RD = by_loop(dispatched.rows_RD, dispatched.weights_R, *parameters, splits=splits)
-    expected = gradients(dispatcher.combine(rows_RD, dispatched.record), inputs, dy_TD)
-    y_TD = by_loop(x_TD, order.weights(weights_TK), *parameters, splits=splits, order=order)
-    for one, other in zip(gradients(y_TD, inputs, dy_TD), expected, strict=True):
-        assert (one - other).norm() <= tolerance * other.norm()
 
 
 @pytest.mark.parametrize("splits", [(40, 41, 39, 40), (150, 3, 4, 3)])

@@ -71,9 +71,15 @@ def last_of(splits) -> list[int]:
     return [sum(splits[: expert + 1]) - 1 for expert in range(len(splits)) if splits[expert]]
 
 
-def reference(activation: str, experts: Experts, dispatched: Dispatched, splits):
-    """Row by row, w * expert(x) with the weight at the end."""
-    given = (dispatched.rows_RD, dispatched.weights_R, experts.weight1, experts.weight2)
+def forward_backward(experts: Experts, dispatched: Dispatched) -> list[torch.Tensor]:
+    y_RD = experts(dispatched)
+    inputs = (dispatched.rows_RD, dispatched.weights_R, *experts.parameters())
+    return [y_RD.detach(), *torch.autograd.grad(y_RD, inputs, random(*y_RD.shape, seed=9).to(y_RD.dtype))]
+
+
+def row_by_row(activation: str, experts: Experts, dispatched: Dispatched, splits) -> list[torch.Tensor]:
+    """w * expert(x) with the weight at the end, in float64, and its gradients."""
+    given = (dispatched.rows_RD, dispatched.weights_R, *experts.parameters())
     leaves = [leaf.detach().double().requires_grad_() for leaf in given]
     x_RD, weights_R, weight1, weight2 = leaves
     expert_R = [expert for expert, count in enumerate(splits) for _ in range(count)]
@@ -81,7 +87,8 @@ def reference(activation: str, experts: Experts, dispatched: Dispatched, splits)
         weights_R[row] * (weight2[expert] @ formula(activation, weight1[expert] @ x_RD[row]))
         for row, expert in enumerate(expert_R)
     ]
-    return torch.stack(outs), leaves
+    y_RD = torch.stack(outs)
+    return [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, random(*y_RD.shape, seed=9))]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -100,18 +107,9 @@ def test_experts_against_a_loop_over_rows(activation, splits, backend, dtype, to
     gated = ACTIVATIONS[activation].gated
     assert experts.weight1.shape == (3, 2 * ffn if gated else ffn, hidden)
     assert experts.weight2.shape == (3, hidden, ffn)
-    expected, leaves = reference(activation, experts, dispatched, splits)
-    grad_RD = random(*expected.shape, seed=9)
-    expected.backward(grad_RD)
-    actual = experts(dispatched)
-    assert actual.dtype == dtype
-    actual.backward(grad_RD.to(dtype))
-
-    tensors = (dispatched.rows_RD, dispatched.weights_R, experts.weight1, experts.weight2)
-    pairs = [(actual.detach(), expected.detach())] + [
-        (tensor.grad, leaf.grad) for tensor, leaf in zip(tensors, leaves, strict=True)
-    ]
-    for one, other in pairs:
+    actual = forward_backward(experts, dispatched)
+    assert actual[0].dtype == dtype
+    for one, other in zip(actual, row_by_row(activation, experts, dispatched, splits), strict=True):
         # The router weights are fp32, and so is their gradient.
         limit = 1e-6 if (one.dtype, dtype) == (torch.float32, torch.float64) else tolerance
         assert (one.double() - other).norm() <= limit * other.norm()
@@ -127,12 +125,6 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32():
     assert bias_LF.grad.tolist() == [[2000.0] * 3, [1000.0] * 3]
 
 
-def forward_backward(experts: Experts, dispatched: Dispatched) -> list[torch.Tensor]:
-    y_RD = experts(dispatched)
-    inputs = (dispatched.rows_RD, dispatched.weights_R, *experts.parameters())
-    return [y_RD.detach(), *torch.autograd.grad(y_RD, inputs, random(*y_RD.shape, seed=9).to(y_RD.dtype))]
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("backend", "recompute"), [("torch", False), ("torch", True), ("triton", False)])
 @pytest.mark.parametrize("splits", [(3, 0, 4), (0, 0, 2), (1, 1, 1), (0, 0, 0)])
@@ -143,20 +135,6 @@ def test_other_paths_with_bias_equal_the_function_for_the_cpu(activation, backen
         assert (one - other).norm() <= 1e-5 * other.norm()
     for rows_RD in actual[:2]:
         assert not rows_RD[last_of(splits)].any()
-
-
-@pytest.mark.parametrize("backend", ["loop", "torch", "triton"])
-def test_padding_adds_nothing_to_the_gradient_of_a_bias(backend):
-    experts, padded = made("swiglu", backend, splits=(3, 2, 4), bias=True)
-    kept = torch.tensor([row for row in range(9) if row not in last_of((3, 2, 4))])
-    rows, weights = (x.detach()[kept].requires_grad_() for x in (padded.rows_RD, padded.weights_R))
-    without = Dispatched(rows, weights, torch.tensor([2, 1, 3]), padded.record, (2, 1, 3))
-    dy_RD = random(9, 8, seed=9).float()
-    parameters = list(experts.parameters())
-    found = torch.autograd.grad(experts(padded), parameters, dy_RD)
-    expected = torch.autograd.grad(experts(without), parameters, dy_RD[kept])
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 1e-6 * other.norm()
 
 
 class Storages(TorchDispatchMode):

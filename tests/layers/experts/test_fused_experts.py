@@ -2,17 +2,14 @@
 where that is said.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from helpers.layers.kernel_device import DEVICE
-from helpers.layers.references import Waits, formula, make_groups
-from helpers.layers.tiny_moe import HIDDEN, cut, decide, pushed_tokens, random, tiny_layer
+from helpers.layers.references import formula, make_groups
+from helpers.layers.tiny_moe import HIDDEN, MODES, TOKENS, cut, decide, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.activations import ACTIVATIONS
@@ -23,7 +20,6 @@ from moe_exp.layers.experts.loop import expert_loop
 from moe_exp.layers.kernels import launch
 
 FP32 = torch.float32
-TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4
 
 
 def leaves_of(
@@ -45,20 +41,19 @@ def chosen(num_tokens: int, topk: int, num_experts: int) -> torch.Tensor:
     return random(num_tokens, num_experts - 1, seed=5).argsort(dim=1)[:, :topk]
 
 
-def token_by_token(
-    x_TD, weights_TK, expert_TK, kept_TK, weight1, weight2, bias1=None, bias2=None, *, activation
-):
-    bias1 = weight1.new_zeros(weight1.shape[:2]) if bias1 is None else bias1
-    bias2 = weight2.new_zeros(weight2.shape[:2]) if bias2 is None else bias2
-    outs = []
-    for t, x in enumerate(x_TD):
-        out = torch.zeros_like(x)
-        for k, e in enumerate(expert_TK[t].tolist()):
-            if kept_TK is None or kept_TK[t, k]:
-                active = formula(activation, weight1[e] @ x + bias1[e])
-                out = out + weights_TK[t, k] * (weight2[e] @ active + bias2[e])
-        outs.append(out)
-    return torch.stack(outs)
+def loop_over_tokens(expert_TK, kept_TK, activation):
+    """The reference in plain torch; of a token all slots at once."""
+
+    def function(x_TD, weights_TK, weight1, weight2, *biases):
+        bias1, bias2 = biases or (weight1.new_zeros(weight1.shape[:2]), weight2.new_zeros(weight2.shape[:2]))
+        weights_TK = weights_TK if kept_TK is None else weights_TK * kept_TK
+        outs = []
+        for x, weights_K, e in zip(x_TD, weights_TK, expert_TK, strict=True):
+            active_KF = formula(activation, weight1[e] @ x + bias1[e])
+            outs.append(weights_K @ (torch.einsum("kdf,kf->kd", weight2[e], active_KF) + bias2[e]))
+        return torch.stack(outs)
+
+    return function
 
 
 def with_gradients(function, leaves, dy) -> list[torch.Tensor]:
@@ -125,10 +120,7 @@ def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops, bias):
     kept_TK = random(13, 2, seed=6) > -0.3 if drops else None
     dy_TD = random(13, 24, seed=7).to(dtype)
 
-    def loop(x, weights, *parameters):
-        return token_by_token(x, weights, expert_TK, kept_TK, *parameters, activation=activation)
-
-    expected = with_gradients(loop, doubles(leaves), dy_TD)
+    expected = with_gradients(loop_over_tokens(expert_TK, kept_TK, activation), doubles(leaves), dy_TD)
     actual = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32, *[dtype] * (4 if bias else 2)]
     assert max(errors(actual, expected)) < limit
@@ -193,18 +185,7 @@ def test_only_what_is_asked_for(needed, twins):
     assert torch.equal(alone[needed].grad, expected)
 
 
-@pytest.mark.parametrize("kind", ["a column of a wider tensor", "one weight for all rows"])
-def test_router_weights_with_strides(kind):
-    (x, weights, *matrices), function = rows_leaves((3, 0, 4)), rows_function((3, 0, 4))
-    strided = torch.stack([weights, weights + 1], dim=1)[:, 0].detach()
-    if kind == "one weight for all rows":
-        strided = weights[:1].detach().expand(7)
-    both = [weights_R.requires_grad_() for weights_R in (strided, strided.clone().contiguous())]
-    found = [with_gradients(function, [x, weights_R, *matrices], torch.ones(7, 24)) for weights_R in both]
-    assert_same_bits(*found)
-
-
-# What is kept, and what waits
+# What is kept for the backward pass
 
 
 @pytest.fixture
@@ -253,17 +234,6 @@ def test_bytes_kept_for_backward(activation, twins):
     indices = 12 * num_tokens * topk + 4 * (num_experts + 1)
     formula_bytes = 2 * num_tokens * hidden + (4 if activation == "swiglu" else 2) * num_tokens * topk * ffn
     assert kept - indices == formula_bytes
-
-
-@pytest.mark.parametrize("drops", [False, True])
-def test_the_host_does_not_wait(drops):
-    leaves = [leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves_of(bias=True)]
-    expert_TK = chosen(13, 2, 5).to(DEVICE)
-    kept_TK = (random(13, 2, seed=6) > 0).to(DEVICE) if drops else None
-    function, dy = tokens_function(expert_TK, kept_TK), torch.ones(13, 24, device=DEVICE)
-    with Waits() as waits:
-        with_gradients(function, leaves, dy)
-    assert waits.found == []
 
 
 # torch.compile and recompute
@@ -388,20 +358,12 @@ def layer_results(x_TD, dy_TD, **options):
     return [y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in parameters)]
 
 
-MODES = {
-    "dropless": {},
-    "capacity": {"capacity_factor": 0.7},
-    "padded": {"capacity_factor": 0.7, "pad_to_capacity": True},
-    "latent": {"latent": 3},
-}
-
-
 @pytest.mark.parametrize("alltoall", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_layer_equals_that_of_the_loop(mode, alltoall):
+@pytest.mark.parametrize("settings", [*MODES.values(), {"latent": 3}], ids=[*MODES, "latent"])
+def test_layer_equals_that_of_the_loop(settings, alltoall):
     x_TD, dy_TD = pushed_tokens(TOKENS), random(len(TOKENS), HIDDEN, seed=4)
-    expected = layer_results(x_TD, dy_TD, **MODES[mode])
-    options = {"backend": "triton", "dtype": FP32, "alltoall": alltoall, **MODES[mode]}
+    expected = layer_results(x_TD, dy_TD, **settings)
+    options = {"backend": "triton", "dtype": FP32, "alltoall": alltoall, **settings}
     actual = layer_results(x_TD.float(), dy_TD.float(), **options)
     assert max(errors(actual, expected)) < 1e-5
 
@@ -431,30 +393,3 @@ def on_ranks(ep: int, etp: int) -> list[float]:
 def test_experts_over_ranks_equal_one_rank(ep, etp):
     for found in run_on_ranks(ep * etp, on_ranks, ep, etp):
         assert max(found) < 1e-5, found
-
-
-DEVICE_SIZES = {"num_tokens": 2048, "topk": 8, "num_experts": 64, "hidden": 2048, "ffn": 1024}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_at_a_real_size(activation):
-    leaves = leaves_of(activation=activation, dtype=torch.bfloat16, **DEVICE_SIZES)
-    leaves = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
-    expert_TK, dy_TD = chosen(2048, 8, 64).cuda(), random(2048, 2048, seed=7).cuda()
-    run = functools.partial(with_gradients, tokens_function(expert_TK, None, activation), leaves, dy_TD)
-    first = run()
-    assert_same_bits(first, run())
-
-    def dense(x, weights, weight1, weight2):
-        out = torch.zeros_like(x)
-        for e in range(64):
-            token, k = (expert_TK == e).nonzero(as_tuple=True)
-            # kept in bf16, which decides what is beyond the limit
-            hidden = (x[token] @ weight1[e].t()).bfloat16().double()
-            y = formula(activation, hidden) @ weight2[e].t()
-            out = out.index_add(0, token, y * weights[token, k].unsqueeze(1))
-        return out
-
-    assert max(errors(first, with_gradients(dense, doubles(leaves), dy_TD))) < 1e-2

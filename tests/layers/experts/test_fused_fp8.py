@@ -15,8 +15,8 @@ from test_fused_experts import (
     doubles,
     errors,
     leaves_of,
+    loop_over_tokens,
     rows_leaves,
-    token_by_token,
     with_gradients,
 )
 
@@ -50,10 +50,7 @@ def test_output_and_gradients_against_float64(activation, bias, twins):
     leaves, expert_TK = leaves_of(activation=activation, dtype=BF16, bias=bias, **sizes), chosen(300, 2, 5)
     kept_TK, dy_TD = random(300, 2, seed=6) > -1, random(300, 192, seed=7).to(BF16)
 
-    def loop(x, weights, *parameters):
-        return token_by_token(x, weights, expert_TK, kept_TK, *parameters, activation=activation)
-
-    expected = with_gradients(loop, doubles(leaves), dy_TD)
+    expected = with_gradients(loop_over_tokens(expert_TK, kept_TK, activation), doubles(leaves), dy_TD)
     found = {
         name: with_gradients(in_fp8(expert_TK, activation, kept_TK, fp8=name == "fp8"), leaves, dy_TD)
         for name in LIMITS
@@ -61,7 +58,6 @@ def test_output_and_gradients_against_float64(activation, bias, twins):
     assert [x.dtype for x in found["fp8"]] == [x.dtype for x in found["bf16"]]
     assert not any(gradient[4].any() for gradient in found["fp8"][3:])  # the expert without tokens
     of = {name: errors(actual, expected) for name, actual in found.items()}
-    print({name: [f"{error:.4f}" for error in values] for name, values in of.items()})  # -s: for the docs
     # Rows near the limit of the clamp are on its other side, where their gradient is zero.
     factor = 6 if activation == "clamped_swiglu" else 1
     assert all(max(of[name]) < factor * limit for name, limit in LIMITS.items()), of
@@ -175,7 +171,6 @@ def test_a_training_falls_like_one_in_bf16(script_runs):
         name: script_runs.succeed(name, **common, **settings).curve("lm_loss")
         for name, settings in (("bf16", {}), ("fp8", {"FP8": "e4m3", "FP8_RECIPE": "blockwise"}))
     }
-    print({name: (curve[0], curve[-1]) for name, curve in curves.items()})
     last = {name: sum(curve[-10:]) / 10 for name, curve in curves.items()}
     assert last["bf16"] < curves["bf16"][0] - 1
     assert curves["fp8"] != curves["bf16"]

@@ -4,64 +4,44 @@ what must not spread. Without a GPU they run under Triton's interpreter.
 
 import random as draws
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from test_fused_experts import doubles, leaves_of, loop_over_tokens, tokens_function, with_gradients
 from torch import Tensor
 
 from helpers.layers.tiny_moe import random
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.experts.fused import experts_of_tokens
 from moe_exp.layers.kernels.launch import INTERPRETED
 
 NUMBERS = (0, 1, 2, 3, 7, 13, 31, 61)  # the smallest, and primes
 NAMES = ("y", "x", "weights", "weight1", "weight2", "bias1", "bias2")
 
 
-class Sizes(NamedTuple):
-    tokens: int
-    topk: int
-    experts: int
-    hidden: int
-    ffn: int
-
-
-def drawn(seed: int, *, most_experts: int) -> Sizes:
+def drawn(seed: int, *, most_experts: int) -> dict[str, int]:
     pick = draws.Random(seed)
     experts = pick.choice([number for number in (1, 2, 3, 7, 31, 128, 512) if number <= most_experts])
-    topk = pick.randint(1, min(16, experts))
-    return Sizes(pick.choice(NUMBERS), topk, experts, pick.choice(NUMBERS[1:]), pick.choice(NUMBERS[1:]))
+    topk, num_tokens = pick.randint(1, min(16, experts)), pick.choice(NUMBERS)
+    widths = {"hidden": pick.choice(NUMBERS[1:]), "ffn": pick.choice(NUMBERS[1:])}
+    return {"num_tokens": num_tokens, "topk": topk, "num_experts": experts, **widths}
 
 
-def tensors(sizes: Sizes, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+def tensors(seed: int, **sizes: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """x, router weights, weights and biases; experts of the slots; which slots are kept; gradient of y."""
-    tokens, topk, experts, hidden, ffn = sizes
-    shapes = [(tokens, hidden), (tokens, topk), (experts, 2 * ffn, hidden), (experts, hidden, ffn)]
-    shapes += [(experts, 2 * ffn), (experts, hidden)]
-    leaves = [random(*shape, seed=seed + place).float() for place, shape in enumerate(shapes)]
-    expert_TK = random(tokens, experts, seed=seed + 6).argsort(dim=1)[:, :topk]
-    kept_TK = random(tokens, topk, seed=seed + 7) > -1
-    return leaves, expert_TK, kept_TK, random(tokens, hidden, seed=seed + 8).float()
+    num_tokens, topk = sizes["num_tokens"], sizes["topk"]
+    expert_TK = random(num_tokens, sizes["num_experts"], seed=seed + 6).argsort(dim=1)[:, :topk]
+    kept_TK = random(num_tokens, topk, seed=seed + 7) > -1
+    dy_TD = random(num_tokens, sizes["hidden"], seed=seed + 8).float()
+    return [leaf.detach() for leaf in leaves_of(bias=True, **sizes)], expert_TK, kept_TK, dy_TD
+
+
+SIZES = {"num_tokens": 31, "topk": 3, "num_experts": 5, "hidden": 13, "ffn": 7}
 
 
 def by_kernels(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Tensor) -> dict[str, Tensor]:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    x, weights, *matrices = leaves
-    y = experts_of_tokens(x, weights, expert_TK, kept_TK, *matrices, activation="swiglu")
-    return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, dy)), strict=True))
-
-
-def in_float64(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """All experts for all tokens, in plain torch."""
-    leaves = [leaf.double().requires_grad_() for leaf in leaves]
-    x, weights, weight1, weight2, bias1, bias2 = leaves
-    gate, up = (torch.einsum("td,ewd->tew", x, weight1) + bias1).chunk(2, dim=2)
-    out_TED = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, weight2) + bias2
-    share_TE = torch.zeros(out_TED.shape[:2], dtype=x.dtype).scatter_add(1, expert_TK, weights * kept_TK)
-    y = torch.einsum("te,ted->td", share_TE, out_TED)
-    return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, dy.double())), strict=True))
+    return dict(zip(NAMES, with_gradients(tokens_function(expert_TK, kept_TK), leaves, dy), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -73,12 +53,14 @@ def in_float64(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Ten
 )
 def test_drawn_sizes(seed, most_experts):
     sizes = drawn(seed, most_experts=most_experts)
-    made = tensors(sizes, seed)
     print(sizes)
-    found, expected = by_kernels(*made), in_float64(*made)
-    if not (made[0][1] * made[2]).any():  # no token, or no slot that is kept
+    leaves, expert_TK, kept_TK, dy_TD = made = tensors(seed, **sizes)
+    found = by_kernels(*made)
+    if not (leaves[1] * kept_TK).any():  # no token, or no slot that is kept
         assert not any(found[name].any() for name in NAMES)
         return
+    reference = loop_over_tokens(expert_TK, kept_TK, "swiglu")
+    expected = dict(zip(NAMES, with_gradients(reference, doubles(leaves), dy_TD), strict=True))
     assert_equal_to(1e-5, {name: found[name].double() for name in NAMES}, expected)
 
 
@@ -88,7 +70,7 @@ def test_permuted_tokens_have_permuted_outputs_to_the_bit(seed, monkeypatch):
     if INTERPRETED:
         # Some CPUs' BLAS, which numpy.matmul calls, sums a row by its place in the tile; a GPU does not.
         monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))
-    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(Sizes(31, 3, 5, 13, 7), seed)
+    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(seed, **SIZES)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     found = by_kernels([x, weights, *matrices], expert_TK, kept_TK, dy)
     other = by_kernels([x[order], weights[order], *matrices], expert_TK[order], kept_TK[order], dy[order])
@@ -106,7 +88,7 @@ def surrounded(x: Tensor) -> Tensor:
 
 
 def test_what_is_around_the_tensors_is_not_read():
-    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(Sizes(31, 2, 3, 13, 7), seed=5)
+    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(5, **SIZES)
     found = by_kernels([x, weights, *matrices], expert_TK, kept_TK, dy)
     leaves = [surrounded(leaf) for leaf in (x, weights, *matrices)]
     other = by_kernels(leaves, expert_TK, kept_TK, surrounded(dy))
@@ -116,7 +98,7 @@ def test_what_is_around_the_tensors_is_not_read():
 
 def test_nan_stays_in_its_token():
     """A token that is NaN and has no kept slot changes nothing; one that has, itself and its experts."""
-    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(Sizes(13, 2, 5, 13, 7), seed=6)
+    (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(6, **SIZES)
     kept_TK[4], kept_TK[9] = False, True
     clean = by_kernels([x, weights, *matrices], expert_TK, kept_TK, dy)
     x, dy = x.clone(), dy.clone()

@@ -14,6 +14,7 @@ import torch
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
 from moe_exp.layers.experts import grouped_gemm
+from moe_exp.layers.experts.fp8 import RECIPES, check_fp8, pad_rows, padded_splits, unpad_rows
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, PACKAGES, check_package, choose_backend
 from moe_exp.layers.kernels import launch
 
@@ -46,23 +47,28 @@ class GroupedLinear(torch.nn.Module):
 
 
 @pytest.fixture
-def stand_ins(monkeypatch):
-    ops = types.SimpleNamespace(gmm=gmm)
-    for name, contents in {
-        "grouped_gemm": {"ops": ops},
-        "megablocks": {"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
+def put_in_place(monkeypatch):
+    """Puts modules with these contents in the place of packages."""
+
+    def put(**packages):
+        for name, contents in packages.items():
+            module = types.ModuleType(name)
+            module.__dict__.update(contents)
+            monkeypatch.setitem(sys.modules, name, module)
+        grouped_gemm._te_module.cache_clear()
+
+    yield put
+    grouped_gemm._te_module.cache_clear()
+
+
+def transformer_engine(grouped_linear, **fp8_state):
+    """The modules of Transformer Engine that our code imports."""
+    state = types.SimpleNamespace(**fp8_state)
+    return {
         "transformer_engine": {},
-        "transformer_engine.pytorch": {"GroupedLinear": GroupedLinear},
-        "transformer_engine.pytorch.fp8": {
-            "FP8GlobalStateManager": types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        },
-    }.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-    grouped_gemm._te_module.cache_clear()
-    yield
-    grouped_gemm._te_module.cache_clear()
+        "transformer_engine.pytorch": {"GroupedLinear": grouped_linear},
+        "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": state},
+    }
 
 
 def run(backend, x_RD, w_LDF, dy_RF, splits, known_splits):
@@ -76,7 +82,13 @@ def run(backend, x_RD, w_LDF, dy_RF, splits, known_splits):
 @pytest.mark.parametrize("known_splits", [True, False])
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("backend", PACKAGES)
-def test_arguments_as_the_packages_want_them(stand_ins, backend, splits, known_splits, transposed):
+def test_arguments_as_the_packages_want_them(put_in_place, backend, splits, known_splits, transposed):
+    ops = types.SimpleNamespace(gmm=gmm)
+    put_in_place(
+        grouped_gemm={"ops": ops},
+        megablocks={"grouped_gemm_util": types.SimpleNamespace(ops=ops)},
+        **transformer_engine(GroupedLinear, is_fp8_enabled=lambda: False),
+    )
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64, transposed=transposed)
     actual = run(backend, x_RD, w_LDF, dy_RF, splits, known_splits)
     for one, other in zip(actual, reference(x_RD, w_LDF, splits, dy_RF), strict=True):
@@ -99,17 +111,18 @@ def test_the_packages_themselves(backend, splits):
         assert_relative(one.cpu(), other, 6e-3)
 
 
-# What cannot run says so
+# Which backend is taken; what cannot run says so
 
 
 def install(monkeypatch, *installed: str) -> None:
+    """Of Triton and all packages that have grouped GEMMs only these are there."""
     find_spec = importlib.util.find_spec
-    known = {module for package in PACKAGES.values() for module in package.modules}
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: (object() if name in installed else None) if name in known else find_spec(name),
-    )
+    known = {"triton", *(module for package in PACKAGES.values() for module in package.modules)}
+
+    def find(name):
+        return (object() if name in installed else None) if name in known else find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +140,17 @@ def install(monkeypatch, *installed: str) -> None:
          r"grouped_gemm: computes in bfloat16, not in float32\. Fix: use auto"),
         ("te", ["transformer_engine"], "cuda", torch.float64,
          r"te: computes in bfloat16, float16, float32, not in float64\."),
+        ("torch", [], "cpu", torch.float64, r"torch: grouped_mm has no float64\. Fix: use loop"),
+        ("triton", [], "cpu", torch.float64, r"triton: its kernels have no float64\. Fix: use auto"),
+        ("triton", [], "cuda", torch.bfloat16,
+         r"triton: triton is not installed\. Fix: pip install triton, or use auto"),
+        ("cutlass", [], "cpu", torch.float32,
+         r"cutlass: is not a backend\. Fix: use auto or one of triton, loop, "),
     ],
 )  # fmt: skip
 def test_a_named_backend_that_cannot_run(monkeypatch, name, installed, device_type, dtype, expected):
     install(monkeypatch, *installed)
+    monkeypatch.setattr(launch, "triton", None)
     with pytest.raises(ValueError, match=f"^expert_backend={expected}"):
         choose_backend(name, device_type=device_type, dtype=dtype)
 
@@ -143,22 +163,121 @@ def test_a_named_backend_that_can_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "backend", "because"),
+    ("name", "expected"),
     [
-        (["grouped_gemm"], (8, 0), "grouped_gemm", "before Hopper, and grouped_gemm is installed"),
-        (["transformer_engine"], (8, 9), "te", "before Hopper, and transformer_engine is installed"),
-        (["grouped_gemm", "transformer_engine"], (9, 0), "torch", "one kernel on Hopper"),
-        (["grouped_gemm", "transformer_engine"], (10, 0), "te", "and transformer_engine is installed"),
-        (["grouped_gemm"], (10, 0), "loop", "Blackwell (pytorch issue 172439)"),
-        ([], (8, 0), "loop", "grouped_mm is slow on GPUs before Hopper"),
+        ("triton", ("triton", "asked for by EXPERT_BACKEND; on a CPU the same in plain torch")),
+        ("loop", ("loop", "asked for by EXPERT_BACKEND")),
+        ("torch", ("torch", "asked for by EXPERT_BACKEND")),
+        ("auto", ("loop", "grouped_mm is the same loop on a CPU")),
     ],
 )
-def test_auto_takes_a_package_where_grouped_mm_is_no_choice(
-    monkeypatch, installed, capability, backend, because
-):
+def test_backends_on_a_cpu(name, expected):
+    assert choose_backend(name, device_type="cpu", dtype=torch.float32) == expected
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BOTH = ["grouped_gemm", "transformer_engine"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "installed", "capability", "dtype", "backend", "because"),
+    [
+        ("", [], (9, 0), BF16, "triton", "one function of Triton kernels"),
+        ("", [], (9, 0), FP16, "triton", "one function of Triton kernels"),
+        ("old", [], (9, 0), BF16, "torch", "not triton: old; grouped_mm runs as one kernel on Hopper"),
+        ("old", [], (9, 0), FP16, "loop", "not triton: old; the other grouped GEMMs are one kernel in bf16"),
+        ("old", [], (9, 0), FP32, "loop", "one kernel in bf16 and fp16 only, not in float32"),
+        ("old", BOTH[:1], (8, 0), BF16, "grouped_gemm", "before Hopper, and grouped_gemm is installed"),
+        ("old", BOTH[1:], (8, 9), BF16, "te", "before Hopper, and transformer_engine is installed"),
+        ("old", BOTH, (9, 0), BF16, "torch", "one kernel on Hopper"),
+        ("old", BOTH, (10, 0), BF16, "te", "and transformer_engine is installed"),
+        ("old", BOTH[:1], (10, 0), BF16, "loop", "Blackwell (pytorch issue 172439)"),
+        ("old", [], (8, 0), BF16, "loop", "grouped_mm is slow on GPUs before Hopper"),
+    ],
+)
+def test_auto_on_a_gpu(monkeypatch, missing, installed, capability, dtype, backend, because):
     install(monkeypatch, *installed)
-    monkeypatch.setattr(launch, "missing", lambda: "it is missing")
+    monkeypatch.setattr(launch, "missing", lambda: missing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
+    name, reason = choose_backend("auto", device_type="cuda", dtype=dtype)
     assert name == backend
-    assert reason.startswith("not triton: it is missing; ") and reason.endswith(because)
+    assert because in reason
+    assert reason.startswith("not triton: old; ") == (missing == "old" and dtype != FP32)
+
+
+def test_torch_without_grouped_mm(monkeypatch):
+    monkeypatch.setattr(launch, "missing", lambda: "it is missing")
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    name, reason = choose_backend("auto", device_type="cuda", dtype=torch.bfloat16)
+    assert name == "loop" and reason.endswith(f"torch {torch.__version__} has no grouped_mm")
+    with pytest.raises(ValueError, match=r"expert_backend=torch: torch .* has no grouped_mm\. Fix: use loop"):
+        choose_backend("torch", device_type="cuda", dtype=torch.bfloat16)
+
+
+# FP8 of Transformer Engine
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_rows_are_padded_and_nothing_else_changes(put_in_place, recipe, splits):
+    """Inside Transformer Engine's FP8 autocast."""
+    seen = []
+
+    class Fp8GroupedLinear(GroupedLinear):
+        def forward(self, inp, m_splits, is_first_microbatch=None):
+            assert all(rows % RECIPES[recipe][1] == 0 for rows in m_splits), m_splits
+            seen.append(m_splits)
+            return super().forward(inp, m_splits)
+
+    of_recipe = types.SimpleNamespace(mxfp8=lambda: recipe == "mxfp8")
+    state = {"is_fp8_enabled": lambda: True, "get_fp8_recipe": lambda: of_recipe}
+    put_in_place(**transformer_engine(Fp8GroupedLinear, **state))
+    x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64)
+    y_RF = BACKENDS["te"](x_RD, w_LDF, torch.tensor(splits), splits)
+    y_RF.backward(dy_RF)
+    found, expected = (y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF)
+    for one, other in zip(found, expected, strict=True):
+        assert_relative(one, other, 1e-14)
+    if sum(splits):
+        assert seen == [padded_splits(splits, RECIPES[recipe][1])]
+
+
+def test_padding_of_rows_by_hand():
+    x_RD = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]])
+    padded = pad_rows(x_RD, (3, 0, 4), 4)
+    assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+    assert padded_splits((3, 0, 4), 4) == [4, 0, 4]
+    assert torch.equal(unpad_rows(padded, (3, 0, 4), 4), x_RD)
+    # What needs no padding is not copied.
+    assert pad_rows(padded, (4, 0, 4), 4) is unpad_rows(padded, (4, 0, 4), 4) is padded
+
+
+def machine(monkeypatch, *, has_te=True, capability=(9, 0)):
+    install(monkeypatch, *(["transformer_engine"] if has_te else []))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_fp8_that_can_run(monkeypatch):
+    check_fp8(None, "delayed", backend="loop")  # Megatron's default without FP8
+    for recipe, (capability, _) in RECIPES.items():
+        machine(monkeypatch, capability=capability)
+        check_fp8("hybrid", recipe, backend="te")
+
+
+@pytest.mark.parametrize(
+    ("here", "recipe", "backend", "text"),
+    [
+        ({"has_te": False}, "tensorwise", "te", r"fp8=hybrid: .* is not installed\. Fix: pip install"),
+        ({}, "tensorwise", "triton", r"fp8=hybrid: .* not with triton\. Fix: set EXPERT_BACKEND=te"),
+        ({}, "delayed", "te", r"fp8_recipe=delayed: .* Fix: use one of tensorwise, blockwise, mxfp8\."),
+        ({"capability": None}, "tensorwise", "te", r"fp8=hybrid: needs a CUDA device\. Fix: set FP8=none\."),
+        ({"capability": (8, 0)}, "tensorwise", "te", r"fp8_recipe=tensorwise: .*8\.9 .*8\.0\. Fix: set FP8"),
+        ({"capability": (9, 0)}, "mxfp8", "te", r"fp8_recipe=mxfp8: .* 10\.0 .* 9\.0\. Fix: use FP8_RECIPE="),
+    ],
+)
+def test_fp8_that_cannot_run(monkeypatch, here, recipe, backend, text):
+    machine(monkeypatch, **here)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        check_fp8("hybrid", recipe, backend=backend)

@@ -1,19 +1,10 @@
 import pytest
 import torch
 
-from helpers.layers.backward_cases import (
-    COUNTS,
-    DEVICE,
-    DTYPES,
-    SPARE_ROWS,
-    drawn,
-    error,
-    offsets_of,
-    rows,
-    tokens_of_rows,
-)
-from helpers.layers.kernel_device import needs_descriptors, use_descriptors
+from helpers.layers.backward_cases import COUNTS, DTYPES, SPARE_ROWS, drawn, offsets_of, rows, tokens_of_rows
+from helpers.layers.kernel_device import DEVICE, needs_descriptors, use_descriptors
 from helpers.layers.references import formula
+from helpers.relative_error import relative_error
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels import activation_grad as module
 from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
@@ -56,7 +47,7 @@ def by_autograd(args, options):
 
 
 def errors(actual, expected):
-    return [error(one[: len(other)], other) for one, other in zip(actual, expected, strict=True)]
+    return [relative_error(one[: len(other)], other) for one, other in zip(actual, expected, strict=True)]
 
 
 def assert_same_rows(one, other, num_rows):

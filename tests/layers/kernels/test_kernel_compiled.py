@@ -6,6 +6,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -14,20 +15,8 @@ import torch
 pytest.importorskip("triton")
 
 from helpers import ROOT
+from helpers.layers import ceilings
 from helpers.layers import kernel_launches as launches
-from helpers.layers.ceilings import (
-    CAPABILITIES,
-    CASES,
-    END,
-    PAGE,
-    START,
-    ceilings,
-    ceilings_file,
-    exceeded,
-    measured,
-    row_of,
-    table,
-)
 from helpers.layers.compiled import (
     SHARED_LIMIT,
     Compiled,
@@ -48,6 +37,13 @@ CONFIGS_OF = {
     launches.weight_gradient: weight_grads.CONFIGS,
 }
 OTHERS = [launches.combined, partial(launches.combined, False), launches.sorted_slots]
+ROUTING = [
+    launches.routed, partial(launches.routed, at=Sizes(routed=512)), launches.routed_back,
+    partial(launches.routed, "sigmoid", True), partial(launches.routed_back, "sqrtsoftplus", True),
+    launches.rows_in_order, launches.chunks, launches.kept, partial(launches.kept, False), launches.padded,
+    launches.loss, launches.loss_back,
+]  # fmt: skip
+SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in (90, 100)]
 VARIANTS = [
     partial(launches.up, "gelu", False),
     partial(launches.up, "squared_relu"),
@@ -82,7 +78,7 @@ def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: in
 
 
 needs_ceilings = pytest.mark.skipif(
-    not ceilings_file().is_file(), reason=f"no {ceilings_file().name}: helpers/layers/ceilings.py writes it"
+    not ceilings.file_of().is_file(), reason="no file: helpers/layers/ceilings.py writes it"
 )
 
 
@@ -103,22 +99,22 @@ BIAS_CASES = ["up, clamped, with bias", "down, with bias"]
 )
 def test_first_config(case: str, capability: int) -> None:
     """It has to run everywhere, also in the 99 KB of a gaming card."""
-    (kernel,) = products(compiled(CASES[case], capability))
+    (kernel,) = products(compiled(ceilings.CASES[case], capability))
     check(kernel, capability, is_gemm=True)
     assert capability != 80 or kernel.shared_bytes <= SHARED_LIMIT[86]
-    if ceilings_file().is_file():
-        assert exceeded([row_of(case, capability, kernel)], ceilings()) == []
+    if ceilings.file_of().is_file():
+        assert ceilings.exceeded([ceilings.row_of(case, capability, kernel)], ceilings.limits()) == []
 
 
 @needs_ceilings
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("capability", ceilings.CAPABILITIES)
+@pytest.mark.parametrize("case", ceilings.CASES)
 def test_every_kernel_and_config_stays_below_its_ceilings(case: str, capability: int) -> None:
-    rows = measured(case, capability)
-    assert exceeded(rows, ceilings()) == []
-    known = [(row["case"], row["capability"]) for row in ceilings().values()].count((case, str(capability)))
-    assert len(rows) == known, "helpers/layers/ceilings.py has to write the file anew"
+    rows = ceilings.measured(case, capability)
+    assert ceilings.exceeded(rows, ceilings.limits()) == []
+    known = [(row["case"], row["capability"]) for row in ceilings.limits().values()]
+    assert len(rows) == known.count((case, str(capability))), "helpers/layers/ceilings.py writes them anew"
 
 
 @needs_ceilings
@@ -130,26 +126,13 @@ def test_every_kernel_has_ceilings() -> None:
         for name in vars(importlib.import_module(f"{package.__name__}.{module}"))
         if name.startswith("_") and name.endswith("_kernel")
     }
-    assert {row["kernel"] for row in ceilings().values()} == names
-
-
-def test_a_value_past_its_ceiling_is_named() -> None:
-    row = {"case": "up", "kernel": "k", "config": "c", "capability": 90, "stack": 0, "shared": 8, "loop": 90}
-    row |= {"registers": 120, "products": 4, "copies": 8, "tma": 0}
-    key = ("up", "k", "c", "90")
-    assert exceeded([row | {"registers": 124, "loop": 94, "copies": 9}], {key: row}) == []
-    assert exceeded([row | {"registers": 125, "stack": 8, "copies": 7}], {key: row}) == [
-        "k (up), c, sm_90: 125 registers, ceiling 120 + 4",
-        "k (up), c, sm_90: 8 stack, ceiling 0 + 0",
-        "k (up), c, sm_90: 7 copies, at least 8",
-    ]
-    assert "not in" in exceeded([row], {})[0]
+    assert {row["kernel"] for row in ceilings.limits().values()} == names
 
 
 def test_the_page_has_the_table() -> None:
-    page = PAGE.read_text()
+    page = ceilings.PAGE.read_text()
     triton = page.partition("Compiled with Triton ")[2].partition(" ")[0]
-    assert f"{START}\n{table(triton)}\n\n{END}" in page
+    assert f"{ceilings.START}\n{ceilings.table(triton)}\n\n{ceilings.END}" in page
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line.startswith("triton==")]
     assert pins in ([f"triton=={triton}"], [])  # none where another torch was installed
@@ -208,25 +191,40 @@ def test_full_steps_have_no_masks(launch: Callable[[], None], config: int, maske
     assert [len(re.findall(r"tt\.load %\w+, ", loop)) for loop in loops] == masked
 
 
-@needs_ceilings
-def test_loops_of_the_weight_gradient_on_hopper() -> None:
-    """Of the configs with descriptors: with masks in whole steps they were 227 and 156 instructions long."""
-    for (rows, columns), most in {(128, 256): 190, (128, 128): 139}.items():
-        (limit,) = {
-            int(row["loop"])
-            for row in ceilings().values()
-            if row["case"] == "weight_grad" and row["capability"] == "90"
-            if row["config"].startswith(f"{rows}x{columns}x64") and row["config"].endswith("TMA")
-        }
-        assert 0 < limit <= most
-
-
-@pytest.mark.parametrize("launch", OTHERS, ids=name_of)
-def test_kernels_without_products(launch: Callable[[], None]) -> None:
-    kernels = compiled(launch, 80)
+@pytest.mark.parametrize("capability", [80, *SLOW])
+@pytest.mark.parametrize("launch", [*OTHERS, *ROUTING], ids=name_of)
+def test_kernels_without_products(launch: Callable[[], None], capability: int) -> None:
+    kernels = compiled(launch, capability)
     assert kernels
     for kernel in kernels:
-        check(kernel, 80, is_gemm=False)
+        # Triton 3.8, of torch 2.14, spills one value of this kernel.
+        spills = version("triton").startswith("3.8.") and launch is launches.routed and capability == 80
+        check(kernel, capability, is_gemm=False, spilled_bytes=8 if spills else 0)
+        assert kernel.shared_bytes <= SHARED_LIMIT[86]
+        # those of a histogram stay in shared memory
+        assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx
+
+
+@pytest.mark.parametrize("launch", [launches.rows_in_order, launches.loss, launches.loss_back], ids=name_of)
+def test_16_bytes_are_moved_at_a_time(launch: Callable[[], None]) -> None:
+    (kernel,) = compiled(launch, 80)
+    ways = ["ld.global.v4.b32", "st.global.v4.b32"] if launch is launches.rows_in_order else ["v4.b32"]
+    assert all(way in kernel.ptx for way in ways)
+
+
+@pytest.mark.parametrize("capability", [80, 90, SLOW[1]])
+@pytest.mark.parametrize("experts", [64, 256, 512, 1024])
+@pytest.mark.parametrize("sources", [1, 8])
+def test_registers_of_the_chunk_order_do_not_grow_with_experts(sources, experts, capability) -> None:
+    (kernel,) = compiled(partial(launches.chunks, sources, at=Sizes(routed=experts)), capability)
+    assert kernel.stack_bytes == 0
+    assert kernel.registers <= 32
+
+
+@pytest.mark.parametrize("launch", [launches.routed, partial(launches.routed, "sigmoid", True)], ids=name_of)
+def test_four_programs_of_the_router_fit_on_a_processor(launch: Callable[[], None]) -> None:
+    (kernel,) = compiled(launch, 80)
+    assert kernel.registers * 32 * 4 * 4 <= 65536
 
 
 def test_one_kernel_for_all_numbers_of_rows() -> None:
@@ -271,12 +269,6 @@ def test_gradients_have_descriptors_for_what_is_not_gathered(gemm: Callable[...,
     (none_gathered,) = products(compiled(partial(gemm, gather=False), 90, number))
     assert 0 < one_gathered.instructions["tma"] < none_gathered.instructions["tma"]
     assert none_gathered.instructions["cp.async"] == 0 < one_gathered.instructions["cp.async"]
-
-
-def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
-    """Each is 4 copies of 16 bytes per thread and step; two steps are before the loop, one is in it."""
-    (kernel,) = products(compiled(launches.weight_gradient, 80))
-    assert kernel.instructions["cp.async"] == 3 * (4 + 4)
 
 
 @pytest.mark.slow

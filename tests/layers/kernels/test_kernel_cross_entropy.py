@@ -4,13 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.layers.backward_cases import DEVICE
-from helpers.layers.compiled import compiled
-from helpers.layers.kernel_device import needs_kernels
-from helpers.layers.kernel_launches import loss, loss_back
+from helpers.layers.kernel_device import DEVICE
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
-from moe_exp.layers.kernels import cross_entropy as module
 from moe_exp.layers.kernels.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_gradient_torch,
@@ -85,19 +81,20 @@ def test_no_tokens():
     assert logits.grad.shape == (0, 8)
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-15), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("first", [0, 16, 32])
-def test_kernels_against_their_twins_on_a_part_of_the_vocabulary(first):
-    logits, _, grad = drawn(5, 16)
+def test_kernels_against_their_twins_on_a_part_of_the_vocabulary(first, dtype, limit):
+    logits, _, grad = drawn(5, 16, dtype=dtype)
     target = torch.tensor([0, 15, 16, 31, 40], device=DEVICE)
     functions = cross_entropy_statistics, cross_entropy_statistics_torch
     for one, other in zip(*(function(logits, target, first) for function in functions), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert relative_error(one, other) < limit
     log_sum = logits.logsumexp(dim=1) + 1.0  # of the whole vocabulary
     one, other = (
-        gradient(logits, target, log_sum, grad, first)
+        gradient(logits, target, log_sum, grad.to(dtype), first)
         for gradient in (cross_entropy_gradient, cross_entropy_gradient_torch)
     )
-    assert relative_error(one, other) < 1e-6
+    assert relative_error(one, other) < 4 * limit
 
 
 def losses_of_rank(logits, target, grad):
@@ -126,15 +123,6 @@ def test_only_the_logits_and_a_number_per_token_are_kept():
     assert sum(x.numel() * x.itemsize for x in kept.values()) == logits.numel() * 4 + 64 * (8 + 4)
 
 
-@needs_kernels
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("launch", [loss, loss_back])
-def test_compiles_for_gpus(launch, capability):
-    (kernel,) = compiled(launch, capability)
-    assert kernel.stack_bytes == 0
-    assert "v4.b32" in kernel.ptx  # 16 bytes at a time
-
-
 def test_which_runs_and_why(monkeypatch):
     assert choose_cross_entropy("megatron", device_type="cuda")[0] == "megatron"
     name, reason = choose_cross_entropy("triton", device_type="cpu")
@@ -142,7 +130,3 @@ def test_which_runs_and_why(monkeypatch):
     monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
     with pytest.raises(ValueError, match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS"):
         choose_cross_entropy("triton", device_type="cuda")
-
-
-def test_blocks():
-    assert [module._block(width) for width in (1, 7, 64, 4096, 128256)] == [1, 8, 64, 4096, 4096]

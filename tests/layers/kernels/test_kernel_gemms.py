@@ -108,6 +108,14 @@ def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.Monke
     check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float16, bias=True), 3)
 
 
+@needs_descriptors
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_descriptors(monkeypatch, down)
+    check_down(ENDS["uneven"], 72, 40, torch.bfloat16, transposed)
+    check_down(ENDS["single"], 72, 40, torch.float16, transposed, bias=True)
+
+
 def test_padding_of_no_tokens_is_zero() -> None:
     token_R = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     x, w = random(0, 8, dtype=torch.float32), random(1, 6, 8, dtype=torch.float32)
@@ -125,14 +133,6 @@ DOWN += [(ends, 48, 40, torch.float32, True, False) for ends in FEW]
 @pytest.mark.parametrize(("ends", "depth", "width", "dtype", "transposed", "bias"), DOWN)
 def test_grouped_matmul(ends, depth, width, dtype, transposed, bias) -> None:
     check_down(ENDS[ends], depth, width, dtype, transposed, bias=bias)
-
-
-@needs_descriptors
-@pytest.mark.parametrize("transposed", [True, False])
-def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_descriptors(monkeypatch, down)
-    check_down(ENDS["uneven"], 72, 40, torch.bfloat16, transposed)
-    check_down(ENDS["single"], 72, 40, torch.float16, transposed, bias=True)
 
 
 def check_down(

@@ -72,14 +72,7 @@ def decision_of(made: MoELayer):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_groups": 4, "group_topk": 3},
-        {"assignment": "sinkhorn"},
-        {"assignment": "balanced"},
-        {"dtype": "fp64"},
-        {"losses": (AuxLoss("seq_aux_loss", 1.0),)},
-    ],
+    "options", [{"num_groups": 4, "group_topk": 3}, {"losses": (AuxLoss("seq_aux_loss", 1.0),)}]
 )
 def test_what_the_kernel_does_not_know_goes_step_by_step(options):
     decision = decision_of(layer(**options, use_kernels=True))

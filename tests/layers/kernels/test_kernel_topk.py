@@ -4,8 +4,6 @@ import torch
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
-from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
-from moe_exp.layers.router import Router, RouterConfig
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
@@ -118,40 +116,3 @@ def test_no_tokens():
     out = router_topk(torch.zeros(0, 6, device=DEVICE, requires_grad=True), 2)
     assert out.expert_TK.shape == (0, 2)
     assert out.score_sums_E.tolist() == out.tokens_per_expert_E.tolist() == [0] * 6
-
-
-@pytest.mark.parametrize("has_padding", [False, True])
-@pytest.mark.parametrize(("score", "pre_softmax"), SCORES)
-def test_twin_is_the_router_and_its_losses(score, pre_softmax, has_padding):
-    options = {"score": score, "pre_softmax": pre_softmax, "scaling_factor": 1.5}
-    config = RouterConfig(hidden_size=6, num_experts=6, topk=2, **options)
-    mask_T = torch.rand(21) > 0.7 if has_padding else None
-    decision = Router(config)(torch.randn(21, 6), mask_T)
-    logits_TE = decision.logits_TE.detach().requires_grad_()
-    options |= {"normalize": config.normalizes, "valid_T": decision.valid_T}
-    twin = router_topk_torch(logits_TE, 2, **options)
-    assert torch.equal(twin.expert_TK, decision.expert_TK)
-    assert torch.equal(twin.tokens_per_expert_E, decision.tokens_per_expert_E)
-    scores_TE = decision.scores_TE if mask_T is None else decision.scores_TE * ~mask_T.unsqueeze(1)
-    valid_T = torch.ones(21) if mask_T is None else (~mask_T).float()
-    seed_TK = torch.randn(21, 2)
-    counts_E = twin.tokens_per_expert_E
-    of_layer = {
-        "weights": (decision.weights_TK * seed_TK).sum(),
-        "balance": load_balancing_loss_share(scores_TE, counts_E, topk=2, num_tokens=valid_T.sum()),
-        "z": z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=valid_T.sum()),
-    }
-    num_tokens = valid_T.sum()
-    of_twin = {
-        "weights": (twin.weights_TK * seed_TK).sum(),
-        "balance": torch.dot(twin.score_sums_E, counts_E.float()) * 6 / (2 * num_tokens**2),
-        "z": (twin.lse_T.square() * valid_T).sum() / num_tokens,
-    }
-    for name, value in of_layer.items():
-        torch.testing.assert_close(of_twin[name], value, rtol=1e-5, atol=1e-6)
-        (expected,) = torch.autograd.grad(value, decision.logits_TE, retain_graph=True)
-        (actual,) = torch.autograd.grad(of_twin[name], logits_TE, retain_graph=True)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    entropy = -torch.xlogy(scores_TE, scores_TE).sum()
-    largest = (decision.weights_TK.amax(dim=1) * valid_T).sum()
-    assert_equal_to(1e-5, {"e": twin.entropy, "w": twin.largest}, {"e": entropy, "w": largest})

@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from helpers.layers.backward_cases import drawn, error, offsets_of
+from helpers.layers.backward_cases import drawn, offsets_of
+from helpers.relative_error import relative_error
 
 pytest.importorskip("triton")
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -136,19 +137,19 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
     assert launch.descriptors(shifted) == (None,)
     y_RO = grouped_matmul.grouped_matmul(shifted, *others)
     assert watch.launched[-1]["TMA"] == 0
-    assert error(y_RO, expected) < 1e-3
+    assert relative_error(y_RO, expected) < 1e-3
 
 
-def failing(monkeypatch, kernel, is_failing, error):
-    """Launches fail where `is_failing(args, kwargs)` says so."""
-    run = kernel.fn.run
+def failing(monkeypatch, is_failing, error):
+    """Launches of grouped_matmul fail where `is_failing(args, kwargs)` says so."""
+    run = grouped_matmul._kernel.fn.run
 
     def launched(*args, **kwargs):
         if is_failing(args, kwargs):
             raise error
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(kernel.fn, "run", launched)
+    monkeypatch.setattr(grouped_matmul._kernel.fn, "run", launched)
 
 
 def product():
@@ -157,22 +158,32 @@ def product():
     return (x_RI, w_LIO, offsets_of((4, 5))), torch.cat([x_RI[:4] @ w_LIO[0], x_RI[4:] @ w_LIO[1]])
 
 
-ERRORS = [
-    RuntimeError("PassManager::run failed"),
-    RuntimeError("Triton Error [CUDA]: invalid argument"),
-    launch.triton.OutOfResources(300_000, 232_448, "shared memory"),
-    ValueError("strides must be 16-byte aligned"),
+def by_descriptor(args, kwargs):
+    return kwargs["TMA"]
+
+
+def with_descriptors(args, kwargs):
+    """The driver encodes every descriptor of a launch, used or not."""
+    return any(isinstance(x, TensorDescriptor) for x in args)
+
+
+FAILURES = [
+    (by_descriptor, RuntimeError("PassManager::run failed")),
+    (by_descriptor, RuntimeError("Triton Error [CUDA]: invalid argument")),
+    (by_descriptor, launch.triton.OutOfResources(300_000, 232_448, "shared memory")),
+    (by_descriptor, ValueError("strides must be 16-byte aligned")),
+    pytest.param(with_descriptors, RuntimeError("failed to create tensor map"), id="not encoded"),
 ]
 
 
-@pytest.mark.parametrize("failure", ERRORS, ids=str)
-def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, failure):
+@pytest.mark.parametrize(("is_failing", "failure"), FAILURES)
+def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, is_failing, failure):
     """All with descriptors: those without are left."""
     watch, (operands, expected) = stopwatch(grouped_matmul), product()
-    failing(monkeypatch, grouped_matmul._kernel, lambda args, kwargs: kwargs["TMA"], failure)
+    failing(monkeypatch, is_failing, failure)
     for _ in range(2):
         y_RO = grouped_matmul.grouped_matmul(*operands)
-        assert error(y_RO, expected) < 1e-3
+        assert relative_error(y_RO, expected) < 1e-3
         assert watch.launched[-1]["TMA"] == 0
     num_failing = sum(config["TMA"] for config in grouped_matmul.CONFIGS)
     assert len(caplog.records) == num_failing > 1
@@ -192,24 +203,11 @@ def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog)
     def fails(args, kwargs):
         return kwargs["TMA"] and (kwargs["num_stages"], kwargs["num_warps"]) == chosen
 
-    failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("illegal alignment"))
+    failing(monkeypatch, fails, RuntimeError("illegal alignment"))
     y_RO = grouped_matmul.grouped_matmul(*operands)
-    assert error(y_RO, expected) < 1e-3
+    assert relative_error(y_RO, expected) < 1e-3
     assert not fails((), watch.launched[-1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_descriptors_that_cannot_be_encoded_fail_no_config_without_them(stopwatch, monkeypatch, caplog):
-    """The driver encodes every descriptor of a launch, used or not."""
-    watch, (operands, expected) = stopwatch(grouped_matmul), product()
-
-    def fails(args, kwargs):
-        return any(isinstance(x, TensorDescriptor) for x in args)
-
-    failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("failed to create tensor map"))
-    assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
-    assert watch.launched[-1]["TMA"] == 0
-    assert len(caplog.records) == sum(config["TMA"] for config in grouped_matmul.CONFIGS)
 
 
 def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, caplog):
@@ -221,7 +219,7 @@ def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, cap
 
     monkeypatch.setattr(tuning, "milliseconds", full)
     for _ in range(2):
-        assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
+        assert relative_error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
     assert [launched["num_warps"] for launched in watch.launched] == [warps(grouped_matmul)[0]] * 2
     (record,) = caplog.records
     line = "kernel grouped_matmul: the configs are not timed, as memory is full; takes config BLOCK_M: 32"
@@ -246,12 +244,12 @@ def test_a_new_key_during_a_capture_is_an_error_in_words(stopwatch, monkeypatch)
 def test_no_config_runs(stopwatch, monkeypatch):
     """The last error is the cause; a full memory is nobody's fault but its own."""
     stopwatch(grouped_matmul)
-    (operands, _), kernel = product(), grouped_matmul._kernel
-    failing(monkeypatch, kernel, lambda args, kwargs: True, RuntimeError("the driver says no"))
+    operands, _ = product()
+    failing(monkeypatch, lambda args, kwargs: True, RuntimeError("the driver says no"))
     with pytest.raises(RuntimeError, match="kernel grouped_matmul: none of its 7 configs runs") as raised:
         grouped_matmul.grouped_matmul(*operands)
     assert str(raised.value.__cause__) == "the driver says no"
-    failing(monkeypatch, kernel, lambda args, kwargs: True, torch.OutOfMemoryError("full"))
+    failing(monkeypatch, lambda args, kwargs: True, torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError):
         grouped_matmul.grouped_matmul(*operands)
 
@@ -386,7 +384,7 @@ def test_a_config_that_has_failed_here_is_not_taken_from_another_rank(stopwatch,
     (key,), num_timed = kernel.choices, watch.num_timed
     kernel.drop(kernel.configs[4], RuntimeError("no descriptors here"))
     kernel.take({key: kernel.configs[4]})
-    assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
+    assert relative_error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
     assert watch.launched[-1]["TMA"] == 0 and watch.num_timed == num_timed
 
 
@@ -412,14 +410,6 @@ def test_timing_adds_nothing_to_main_grad_and_copies_nothing(stopwatch, monkeypa
         assert watch.num_timed == num_suited
         assert torch.equal(main_grad, total)
     assert all(unchanged) and id(main_grad) not in cloned
-
-
-def test_main_grad_with_deterministic_algorithms(stopwatch):
-    watch, main_grad = stopwatch(weight_grad), torch.zeros(3, 40, 24)
-    with deterministic():
-        weight_grad.weight_grad(*operands(), out=main_grad)
-    assert watch.num_timed == 0
-    assert torch.equal(main_grad, weight_grad.weight_grad(*operands()))
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -89,13 +89,6 @@ def test_against_an_explicit_softmax(shape, softmax_scale, takes_groups, monkeyp
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
-def test_two_tokens_by_hand():
-    # Token 0 sees itself; token 1 has scores ln 3 and 0, so weights 3/4 and 1/4.
-    values = [[0.0, math.log(3.0)], [1.0, 0.0], [8.0, 4.0]]
-    out = attention(1)(*(torch.tensor(x).view(2, 1, 1, 1) for x in values), None)
-    torch.testing.assert_close(out.flatten(), torch.tensor([8.0, 7.0]))
-
-
 def attend_on_rank(shape):
     group = dist.group.WORLD
     ranges = context_ranges(shape[0], cp_rank=group.rank(), cp_size=group.size())

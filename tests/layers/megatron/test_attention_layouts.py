@@ -134,14 +134,15 @@ def test_keys_are_those_of_megatron(folder, one_rank):
         shapes[kind] = {key.removeprefix(prefix): shape for key, shape in own.items()}
         if kind != "norm over all heads":
             assert stored["decoder.layers.input_layernorm.weight"].shape == (2, 32)
-    down_and_up = {"linear_kv_down_proj.weight": (16 + 6, 32), "linear_kv_up_proj.weight": (4 * (10 + 8), 16)}
-    down_and_up |= {"linear_kv_up_proj.layer_norm_weight": (16,), "linear_proj.weight": (32, 4 * 8)}
+    down_and_up = {
+        "linear_kv_down_proj.weight": (16 + 6, 32), "linear_kv_up_proj.weight": (4 * (10 + 8), 16),
+        "linear_kv_up_proj.layer_norm_weight": (16,), "linear_proj.weight": (32, 4 * 8),
+    }  # fmt: skip
     assert shapes["latent, yarn"] == down_and_up | {"linear_q_proj.weight": (4 * 16, 32)}
     assert shapes["latent"] == down_and_up | {
-        "linear_q_down_proj.weight": (12, 32),
-        "linear_q_up_proj.weight": (4 * 16, 12),
+        "linear_q_down_proj.weight": (12, 32), "linear_q_up_proj.weight": (4 * 16, 12),
         "linear_q_up_proj.layer_norm_weight": (12,),
-    }
+    }  # fmt: skip
     assert shapes["norm over all heads"] == {
         "linear_qkv.weight": (64, 32), "linear_qkv.layer_norm_weight": (32,), "linear_proj.weight": (32, 32),
         "q_layernorm.weight": (32,), "k_layernorm.weight": (16,),

@@ -11,32 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.layers.megatron_pair import start_parallel
-from helpers.layers.tiny_moe import cut
+from helpers.layers.megatron_pair import megatron_config, start_parallel
+from helpers.layers.tiny_moe import cut, plain_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.activations import quick_gelu, squared_relu
-from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts, SharedExpert
+from moe_exp.layers.experts import SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
-from moe_exp.layers.megatron.moe_parts import (
-    Linear,
-    MegatronMoELayer,
-    MegatronRouter,
-    _dispatcher,
-    _settings,
-    activation_name,
-    balancing_losses,
-    ffn_per_rank,
-    latent_projections,
-    router_config,
-)
+from moe_exp.layers.megatron.moe_parts import Linear, MegatronMoELayer, MegatronRouter
 from moe_exp.layers.megatron.norm import Norm
-from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router import RouterConfig
 from moe_exp.layers.spec import decoder_spec, latent_attention_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
@@ -70,36 +56,26 @@ def settings(**changes: Any) -> TransformerConfig:
 
 
 def test_width_of_a_rank():
-    assert ffn_per_rank(12, 4) == 3
+    assert moe_parts.ffn_per_rank(12, 4) == 3
     with pytest.raises(ValueError, match=r"moe_ffn_hidden_size=12: is not divisible by ETP=5"):
-        ffn_per_rank(12, 5)
+        moe_parts.ffn_per_rank(12, 5)
 
 
 def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Output of a layer whose tensor parallel ranks have all tokens, that of one rank, and an error."""
     ranks = dist.get_world_size()
     start_parallel(tp=ranks, ep=ep, etp=etp)
-    config = TransformerConfig(
-        **SETTINGS, moe_router_topk=2, moe_router_pre_softmax=True, gated_linear_unit=True,
-        add_bias_linear=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
-        tensor_model_parallel_size=ranks, expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp, moe_shared_expert_intermediate_size=8,
-        moe_shared_expert_overlap=True,  # of Megatron's dispatcher, whose part ours has
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0,
-    )  # fmt: skip
+    others = {
+        "tensor_model_parallel_size": ranks, "expert_tensor_parallel_size": etp,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_overlap": True,  # of Megatron's dispatcher, whose part ours has
+    }  # fmt: skip
+    config = megatron_config(ep, "alltoall", SETTINGS | others)
     layer = build_module(moe_submodule_spec("loop"), config=config)
-    hidden, width, num_experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_moe_experts
-    experts = Experts(
-        num_local_experts=num_experts, hidden_size=hidden, ffn_size=width, activation="swiglu", backend="loop"
-    )
-    sizes = {"num_experts": num_experts, "hidden_size": hidden, "topk": 2}
-    alone = MoELayer(
-        router=Router(RouterConfig(**sizes)),
-        dispatcher=LocalDispatcher(num_experts),
-        experts=experts,
-        settings=MoESettings(batch_dim=1),
-        shared=SharedExpert(hidden_size=hidden, ffn_size=8),
-    )
+    hidden = config.hidden_size
+    shared = SharedExpert(hidden_size=hidden, ffn_size=8)
+    router = RouterConfig(hidden, config.num_moe_experts, topk=2)
+    alone = plain_layer(router, config.moe_ffn_hidden_size, batch_dim=1, shared=shared)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in alone.parameters():
@@ -152,7 +128,7 @@ def test_experts_begin_with_other_weights_on_every_expert_parallel_rank(ep, etp)
 def test_the_local_dispatcher_needs_all_experts_here(ep, etp):
     groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: ep), expt_tp=SimpleNamespace(size=lambda: etp))
     with pytest.raises(ValueError, match=rf"^dispatcher=local: needs EP=1 and ETP=1, not {ep} and {etp}\."):
-        _dispatcher("local", settings(), groups)
+        moe_parts._dispatcher("local", settings(), groups)
 
 
 @pytest.mark.parametrize(
@@ -193,46 +169,46 @@ def test_a_layer_without_a_spec():
 )
 def test_losses_of_a_transformer_config(kinds, coeffs, expected):
     config = settings(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs)
-    assert balancing_losses(config) == expected
+    assert moe_parts.balancing_losses(config) == expected
+    with pytest.raises(ValueError, match=r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss"):
+        moe_parts.balancing_losses(settings(moe_router_load_balancing_type="aux"))
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_drop_policy_of_a_transformer_config(policy):
     config = settings(moe_token_drop_policy=policy, moe_expert_capacity_factor=1.0)
-    assert _settings(config, (), min_capacity=0, token_rounding=0).drop_policy == policy
-
-
-def test_an_unknown_loss():
-    with pytest.raises(ValueError, match=r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss"):
-        balancing_losses(settings(moe_router_load_balancing_type="aux"))
+    assert moe_parts._settings(config, (), min_capacity=0, token_rounding=0).drop_policy == policy
 
 
 def test_activation_of_a_transformer_config():
     for function in (squared_relu, megatron_activations.squared_relu):
-        assert activation_name(settings(activation_func=function)) == "squared_relu"
+        assert moe_parts.activation_name(settings(activation_func=function)) == "squared_relu"
     x = torch.linspace(-3, 3, 25)
     assert torch.equal(megatron_activations.squared_relu(x), squared_relu(x))
     clamped = {"gated_linear_unit": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
     for function in (quick_gelu, megatron_activations.quick_gelu, fused_bias_geglu.quick_gelu):
-        assert activation_name(settings(activation_func=function, **clamped)) == "clamped_swiglu"
+        assert moe_parts.activation_name(settings(activation_func=function, **clamped)) == "clamped_swiglu"
     assert torch.equal(megatron_activations.quick_gelu(x), quick_gelu(x))
     others = {"gated_linear_unit": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0}
     for name, value in (*others.items(), ("activation_func_clamp_value", 0.0)):
         config = settings(activation_func=quick_gelu, **clamped)
         setattr(config, name, value)
         with pytest.raises(ValueError, match=rf"activation_func=.*{name}={value}.* is not supported in MoE"):
-            activation_name(config)
+            moe_parts.activation_name(config)
 
 
 def test_router_of_a_transformer_config():
     losses = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.1]}
     config = settings(moe_router_dtype="fp64", moe_input_jitter_eps=0.1, **losses)
-    router = router_config(config, {"score": "sqrtsoftplus", "normalize": False})
+    router = moe_parts.router_config(config, {"score": "sqrtsoftplus", "normalize": False})
     assert (router.global_fractions, router.dtype, router.jitter, router.topk) == (True, "fp64", 0.1, 2)
     assert (router.score, router.assignment) == ("sqrtsoftplus", "topk")
     assert not router.normalizes and not router.pre_softmax
-    assert router_config(settings(moe_router_load_balancing_type="sinkhorn"), {}).assignment == "sinkhorn"
-    assert router_config(settings(moe_router_force_load_balancing=True), {}).assignment == "balanced"
+    for name, value, assignment in (
+        ("load_balancing_type", "sinkhorn", "sinkhorn"), ("force_load_balancing", True, "balanced")
+    ):  # fmt: skip
+        config = settings(**{f"moe_router_{name}": value})
+        assert moe_parts.router_config(config, {}).assignment == assignment
 
 
 def test_an_expert_bias_that_nothing_would_update_is_refused():
@@ -251,30 +227,16 @@ def test_latent_projections_of_transformer_engine_are_built_as_by_megatron():
     def linear(*sizes: int, **options: Any) -> None:
         calls.append((sizes, {name: value for name, value in options.items() if value}))
 
-    latent_projections(config, linear, "tensor parallel ranks", torch.device("cpu"))
+    moe_parts.latent_projections(config, linear, "tensor parallel ranks", torch.device("cpu"))
     always = {"config": config, "bias": True, "parallel_mode": "duplicated"}
     first, second = config.init_method, config.output_layer_init_method
     assert calls == [((16, 8), always | {"init_method": first}), ((8, 16), always | {"init_method": second})]
-    down, up = latent_projections(config, Linear, "tensor parallel ranks", torch.device("cpu"))
+    down, up = moe_parts.latent_projections(config, Linear, "tensor parallel ranks", torch.device("cpu"))
     assert (down.weight.shape, up.weight.shape) == ((8, 16), (16, 8))
     assert not down.bias.any() and not up.bias.any()
     assert [p.sequence_parallel for one in (down, up) for p in one.parameters()] == [True] * 4
     assert down.weight.std().item() == pytest.approx(0.02, rel=0.3)
     assert up.weight.std().item() == pytest.approx(0.02 / 2, rel=0.3)  # of two layers
-
-
-# Gone after 0.16, or new in 0.17 to 0.19.
-NOT_IN_ALL_VERSIONS = """
-    moe_extended_tp moe_use_legacy_grouped_gemm
-    expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards moe_expert_rank_capacity_factor
-    moe_flex_dispatcher_num_sms moe_grad_scale_func moe_hybridep_num_blocks_permute
-    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
-    moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size moe_ncclep_static_shape
-    moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash
-    moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
-    moe_permute_fusion_into_hybridep moe_router_force_biased moe_router_quantile_balancing_ema
-    moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight
-"""
 
 
 def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
@@ -285,8 +247,6 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
     wrong = {name: n for name in concerned if (n := sum(name in one for one in lists)) != 1}
     assert not wrong, f"not in exactly one list of config_fields.py: {wrong}"
     assert len(concerned) > 50
-    # what another Megatron lacks may stay in the lists, a misspelled name may not
-    assert set().union(*lists) - names <= set(NOT_IN_ALL_VERSIONS.split())
 
 
 @pytest.mark.parametrize(

@@ -59,16 +59,11 @@ HEADS, SIZE = 4, 3
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def projection_norm(group, *, dtype=torch.float64, eps=0.01) -> ProjectionNorm:
-    norm = ProjectionNorm(SimpleNamespace(params_dtype=dtype), HEADS * SIZE, eps=eps, group=group)
+def normalized(group, dtype):
+    """y, and the gradients of x and of the weight, of this rank's heads."""
+    norm = ProjectionNorm(SimpleNamespace(params_dtype=dtype), HEADS * SIZE, eps=0.01, group=group)
     with torch.no_grad():
         norm.weight.copy_(random(HEADS * SIZE, seed=1).chunk(group.size())[group.rank()])
-    return norm
-
-
-def normalized(group, dtype=torch.float64):
-    """y, and the gradients of x and of the weight, of this rank's heads."""
-    norm = projection_norm(group, dtype=dtype)
     whole = (random(5, 2, HEADS, SIZE, seed=seed).to(dtype) for seed in (2, 3))
     x, grad = (part.chunk(group.size(), dim=2)[group.rank()] for part in whole)
     x = x.clone().requires_grad_()
@@ -91,20 +86,11 @@ def explicit_projection_norm():
     return y.detach(), x.grad, weight.grad
 
 
-def test_projection_norm_against_its_formula():
-    for one, other in zip(normalized(ONE_RANK), explicit_projection_norm(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_projection_norm_of_heads_on_two_ranks():
-    parts = run_on_ranks(2, normalized_on_rank, torch.float64)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+def test_projection_norm_against_its_formula(num_ranks, dtype, limit):
+    parts = [normalized(ONE_RANK, dtype)] if num_ranks == 1 else run_on_ranks(2, normalized_on_rank, dtype)
     for part, other, dim in zip(zip(*parts, strict=True), explicit_projection_norm(), (2, 2, 0), strict=True):
-        torch.testing.assert_close(torch.cat(part, dim=dim), other, rtol=1e-12, atol=1e-12)
-
-
-def test_projection_norm_in_bf16():
-    on_two = run_on_ranks(2, normalized_on_rank, torch.bfloat16)
-    for ranks in ([normalized(ONE_RANK, torch.bfloat16)], on_two):
-        y = torch.cat([rank[0] for rank in ranks], dim=2)
-        assert y.dtype == torch.bfloat16
-        torch.testing.assert_close(y.double(), explicit_projection_norm()[0], rtol=0.02, atol=0.02)
+        found = torch.cat(part, dim=dim)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), other, rtol=limit, atol=limit)

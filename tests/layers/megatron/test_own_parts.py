@@ -6,34 +6,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.layers.layout_job import CosineRouter, confidence
-from helpers.layers.megatron_pair import start_parallel
-from helpers.layers.tiny_moe import random, tiny_layer
+from helpers.layers.megatron_pair import EXPERTS, FFN, HIDDEN, megatron_config, start_parallel
+from helpers.layers.tiny_moe import plain_layer, random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss, entropy_sum
-from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, tokens_in_group
 from moe_exp.layers.spec import MegatronRouter, decoder_spec, moe_submodule_spec
 
 from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-HIDDEN, FFN, EXPERTS, LENGTH = 16, 12, 4, 8
-TINY = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
+LENGTH = 8
 LOSSES = (AuxLoss(confidence, 0.5),)
-
-
-def config_of(**changes) -> TransformerConfig:
-    settings = TINY | {
-        "moe_ffn_hidden_size": FFN, "moe_router_topk": 2, "gated_linear_unit": True, "add_bias_linear": False,
-        "activation_func": torch.nn.functional.silu, "bias_activation_fusion": False,
-        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,
-    }  # fmt: skip
-    return TransformerConfig(**settings | changes)
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 
 
 def drawn(name: str, shape: torch.Size) -> Tensor:
@@ -51,7 +37,8 @@ def tokens(dp_rank: int) -> tuple[Tensor, Tensor]:
 def in_megatron(tp: int, ep: int) -> dict[str, Tensor]:
     """Gradients of the router, summed as Megatron sums them, and names of its tensors in a checkpoint."""
     start_parallel(tp=tp, ep=ep)
-    config = config_of(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, sequence_parallel=tp > 1)
+    sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
+    config = megatron_config(ep, "alltoall", BALANCED | sizes)
     spec = moe_submodule_spec("loop", router_class=CosineRouter, losses=LOSSES)
     layer = build_module(spec, config=config).train()
     experts, first = EXPERTS // ep, dist.get_rank() % ep * (EXPERTS // ep)
@@ -73,24 +60,18 @@ def in_megatron(tp: int, ep: int) -> dict[str, Tensor]:
 
 def alone(dp: int) -> dict[str, Tensor]:
     """The same in plain torch on this process."""
-    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN}
-    experts = Experts(**sizes, activation="swiglu", backend="loop")
-    router = CosineRouter(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=2))
-    layer = MoELayer(
-        router=router,
-        dispatcher=LocalDispatcher(EXPERTS),
-        experts=experts,
-        settings=MoESettings(losses=(AuxLoss("aux_loss", 0.1), *LOSSES), batch_dim=1),
-    )
+    losses = (AuxLoss("aux_loss", 0.1), *LOSSES)
+    config = RouterConfig(HIDDEN, EXPERTS, topk=2)
+    layer = plain_layer(config, FFN, router_class=CosineRouter, losses=losses, batch_dim=1)
     with torch.no_grad():
-        for module in (experts, router):
+        for module in (layer.experts, layer.router):
             for name, weight in module.named_parameters():
                 weight.copy_(drawn(name, weight.shape))
     for rank in range(dp):
         x, grad = tokens(rank)
         output, loss = layer(x)
         ((output * grad).sum() + loss).backward()
-    return {name: weight.grad for name, weight in router.named_parameters()}
+    return {name: weight.grad for name, weight in layer.router.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -144,11 +125,17 @@ def test_refused_losses(losses, match):
 
 
 @pytest.mark.parametrize(
-    "router_class", [torch.nn.Linear, CosineRouter(RouterConfig(8, 4, topk=2)), "cosine"]
+    ("own", "match"),
+    [
+        ({"router_class": torch.nn.Linear}, r"router_class=.*Router"),
+        ({"router_class": CosineRouter(RouterConfig(8, 4, topk=2))}, r"router_class=.*Router"),
+        ({"router_class": "cosine"}, r"router_class=.*Router"),
+        ({"losses": [AuxLoss("global_aux_loss", 0.1)]}, r"losses=global_aux_loss: .*_load_balancing_type"),
+    ],
 )
-def test_refused_router_class(router_class):
-    with pytest.raises(ValueError, match=r"router_class=.*Router"):
-        decoder_spec(config_of(), router_class=router_class)
+def test_refused_parts_of_a_spec(own, match):
+    with pytest.raises(ValueError, match=match):
+        decoder_spec(megatron_config(1, "alltoall", BALANCED), **own)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +188,3 @@ def test_balancing_losses_count_the_used_slots(kind):
 def test_one_loss_or_several(losses):
     names = tiny_layer(losses=losses).statistics.names[7:]
     assert names == ("aux_losses.confidence", "aux_losses.own_entropy")[: len(names)] and names
-
-
-def test_a_loss_that_megatron_would_not_update_is_refused():
-    with pytest.raises(ValueError, match=r"losses=global_aux_loss: .*moe_router_load_balancing_type"):
-        decoder_spec(config_of(), losses=[AuxLoss("global_aux_loss", 0.1)])

@@ -127,35 +127,6 @@ def test_group_counts_by_its_best_k_over_groups_experts():
     check(decision, [[0, 4]], [[0.40, 0.25]])
 
 
-def test_gradient_of_weights_before_and_after_topk():
-    logits = logits_of_shares([[1, 2, 3, 4]])
-    x = logits.clone().requires_grad_()
-    identity_router(4, 2)(x).weights_TK[0, 0].backward()
-    # d p_3 / d l_e = p_3 (1 - p_3) for e = 3, else - p_3 p_e
-    torch.testing.assert_close(x.grad, torch.tensor([[-0.04, -0.08, -0.12, 0.24]]))
-    x = logits.clone().requires_grad_()
-    identity_router(4, 2, pre_softmax=False)(x).weights_TK[0, 0].backward()
-    torch.testing.assert_close(x.grad, torch.tensor([[0.0, 0.0, -12 / 49, 12 / 49]]))
-
-
-def test_gradient_of_sigmoid_weights():
-    x = logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]]).requires_grad_()
-    router = identity_router(4, 2, score="sigmoid", expert_bias=True)
-    router(x).weights_TK[0, 0].backward()
-    # w = a / (a + b), a = 0.8, b = 0.6, a' = 0.16, b' = 0.24: dw/dl_3 = a' b / 1.96, dw/dl_0 = -b' a / 1.96
-    torch.testing.assert_close(x.grad, torch.tensor([[-0.192 / 1.96, 0.0, 0.0, 0.096 / 1.96]]))
-    assert router.weight.grad is not None
-    torch.testing.assert_close(router.weight.grad, x.grad.t() * x.detach())
-
-
-def test_gradient_reaches_scores_and_logits():
-    x = logits_of_shares([[1, 2, 3, 4]]).requires_grad_()
-    decision = identity_router(4, 2)(x)
-    (decision.scores_TE[0, 0] + decision.logits_TE[0, 1]).backward()
-    torch.testing.assert_close(x.grad, torch.tensor([[0.09, 0.98, -0.03, -0.04]]))
-    assert not decision.expert_TK.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_input_is_routed_in_fp32(dtype):
     router = Router(RouterConfig(hidden_size=2, num_experts=2, topk=1), dtype=dtype)

@@ -64,17 +64,6 @@ def test_a_common_shift_of_far_logits_changes_nothing(score, power, dtype, group
         assert_equal_to(1e-6, actual, {name: first[name] for name in actual})
 
 
-def test_a_common_shift_upward_makes_sigmoid_uniform_and_keeps_the_choice():
-    assert torch.equal(shifted("sigmoid", 100)["experts"], shifted("sigmoid", 0)["experts"])
-    for score in ("sigmoid", "sqrtsoftplus"):
-        actual = shifted(score, 100)
-        raw_TE = torch.ones(64, 16) if score == "sigmoid" else actual["logits"].double().sqrt()
-        chosen_TK = raw_TE.gather(1, actual["experts"])
-        expected = {"scores": raw_TE / raw_TE.sum(dim=1, keepdim=True)}
-        expected["weights"] = chosen_TK / chosen_TK.sum(dim=1, keepdim=True)
-        assert_equal_to(1e-6, {name: actual[name] for name in expected}, expected)
-
-
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 def test_gradients_of_shifted_scores_are_right(score):
     for shift in (0, -8, -18, -40, -100):
@@ -97,13 +86,8 @@ def test_sigmoid_without_normalization(topk, weights):
 def test_softmax_with_expert_bias_by_hand():
     router = identity_router(4, 2, expert_bias=True)
     router.expert_bias.copy_(torch.tensor([0.0, 0.26, -0.25, 0.0]))
-    decision = router(logits_of_shares(SHARES))
-    chosen = [[1, 3], [1, 0], [1, 3], [0, 3], [1, 2], [1, 3], [0, 1], [3, 1], [1, 3], [1, 0]]
-    weights = [
-        [0.2, 0.4], [0.3, 0.4], [0.6, 0.2], [0.5, 0.4], [0.1, 0.6], [0.45, 0.4], [0.7, 0.1], [0.7, 0.15],
-        [0.26, 0.28], [0.05, 0.3],
-    ]  # fmt: skip
-    check(decision, chosen, weights)
+    weights = [[0.2, 0.4], [0.3, 0.4], [0.6, 0.2], [0.5, 0.4], [0.1, 0.6]]
+    check(router(logits_of_shares(SHARES[:5])), [[1, 3], [1, 0], [1, 3], [0, 3], [1, 2]], weights)
 
 
 def test_padding_goes_nowhere_and_counts_nowhere():

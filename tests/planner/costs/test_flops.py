@@ -41,9 +41,8 @@ def test_sizes_of_models_of_2020(hidden_size, num_layers, vocab_size, total):
 )
 def test_flops_of_models_of_2020_by_the_formula_of_2021(batch, layers, hidden, vocab):
     """Narayanan et al. 2021, arXiv:2104.04473, equation 3, without recompute; it counts all scores."""
-    formula = (
-        72 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + vocab / (12 * layers * hidden))
-    )
+    share = 1 + 2048 / (6 * hidden) + vocab / (12 * layers * hidden)
+    formula = 72 * batch * 2048 * layers * hidden**2 * share
     masked = 3 * 2 * 2048 * hidden * layers * batch * 2048
     flops = flops_per_iteration(gpt_2020(hidden, layers, vocab, gbsz=batch))
     assert flops + masked == pytest.approx(formula, rel=1e-12)

@@ -31,9 +31,7 @@ def test_goodput_without_saves_and_evaluation():
     found = goodput(save_interval=0, eval_interval=0)
     assert found.evaluation_share == 0
     assert found.goodput == pytest.approx(1 / (1 + lost_share(100_000, 30, 360_000, 600)))
-
-
-def test_a_run_that_failures_never_let_finish():
+    # failures never let it finish
     found = goodput(save_interval=0, nnodes=4000)
     assert (found.goodput, found.wall_seconds) == (0.0, None)
     assert found.best_goodput > 0 and not math.isnan(found.best_goodput)

@@ -26,25 +26,19 @@ def tiny(**settings) -> Config:
     return Config(**(sizes | settings))
 
 
-# The exact numbers of the reference runs
-
-
-def test_dense_reference():
-    config = reference(use_moe=False)
-    count = count_parameters(config)
-    assert (count.transformer_layers, count.embedding) == (81_814_016, 2 * 128256 * 512)
-    assert count.total == count.active_per_token == 213_148_160
-    assert round(weight_and_optimizer_bytes(config, rank_parameters(config)) / MEBIBYTE, 2) == 1524.55
-
-
 @pytest.mark.parametrize(
-    ("ep", "on_rank", "megabytes"), [(4, 1_204_838_912, 13153.68), (8, 676_356_608, 10129.68)]
+    ("settings", "total", "on_rank", "mb"),
+    [
+        ({"use_moe": False}, 213_148_160, 213_148_160, 1524.55),
+        ({"ep": 4}, 4_375_732_736, 1_204_838_912, 13153.68),
+        ({"ep": 8}, 4_375_732_736, 676_356_608, 10129.68),
+    ],
 )
-def test_moe_reference(ep, on_rank, megabytes):
-    config = reference(ep=ep)
-    assert count_parameters(config).total == 4_375_732_736
-    assert rank_parameters(config).total == on_rank
-    assert round(weight_and_optimizer_bytes(config, rank_parameters(config)) / MEBIBYTE, 2) == megabytes
+def test_parameters_of_the_reference_runs(settings, total, on_rank, mb):
+    config = reference(**settings)
+    count, rank = count_parameters(config), rank_parameters(config)
+    assert (count.total, count.embedding, rank.total) == (total, 2 * 128256 * 512, on_rank)
+    assert round(weight_and_optimizer_bytes(config, rank) / MEBIBYTE, 2) == mb
 
 
 @pytest.mark.parametrize("settings", [{"use_moe": False}, {"topk": 1}, {"topk": 1, "ep": 8, "mbsz": 4}])
@@ -60,9 +54,7 @@ def test_startup_report_of_the_reference():
     assert "135755326291968" in report
 
 
-# Published models, from the shapes in their checkpoints
-
-
+# From the shapes in their checkpoints.
 PUBLISHED = {"olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
 PUBLISHED |= {"deepseek-v3-like": 671_026_404_352}
 
@@ -70,9 +62,6 @@ PUBLISHED |= {"deepseek-v3-like": 671_026_404_352}
 @pytest.mark.parametrize(("preset", "total"), PUBLISHED.items())
 def test_presets_have_the_published_size(preset, total):
     assert count_parameters(load_config({"preset": preset, "gpus_per_node": 8}, {})).total == total
-
-
-# By hand
 
 
 def test_flops_of_latent_experts_by_hand():
@@ -92,10 +81,8 @@ LATENT = {
 def test_flops_of_latent_attention_by_hand():
     config = tiny(num_layers=1, use_moe=False, seq_len=12, gbsz=8, **LATENT)
     projections = 16 * 10 + 10 * 4 * (6 + 4) + 16 * (14 + 4) + 14 * 4 * (6 + 8) + 4 * 8 * 16
-    scores_and_values = 6 * 4 * (6 + 4) + 6 * 4 * 8
-    assert flops_per_iteration(config) == 6 * 8 * 12 * (
-        projections + scores_and_values + 3 * 16 * 24 + 16 * 256
-    )
+    attention = projections + 6 * 4 * (6 + 4) + 6 * 4 * 8  # and scores and values
+    assert flops_per_iteration(config) == 6 * 8 * 12 * (attention + 3 * 16 * 24 + 16 * 256)
 
 
 def test_flops_by_hand():
@@ -106,16 +93,12 @@ def test_flops_by_hand():
     assert flops_per_iteration(config, batch_size=2) * 4 == flops_per_iteration(config)
 
 
-# Ranks
-
-
 def test_interleaved_chunks_go_around_the_stages():
     def experts(num_layers: int, **layout) -> list[int]:
         """MoE layers of every stage, of a model whose first ones are dense."""
         config = tiny(num_layers=num_layers, **layout)
-        return [
-            part.expert // (8 * 3 * 16 * 12) for part in parameters_of_stages(config, config.stage_layers)
-        ]
+        stages = parameters_of_stages(config, config.stage_layers)
+        return [stage.expert // (8 * 3 * 16 * 12) for stage in stages]
 
     assert experts(8, pp=2, first_k_dense=4) == [0, 4]
     assert experts(8, pp=2, vpp=2, first_k_dense=4) == [2, 2]
@@ -136,12 +119,9 @@ def test_stages_without_layers_and_learned_positions():
     parts = parameters_of_stages(config, [0, 2, 1, 0])
     table, attention, norms, router = 256 * 16, (24 + 12 + 12) * 16 + 24 * 16, 2 * 16, 8 * 16
     expert = 8 * 3 * 16 * 12
-    assert [part.dense for part in parts] == [
-        table,
-        2 * (attention + norms) + 3 * 16 * 24 + router,
-        attention + norms + router,
-        16 + table,
-    ]
+    layer = attention + norms
+    middle = [2 * layer + 3 * 16 * 24 + router, layer + router]
+    assert [part.dense for part in parts] == [table, *middle, 16 + table]
     assert [part.expert for part in parts] == [0, expert, expert, 0]
     learned = parameters_of_stages(config, [0, 2, 1, 0], learned_positions=True)
     assert [new.total - old.total for new, old in zip(learned, parts, strict=True)] == [40 * 16, 0, 0, 0]
@@ -150,13 +130,8 @@ def test_stages_without_layers_and_learned_positions():
     assert in_chunks == alone
     # Positions are not split with the vocabulary.
     config = tiny(num_layers=3, seq_len=40, tp=2)
-    alone, learned = (
-        parameters_of_stages(config, [3], learned_positions=given)[0].dense for given in (False, True)
-    )
-    assert learned - alone == 40 * 16
-
-
-# Bytes
+    [alone], [learned] = (parameters_of_stages(config, [3], learned_positions=on) for on in (False, True))
+    assert learned.dense - alone.dense == 40 * 16
 
 
 def test_expert_state_is_split_among_fewer_ranks():

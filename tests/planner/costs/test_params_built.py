@@ -1,9 +1,5 @@
-"""The counts of the planner against the package's own modules, to the last parameter: whole models and ranks
-of worlds of any size.
-"""
+"""The counts of the planner against the package's own modules: models and ranks of worlds of any size."""
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,17 +8,11 @@ from hypothesis import strategies as st
 
 from helpers.planner.built_ranks import BuiltRank, build_rank, built_ranks
 from helpers.ranks import run_on_ranks
-from moe_exp.config import Config, load_config
+from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.presets import PRESETS
-from moe_exp.planner.costs.params import (
-    RankParameters,
-    count_parameters,
-    most_loaded_rank,
-    parameters_of_stages,
-    rank_parameters,
-    stages_text,
-)
+from moe_exp.planner.costs import params
+from moe_exp.planner.costs.params import RankParameters, count_parameters, rank_parameters
 
 DENSE_GPT = {
     "preset": "reference", "use_moe": False, "num_layers": 96, "hidden_size": 12288, "ffn_hidden_size": 49152,
@@ -31,21 +21,16 @@ DENSE_GPT = {
 }  # fmt: skip
 ENDS, UNEVEN = {"first_stage_layers": 7, "last_stage_layers": 6}, {"pipeline_layers": "2,4*14,3"}
 TIED = {"tie_embeddings": True}
+# Worlds of 64 and of 1024 ranks.
 WORLDS: dict[str, dict[str, Any]] = {
     "olmoe 64": {"preset": "olmoe-1b-7b", "nnodes": 8, "tp": 2, "pp": 2, "ep": 8, "cp": 2},
     "mixtral 64": {"preset": "mixtral-8x7b", "nnodes": 8, "tp": 4, "pp": 4, "vpp": 2, "ep": 2, "etp": 2},
     "qwen3 64": {"preset": "qwen3-30b-a3b", "nnodes": 8, "tp": 4, "pp": 2, "vpp": 3, "ep": 8},
     "deepseek 64": {"preset": "deepseek-v3-like", "nnodes": 8, "pp": 8, "ep": 8, **ENDS},
     "dense 64": DENSE_GPT | {"nnodes": 8, "tp": 8, "pp": 8, "pipeline_layers": "0,16*6,0"},
-    "olmoe 1024": {"preset": "olmoe-1b-7b", "nnodes": 128, "ep": 64},
     "mixtral 1024": {"preset": "mixtral-8x7b", "nnodes": 128, "tp": 8, "pp": 8, "vpp": 4, "ep": 8, **TIED},
-    "qwen3 1024": {"preset": "qwen3-30b-a3b", "nnodes": 128, "tp": 2, "pp": 16, "ep": 16, "etp": 2},
     "deepseek 1024": {"preset": "deepseek-v3-like", "nnodes": 128, "tp": 2, "pp": 16, "ep": 64, **UNEVEN},
-    "dense 1024": DENSE_GPT
-    | {"nnodes": 128, "tp": 8, "pp": 16, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 8},
 }
-# What they have, "mixtral 1024", "deepseek 1024", worlds of 64 or the drawn layouts have too.
-SLOW = ("olmoe 1024", "qwen3 1024", "dense 1024")
 WHOLE: dict[str, dict[str, Any]] = {name: {"preset": name, "nnodes": 1} for name in PRESETS}
 WHOLE["dense"] = DENSE_GPT
 
@@ -56,35 +41,22 @@ def of(given: dict[str, Any]) -> dict[str, Any]:
     return ranks | given
 
 
-def of_every_stage(config: Config) -> list[int]:
-    """The first rank of every pipeline stage."""
-    return [config.world_size // config.pp * stage for stage in range(config.pp)]
-
-
 @pytest.fixture(scope="module")
-def built() -> Callable[[str], list[BuiltRank]]:
-    """Ranks of the worlds and whole models by name: the first, a middle and the last; in worlds of 64 then
-    the first of every stage. Worlds of the slow tests are built when one of these asks.
-    """
-
-    @cache
-    def everything(slow: bool) -> dict[str, list[BuiltRank]]:
-        worlds = {}
-        for name, given_here in (WORLDS | WHOLE).items():
-            if (name in SLOW) != slow:
-                continue
-            config = load_config(of(given_here), {})
-            last = config.world_size - 1
-            ranks = ([0, (last + 1) // 2, last] if config.pp > 1 else [0, last]) if last else [0]
-            worlds[name] = (of(given_here), ranks + (of_every_stage(config) if last == 63 else []))
-        return dict(zip(worlds, built_ranks(list(worlds.values())), strict=True))
-
-    return lambda name: everything(name in SLOW)[name]
+def built() -> dict[str, list[BuiltRank]]:
+    """Ranks by name: the first, a middle and the last; in worlds of 64 then the first of every stage."""
+    worlds = {}
+    for name, given_here in (WORLDS | WHOLE).items():
+        config = load_config(of(given_here), {})
+        last = config.world_size - 1
+        ranks = [0, (last + 1) // 2, last] if last else [0]
+        firsts = [config.world_size // config.pp * stage for stage in range(config.pp)] if last == 63 else []
+        worlds[name] = (of(given_here), ranks + firsts)
+    return dict(zip(worlds, built_ranks(list(worlds.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_model_of_published_size(name, built):
-    config, rank = load_config(of(WHOLE[name]), {}), built(name)[0]
+    config, rank = load_config(of(WHOLE[name]), {}), built[name][0]
     count = count_parameters(config)
     in_layers = rank.dense - rank.embedding + rank.expert
     assert (count.embedding, count.transformer_layers) == (rank.embedding, in_layers)
@@ -92,32 +64,22 @@ def test_whole_model_of_published_size(name, built):
     assert count.active_per_token == rank.dense + chosen
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WORLDS]
-)
+@pytest.mark.parametrize("name", WORLDS)
 def test_ranks_of_large_worlds(name, built):
     config = load_config(of(WORLDS[name]), {})
     assert check_config(config) == []
     assert config.world_size == int(name.split()[-1])
-    for rank in built(name):
-        assert rank_parameters(config, rank.pp_rank) == counted(rank)
+    for rank in built[name]:
+        assert rank_parameters(config, rank.pp_rank) == RankParameters(rank.dense, rank.expert)
 
 
 @pytest.mark.parametrize("name", [name for name in WORLDS if name.endswith(" 64")])
 def test_most_loaded_rank_of_the_built_ones(name, built):
-    config, stages = load_config(of(WORLDS[name]), {}), built(name)[3:]
+    config, stages = load_config(of(WORLDS[name]), {}), built[name][3:]
     assert [rank.pp_rank for rank in stages] == list(range(config.pp))
     loads = [rank.dense + rank.expert for rank in stages]
-    assert most_loaded_rank(config) == loads.index(max(loads))
-    assert [stage.total for stage in parameters_of_stages(config, config.stage_layers)] == loads
-
-
-def counted(rank: BuiltRank) -> RankParameters:
-    """What was built, in the planner's form."""
-    return RankParameters(dense=rank.dense, expert=rank.expert)
-
-
-# Models and layouts drawn at random
+    assert params.most_loaded_rank(config) == loads.index(max(loads))
+    assert [stage.total for stage in params.parameters_of_stages(config, config.stage_layers)] == loads
 
 
 ON_ONE_RANK = dict.fromkeys(("nnodes", "gpus_per_node", "tp", "pp", "ep", "etp", "cp"), 1)
@@ -126,9 +88,7 @@ ON_ONE_RANK |= {"vpp": None, "first_stage_layers": 0, "last_stage_layers": 0, "p
 
 @st.composite
 def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
-    """Settings of a small model, whatever this package has, in a world of up to 256 ranks; most of them can
-    run.
-    """
+    """Settings of a small model in a world of up to 256 ranks; most of them can run."""
     sizes = st.sampled_from([1, 2, 4])
     tp, pp, cp = draw(sizes), draw(sizes), draw(st.sampled_from([1, 2]))
     vpp = draw(st.sampled_from([None, 2])) if pp > 1 else None
@@ -164,7 +124,7 @@ def drawn_stages(draw: st.DrawFn, pp: int, vpp: int) -> dict[str, Any]:
     least = [0 if vpp == 1 and stage in (0, pp - 1) else 1 for stage in range(pp)]
     stages = [vpp * draw(st.integers(fewest, 3)) for fewest in least]
     assume(any(stages))
-    return {"num_layers": sum(stages), "pipeline_layers": stages_text(stages)}
+    return {"num_layers": sum(stages), "pipeline_layers": params.stages_text(stages)}
 
 
 @st.composite
@@ -202,22 +162,15 @@ def drawn_experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
 def compare_drawn(use_moe: bool, max_examples: int) -> list[dict[str, Any]]:
     """Builds and counts; the settings that were compared."""
     compared = []
+    kept = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
-    checks = list(HealthCheck)
-
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=checks,
-    )
+    @settings(max_examples=max_examples, derandomize=True, **kept)
     @given(given_here=drawn(use_moe=use_moe), place=st.integers(0, 255))
     def compare(given_here: dict[str, Any], place: int) -> None:
         config = load_config(given_here, {})
         assume(not check_config(config))
         rank = build_rank(config, place % config.world_size)
-        assert rank_parameters(config, rank.pp_rank) == counted(rank)
+        assert rank_parameters(config, rank.pp_rank) == RankParameters(rank.dense, rank.expert)
         whole = build_rank(config.model_copy(update=ON_ONE_RANK), 0)
         assert count_parameters(config).total == whole.dense + whole.expert
         compared.append(given_here)

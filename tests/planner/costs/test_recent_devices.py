@@ -24,8 +24,6 @@ MEASURED = {
              64: (4626, 4398, 9164, 8727)},
 }  # fmt: skip
 GPT = {"preset": "qwen3-30b-a3b", "nnodes": 2, "gpus_per_node": 8, "ep": 8, "gbsz": 64, "mbsz": 1}
-
-
 CONSTANTS = load_constants().time
 
 
@@ -67,9 +65,8 @@ def test_exchanges_that_were_measured(device, ep):
 
 
 def test_a_rack_of_72_is_one_domain():
-    within, across = (
-        exchange_seconds(job(ep=16), load_hardware(gpu), TimeConstants()) for gpu in ("GB200", "B200")
-    )
+    devices = map(load_hardware, ("GB200", "B200"))
+    within, across = (exchange_seconds(job(ep=16), device, TimeConstants()) for device in devices)
     assert across > 5 * within
 
 
@@ -101,16 +98,17 @@ def test_fsdp_takes_the_host_time_for_each_weight():
     assert sharded.host_moe - plain.host_moe == pytest.approx((6 + 2 * 16) * CONSTANTS.host_sharded)
 
 
-def test_overlapping_an_exchange_takes_host_time():
-    plain, overlapped = map(layers, with_and_without(overlaps_exchange=True))
+def test_overlap_hides_most_of_the_exchange_and_takes_host_time():
+    jobs = with_and_without(overlaps_exchange=True)
+    plain, hidden = map(seconds, jobs)
+    assert hidden.expert_parallel == pytest.approx(CONSTANTS.exchange_exposed * plain.expert_parallel)
+    plain, overlapped = map(layers, jobs)
     assert overlapped.host_moe == pytest.approx(CONSTANTS.host_overlap * plain.host_moe)
     assert overlapped.host_dense == plain.host_dense
 
 
 def test_exponentials_of_attention():
-    """32 heads of 4096 queries and keys, half of them masked, in both passes: Blackwell Ultra has 2.14 times
-    the special functions of Blackwell, at the same peak of its products.
-    """
+    """32 heads of 4096 queries and keys, half of them masked; Blackwell Ultra has 2.14 times the units."""
     b200, b300 = (layers(job(), gpu).parts["core"] for gpu in ("B200", "B300"))
     slower = 0.5 * 32 * 4096 * 4096 * CONSTANTS.exponentials * (1 / 5e12 - 1 / 10.7e12)
     assert b200.forward - b300.forward == pytest.approx(slower)
@@ -127,11 +125,6 @@ def test_scaling_by_tensor_reads_it_once_more():
     bandwidth = load_hardware("B200").memory_bytes_per_second
     bandwidth *= CONSTANTS.recent_memory * CONSTANTS.blackwell_memory
     assert tensorwise - mxfp8 == pytest.approx(2 * elements * CONSTANTS.cast_bytes / bandwidth)
-
-
-def test_overlap_hides_most_of_the_exchange():
-    plain, hidden = map(seconds, with_and_without(overlaps_exchange=True))
-    assert hidden.expert_parallel == pytest.approx(CONSTANTS.exchange_exposed * plain.expert_parallel)
 
 
 def test_balanced_tokens_are_faster_than_the_router_s():
@@ -156,10 +149,8 @@ def test_fp8_and_nvfp4_by_their_peaks():
 
 
 def test_fsdp_shards_weights_and_gradients():
-    constants = load_constants().memory
-    [plain], [sharded] = (
-        memory_of(of, load_hardware("B200"), constants) for of in with_and_without(shards_parameters=True)
-    )
+    jobs, b200 = with_and_without(shards_parameters=True), load_hardware("B200")
+    [plain], [sharded] = (memory_of(of, b200, load_constants().memory) for of in jobs)
     assert sharded.weights < 0.62 * plain.weights and sharded.optimizer == plain.optimizer
 
 

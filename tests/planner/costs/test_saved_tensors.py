@@ -1,8 +1,7 @@
 """The account of activations against what autograd saves in the real model, on processors.
 
-Every tensor that is saved for a backward pass goes through a hook; those of one storage count once,
-parameters do not. The largest sum of an iteration is what the planner calls activations: of all micro-batches
-in flight, with the layer that is recomputed.
+Each saved tensor goes through a hook; those of one storage count once, parameters do not. The largest sum of
+an iteration is what the planner calls activations.
 """
 
 from __future__ import annotations
@@ -131,11 +130,7 @@ class Entry:
 
 
 def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[int, int]]:
-    """On a rank: the most bytes that each job has saved in an iteration, and those that are left after it.
-
-    Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the
-    function.
-    """
+    """On a rank: the most bytes that each job has saved in an iteration, and those that are left after it."""
     return in_turn(_saved, zip(jobs, ports, strict=True))
 
 
@@ -155,10 +150,9 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     ledger = Ledger(model)
     trained = SimpleNamespace(model=model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
+    data = RandomTokens(config.seq_len, config.vocab_size)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
-        loop.forward_backward(
-            job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
-        )
+        loop.forward_backward(job, data, 0, config.num_microbatches)
     runtime.stop()
     return ledger.peak, ledger.now
 
@@ -168,9 +162,7 @@ def of_settings(settings: dict[str, Any], num_ranks: int) -> Config:
 
 
 def expected(config: Config, stage: int = 0) -> float:
-    """The most that is saved at once: layers of all micro-batches in flight, and the loss, or what the layer
-    makes again that is on.
-    """
+    """The most that is saved at once: layers of all micro-batches in flight, the loss or a layer again."""
     found = activations_of(Job.of(config), on_cpu=True)
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]

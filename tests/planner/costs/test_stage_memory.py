@@ -1,6 +1,4 @@
-"""The planner's bytes: measured runs, relations that memory has to keep, and state that is really
-allocated.
-"""
+"""The planner's bytes: measured runs, relations that memory has to keep, and state that is allocated."""
 
 import math
 import os
@@ -16,15 +14,10 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
+from moe_exp.planner.costs import memory
 from moe_exp.planner.costs.activations import Activations, activations_of
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.memory import (
-    MemoryConstants,
-    StageMemory,
-    expected_imbalance,
-    memory_of,
-    micro_batches_in_flight,
-)
+from moe_exp.planner.costs.memory import MemoryConstants, memory_of, micro_batches_in_flight
 from moe_exp.planner.costs.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
 from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
@@ -38,16 +31,14 @@ def reference(**settings) -> Config:
     return load_config({"preset": "reference", "gpus_per_node": 8} | settings, {})
 
 
-def stages(config: Config, job: dict[str, Any] | None = None, **arguments) -> list[StageMemory]:
+def stages(config: Config, job: dict[str, Any] | None = None, **arguments):
     return memory_of(replace(Job.of(config), **(job or {})), A100, PRIORS, **arguments)
 
 
-def only_stage(config: Config, **arguments) -> StageMemory:
+def only_stage(config: Config, **arguments):
     (stage,) = stages(config, **arguments)
     return stage
 
-
-# Measured runs
 
 # MB allocated between iterations and at most, by torch's allocator on rank 0 after 20 iterations.
 REFERENCE_RUNS = {
@@ -81,36 +72,26 @@ def test_verdicts_on_measured_runs():
 
 
 def test_what_is_cached_never_fills_a_device():
+    full = only_stage(reference(use_moe=False, mbsz=64))
+    assert full.needed > A100.memory_bytes and full.cached == 0
     for run in read_runs(MEASURED_RUNS):
         for stage in memory_of(run.job, run.hardware, PRIORS):
             assert stage.cached >= 0
             assert stage.total < run.hardware.memory_bytes or stage.cached == 0
 
 
-# What is there between iterations
-
-
 @pytest.mark.parametrize(
     "settings",
-    [{"use_moe": False}, {"ep": 4}, {"ep": 8, "dtype": "fp32"}, {"tp": 2, "distributed_optimizer": False}],
-)
+    [
+        {"use_moe": False}, {"ep": 4}, {"ep": 8, "dtype": "fp32"}, {"tp": 2, "distributed_optimizer": False},
+        *({"optimizer": name} for name in ("adam8bit", "sgd")), {"optimizer_state_dtype": "bf16"},
+    ],
+)  # fmt: skip
 def test_static_bytes_are_those_of_the_startup_report(settings):
     config = reference(**settings)
     (found,) = stages(config)
     reported = weight_and_optimizer_bytes(config, rank_parameters(config))
     assert found.weights + found.gradients + found.optimizer == pytest.approx(reported, rel=1e-12)
-
-
-def test_optimizers():
-    def state(**settings) -> float:
-        config = reference(use_moe=False, distributed_optimizer=False, **settings)
-        return only_stage(config).optimizer / rank_parameters(config).total
-
-    assert state() == 12
-    assert state(optimizer_state_dtype="bf16") == 8
-    assert state(optimizer="adam8bit") == 4 + 2 * (1 + 4 / 256)
-    assert state(optimizer="sgd") == 8
-    assert state(dtype="fp32") == 8
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -191,17 +172,11 @@ def test_state_that_is_allocated(name, allocated):
         assert getattr(found, part) == pytest.approx(measured, rel=0.002), part
 
 
-# Micro-batches in flight
-
-
 def test_micro_batches_in_flight():
     assert micro_batches_in_flight(reference(pp=4), 8) == [4, 3, 2, 1]
     assert micro_batches_in_flight(reference(pp=4), 2) == [2, 2, 2, 1]
     assert micro_batches_in_flight(reference(), 8) == [1]
-
-
-def test_interleaving_keeps_more_on_the_first_stage():
-    """By 1 + (p - 1) / (p * v): Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3."""
+    # interleaving, by 1 + (p - 1) / (p * v): Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3
     for pp, vpp in ((4, 2), (4, 3), (8, 2)):
         interleaved = micro_batches_in_flight(reference(pp=pp, vpp=vpp), 64)[0]
         assert interleaved / pp == pytest.approx(1 + (pp - 1) / (pp * vpp))
@@ -216,13 +191,8 @@ def test_the_stage_with_the_embedding_is_the_fullest_where_much_is_in_flight():
         assert found.index(max(found)) == fullest
 
 
-# Activations
-
-
 def test_unfused_layer_is_that_of_korthikanti():
-    """34*s*b*h + 5*a*s^2*b with dropout: arXiv:2205.05198, equation 1; ours has a second statistic of norms,
-    and no softmax input.
-    """
+    """34*s*b*h + 5*a*s^2*b with dropout: arXiv:2205.05198, equation 1."""
     config = reference(
         use_moe=False, hidden_size=4096, num_heads=32, num_query_groups=32, head_dim=0,
         ffn_hidden_size=4 * 4096, activation="gelu", normalization="LayerNorm", dropout=0.1,
@@ -231,8 +201,7 @@ def test_unfused_layer_is_that_of_korthikanti():
     tokens, hidden, heads = config.seq_len, 4096, 32
     layer = activations_of(replace(Job.of(config), fused_attention=False)).dense_layer
     assert layer == pytest.approx(34 * tokens * hidden + 5 * heads * tokens**2, rel=1e-3)
-    # Tensor parallelism with sequence parallelism divides all of it (equation 4), without the share 10*s*b*h
-    # stays (equation 2).
+    # TP with sequence parallelism divides all of it (equation 4), without it 10*s*b*h stays (equation 2).
     of_tp4 = replace(Job.of(config.model_copy(update={"tp": 4})), fused_attention=False)
     assert activations_of(of_tp4).dense_layer == pytest.approx(layer / 4, rel=1e-3)
     without = activations_of(replace(of_tp4, sequence_parallel=False)).dense_layer
@@ -249,9 +218,7 @@ def test_recompute_keeps_less_and_less():
     assert kept[-1] == 2 * configs[0].hidden_size * configs[0].seq_len * configs[0].mbsz
     totals = [only_stage(config).total for config in configs]
     assert totals == sorted(totals, reverse=True)
-
-
-def test_recompute_of_a_dense_model_is_that_of_the_scores():
+    # a dense model recomputes the scores
     config = reference(use_moe=False)
     none, selective = (
         activations_of(replace(Job.of(one), fused_attention=False)).dense_layer
@@ -277,9 +244,6 @@ def test_context_parallel_ranks_share_the_sequence():
     assert shared.output == alone.output / 2
     assert alone.dense_layer / 2 < shared.dense_layer < alone.dense_layer  # keys and values are gathered
     assert kept(2).dense_layer == kept(1).dense_layer / 2  # Transformer Engine keeps this rank's
-
-
-# Experts
 
 
 def test_rows_of_experts_by_capacity_and_topk():
@@ -317,9 +281,8 @@ def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counte
 
 
 def test_the_loss_kernel_keeps_logits_and_no_probabilities():
-    megatron, ours, auto = (
-        activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton", "auto")
-    )
+    kinds = ("megatron", "triton", "auto")
+    megatron, ours, auto = (activations_of(Job.of(reference(cross_entropy=kind))) for kind in kinds)
     tokens, words = 8 * 2048, reference().padded_vocab_size
     # Megatron's in fp32, ours in bf16
     assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))
@@ -329,29 +292,22 @@ def test_the_loss_kernel_keeps_logits_and_no_probabilities():
 
 
 def test_expected_imbalance():
-    assert expected_imbalance(reference(ep=1), 0.5) == 1
-    assert expected_imbalance(reference(use_moe=False), 0.5) == 1
-    assert expected_imbalance(reference(ep=8, force_routing="balanced"), 0.5) == 1
-    assert expected_imbalance(reference(ep=4), 0.5) == pytest.approx(1 + 0.5 * math.sqrt(3 / 64))
+    assert memory.expected_imbalance(reference(ep=1), 0.5) == 1
+    assert memory.expected_imbalance(reference(use_moe=False), 0.5) == 1
+    assert memory.expected_imbalance(reference(ep=8, force_routing="balanced"), 0.5) == 1
+    assert memory.expected_imbalance(reference(ep=4), 0.5) == pytest.approx(1 + 0.5 * math.sqrt(3 / 64))
     fair, default, worst = (only_stage(reference(ep=8), imbalance=given).total for given in (1.0, None, 8.0))
     assert fair < default < worst
 
 
-# Devices
-
-
 def test_context_is_counted_where_nvidia_smi_measures():
+    (found,) = memory_of(Job.of(load_config({"preset": "cpu"}, {})), load_hardware("CPU"), PRIORS)
+    assert found.overhead < PRIORS.context_bytes and found.workspace == 0
     shown = only_stage(reference(use_moe=False))
     allocated = only_stage(reference(use_moe=False), job={"measured_by": "allocated"})
     assert shown.needed - allocated.needed == PRIORS.context_bytes
     assert allocated.cached == 0 < shown.cached
     assert shown.workspace == allocated.workspace
-
-
-def test_a_full_device_is_too_small():
-    (found,) = stages(reference(use_moe=False, mbsz=64))
-    assert found.needed > A100.memory_bytes
-    assert found.cached == 0
 
 
 BYTES_BEFORE = 340e6  # of a process with the build of torch for CPUs, when it begins
@@ -372,13 +328,12 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
     loop.set_megatron_hooks(model, job.trained.optimizer)
+    data = RandomTokens(config.seq_len, config.vocab_size)
     for _ in range(2):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        loop.forward_backward(
-            job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches
-        )
+        loop.forward_backward(job, data, 0, config.num_microbatches)
         optimizer.step()
     runtime.stop()
     return begin, _resident_bytes("VmHWM")
@@ -407,9 +362,3 @@ def test_the_size_of_a_process_that_trains(settings):
     ((begin, largest),) = run_on_ranks(1, train_alone, WIDE | settings, join=False, timeout=400)
     # Before the model is there, a build of torch with CUDA has 180 MB more than the planner counts.
     assert found.total == pytest.approx(largest - begin + BYTES_BEFORE, rel=0.1)
-
-
-def test_processors_have_no_cuda_context():
-    (found,) = memory_of(Job.of(load_config({"preset": "cpu"}, {})), load_hardware("CPU"), PRIORS)
-    assert found.overhead < PRIORS.context_bytes
-    assert found.workspace == 0

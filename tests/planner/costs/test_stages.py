@@ -5,31 +5,19 @@ from hypothesis import strategies as st
 from moe_exp.config import Config
 from moe_exp.planner.costs.params import split_layers, stages_text
 
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "expected"),
-    [
-        (106, 12, [8, *[9] * 10, 8]),
-        (100, 6, [16, 17, 17, 17, 17, 16]),
-        (82, 12, [6, *[7] * 10, 6]),
-        (70, 12, [5, *[6] * 10, 5]),
-        (24, 1, [24]),
-        (2, 2, [1, 1]),
-        (1, 2, [1, 0]),
-        (2, 4, [0, 1, 1, 0]),
-        (1, 4, [0, 1, 0, 0]),
-    ],
-)
-def test_layers_with_both_ends_counted(num_layers, num_stages, expected):
-    assert split_layers(num_layers, num_stages, count_ends=True) == expected
+ENDS_COUNTED = [
+    [8, *[9] * 10, 8], [16, *[17] * 4, 16], [6, *[7] * 10, 6], [5, *[6] * 10, 5], [24], [1, 1], [1, 0],
+    [0, 1, 1, 0], [0, 1, 0, 0],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_stages", "expected"),
-    [(24, 4, [6, 6, 6, 6]), (14, 4, [3, 4, 4, 3]), (7, 3, [2, 3, 2]), (3, 2, [2, 1])],
+    ("stages", "ends"),
+    [(stages, True) for stages in ENDS_COUNTED]
+    + [(stages, False) for stages in ([6, 6, 6, 6], [3, 4, 4, 3], [2, 3, 2], [2, 1])],
 )
-def test_layers_alone(num_layers, num_stages, expected):
-    assert split_layers(num_layers, num_stages) == expected
+def test_layers_with_and_without_the_ends(stages, ends):
+    assert split_layers(sum(stages), len(stages), count_ends=ends) == stages
 
 
 @given(num_layers=st.integers(1, 300), num_stages=st.integers(1, 100), count_ends=st.booleans())

@@ -12,14 +12,7 @@ from helpers import ROOT
 from moe_exp.planner.costs.constants import OWN, RECENT, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.fit.calibration import (
-    Calibration,
-    calibrate,
-    fit,
-    log_memory_ratio,
-    log_time_ratio,
-    profile_text,
-)
+from moe_exp.planner.fit.calibration import calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
 from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
@@ -33,7 +26,7 @@ public_runs = cache(read_public_runs)
 
 
 @cache
-def fitted() -> Calibration:
+def fitted():
     return calibrate(RUNS)
 
 
@@ -98,6 +91,8 @@ def test_odd_rows_do_not_bend_the_rest():
 
 
 def test_without_rows_constants_are_their_priors():
+    with pytest.raises(ValueError, match=r"RUNS: no row has a measured mem_gb or sec_per_it"):
+        calibrate([replace(run, seconds=None, memory_gib=None) for run in RUNS])
     assert vars(fit(TimeConstants, [], log_time_ratio).constants) == pytest.approx(vars(TimeConstants()))
     prior = replace(TimeConstants(), matrix_efficiency=0.5)
     assert fit(TimeConstants, [], log_time_ratio, prior).constants.matrix_efficiency == pytest.approx(0.5)
@@ -138,11 +133,6 @@ def test_runs_that_depend_on_no_constant():
     found = calibrate(of_simumax, load_constants()).memory
     assert vars(found.constants) == pytest.approx(vars(load_constants().memory))
     assert abs(found.left_out["s001"]) < 0.03
-
-
-def test_nothing_to_fit_to():
-    with pytest.raises(ValueError, match=r"RUNS: no row has a measured mem_gb or sec_per_it"):
-        calibrate([replace(run, seconds=None, memory_gib=None) for run in RUNS])
 
 
 def test_a_profile_is_read_again(tmp_path):

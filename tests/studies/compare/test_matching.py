@@ -1,27 +1,14 @@
-"""Sizes that match: FLOPs and active parameters per token of many models, rules of the layout, and what
-cannot be matched.
-"""
+"""Sizes that match in FLOPs or active parameters per token, and what cannot be matched."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.whole_runs import SMALL
-from moe_exp.config import ConfigError, load_config
+from moe_exp.config import ConfigError
 from moe_exp.config.checks.checks import check_config
-from moe_exp.studies.compare.variants import (
-    Variant,
-    active_parameters,
-    apart,
-    flops_per_token,
-    make_variants,
-    match_sizes,
-    matched_width,
-    reference_of,
-    with_iterations,
-)
-
-CPU = SMALL
+from moe_exp.studies.compare import variants
+from moe_exp.studies.compare.variants import Variant, apart, make_variants, match_sizes, with_iterations
 
 
 @st.composite
@@ -29,7 +16,7 @@ def moe_models(draw):
     """Settings of an MoE model, from tiny to large, in layouts that are allowed."""
     layers, tp = draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4]))
     heads = 4 * draw(st.integers(1, 8))
-    return CPU | {
+    return SMALL | {
         "num_layers": layers, "hidden_size": heads * draw(st.sampled_from([32, 64, 128])), "num_heads": heads,
         "num_query_groups": 4, "ffn_hidden_size": 8 * tp * draw(st.integers(12, 300)),
         "moe_ffn_hidden_size": draw(st.sampled_from([0, 64, 200, 1000])),
@@ -46,7 +33,7 @@ def moe_models(draw):
 def test_a_dense_model_matches_within_one_percent(given_settings, match):
     moe, dense = match_sizes(make_variants("dmoe,dense", [], given_settings), match)
     assert check_config(moe.config) == [] and check_config(dense.config) == []
-    measure = flops_per_token if match == "flops" else active_parameters
+    measure = variants.flops_per_token if match == "flops" else variants.active_parameters
     assert measure(dense.config) == pytest.approx(measure(moe.config), rel=0.01)
     changed = moe.config.model_dump().items() ^ dense.config.model_dump().items()
     assert {name for name, _ in changed} <= {"use_moe", "ffn_hidden_size"}
@@ -65,61 +52,59 @@ def test_other_experts_match_too(given_settings, topk, etp):
 
 
 def test_the_width_by_hand():
-    # One layer in four is dense: (3 * 2 * 128 + 256) / 4 = 256 per layer; with tp=1 that is a width of its
-    # own.
-    settings = CPU | {"topk": 2, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 256, "first_k_dense": 1}
+    # One layer in four is dense: (3 * 2 * 128 + 256) / 4 = 256 per layer.
+    settings = SMALL | {"topk": 2, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 256, "first_k_dense": 1}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "flops")
     assert dense.config.ffn_hidden_size == 256
     # Two experts of 96 and a shared one of 64 meet a token.
-    settings = CPU | {"topk": 2, "moe_ffn_hidden_size": 96, "shared_expert_size": 64}
+    settings = SMALL | {"topk": 2, "moe_ffn_hidden_size": 96, "shared_expert_size": 64}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "flops")
     assert (dense.config.ffn_hidden_size, apart(dense.config, moe.config, "flops")) == (256, 0.0)
 
 
 def test_the_router_counts_as_active_parameters():
-    settings = CPU | {"num_experts": 256, "topk": 4}
+    settings = SMALL | {"num_experts": 256, "topk": 4}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "active-params")
-    # Four experts of 256, and 256 rows of 128 weights in the router: as many as 256 / 3 channels of an MLP of
-    # three matrices have.
-    exact = matched_width(dense.config, active_parameters(moe.config), active_parameters)
+    # Four experts of 256; 256 rows of 128 router weights are 256 / 3 channels of an MLP of three matrices.
+    active = variants.active_parameters
+    exact = variants.matched_width(dense.config, active(moe.config), active)
     assert exact == dense.config.ffn_hidden_size and abs(exact - (1024 + 256 / 3)) <= 32
     assert abs(apart(dense.config, moe.config, "active-params")) <= 2e-3
 
 
 def test_the_reference_is_the_first_with_experts():
-    variants = make_variants("dense,moe,dmoe", [], CPU | {"topk": 2})
-    assert reference_of(variants).name == "moe"
-    dense, *_ = match_sizes(variants, "flops")
+    made = make_variants("dense,moe,dmoe", [], SMALL | {"topk": 2})
+    assert variants.reference_of(made).name == "moe"
+    dense, *_ = match_sizes(made, "flops")
     assert dense.config.ffn_hidden_size == 512
-    dense = make_variants("dense", ["deep:USE_MOE=false,NUM_LAYERS=8"], CPU)
-    assert reference_of(dense).name == "dense"
+    dense = make_variants("dense", ["deep:USE_MOE=false,NUM_LAYERS=8"], SMALL)
+    assert variants.reference_of(dense).name == "dense"
 
 
-def test_a_width_that_is_given_is_kept():
-    _, mine = match_sizes(make_variants("dmoe", ["mine:USE_MOE=false,FFN_HIDDEN_SIZE=1000"], CPU), "flops")
+def test_a_width_that_is_given_is_kept_and_a_model_that_is_too_large_refused():
+    _, mine = match_sizes(make_variants("dmoe", ["mine:USE_MOE=false,FFN_HIDDEN_SIZE=1000"], SMALL), "flops")
     assert mine.config.ffn_hidden_size == 1000
-
-
-def test_a_model_that_is_too_large_is_refused():
     with pytest.raises(ConfigError, match=r"VARIANT=deep: .* FLOPs per token of dmoe .* FFN_HIDDEN_SIZE"):
-        match_sizes(make_variants("dmoe", ["deep:USE_MOE=false,NUM_LAYERS=60"], CPU), "flops")
+        match_sizes(make_variants("dmoe", ["deep:USE_MOE=false,NUM_LAYERS=60"], SMALL), "flops")
 
 
 def test_the_schedule_goes_with_the_iterations():
     names = ("train_iters", "decay_iters", "warmup_iters", "wsd_decay_iters")
-    settings = CPU | dict(zip(names, (100, 80, 10, 20), strict=True)) | {"lr_decay_style": "WSD"}
+    settings = SMALL | dict(zip(names, (100, 80, 10, 20), strict=True)) | {"lr_decay_style": "WSD"}
     variant = Variant.of("a", {}, settings)
     for chosen in ((150, 120, 10, 30), (5, 4, 3, 1)):
         found = with_iterations(variant, chosen[0]).config
         assert tuple(getattr(found, name) for name in names) == chosen
         assert check_config(found) == []
     assert with_iterations(variant, 100) is variant
+    two = with_iterations(Variant.of("a", {}, SMALL), 2)
+    assert check_config(two.config) == [] and two.config.warmup_iters == 1
     cosine = {"decay_iters": 0, "lr_decay_style": "cosine", "wsd_decay_iters": 0}
     assert with_iterations(Variant.of("b", {}, settings | cosine), 50).config.decay_iters == 0
 
 
 def test_points_of_the_schedule_go_with_the_iterations():
-    settings = CPU | {"train_iters": 100, "decay_iters": 0, "warmup_iters": 10, "wsd_decay_iters": 10}
+    settings = SMALL | {"train_iters": 100, "decay_iters": 0, "warmup_iters": 10, "wsd_decay_iters": 10}
     pieces = {"lr_decay_style": "constant:40,cosine:70%:10%,linear:90:50%,linear"}
     longer = with_iterations(Variant.of("a", {}, settings | pieces), 150)
     assert longer.config.lr_decay_style == "constant:60,cosine:70%:10%,linear:135:50%,linear"
@@ -128,10 +113,4 @@ def test_points_of_the_schedule_go_with_the_iterations():
     assert longer.config.wsd_decay_ends == "45,50%,112"
     assert check_config(longer.config) == [] and longer.flags["lr_decay_style"] == "WSD-S"
     shares = with_iterations(Variant.of("a", {}, settings), 150)
-    assert {"lr_decay_style", "wsd_decay_ends"}.isdisjoint(shares.flags.keys() - CPU.keys())
-
-
-def test_one_iteration_is_possible():
-    variant = Variant.of("a", {}, CPU)
-    assert check_config(with_iterations(variant, 2).config) == []
-    assert load_config(with_iterations(variant, 2).flags, {}).warmup_iters == 1
+    assert {"lr_decay_style", "wsd_decay_ends"}.isdisjoint(shares.flags.keys() - SMALL.keys())

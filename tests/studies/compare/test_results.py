@@ -1,6 +1,4 @@
-"""From records to the table: numbers worked out by hand, the same as the page's, runs that failed or were
-never started.
-"""
+"""From records to the table: by hand, the same as the page's, runs that failed or were never started."""
 
 import json
 import re
@@ -44,9 +42,8 @@ def report(comparison):
 def write_run(run, losses, *, seconds=1.0, status="finished", valid=None):
     run.folder.path.mkdir(parents=True)
     speed = {"tokens_per_second": 100 / seconds, "peak_memory_bytes": 2**30}
-    records = [
-        record(n, loss, training_seconds=n * seconds, **speed) for n, loss in enumerate(losses, start=1)
-    ]
+    numbered = enumerate(losses, start=1)
+    records = [record(n, loss, training_seconds=n * seconds, **speed) for n, loss in numbered]
     for n, loss in (valid if isinstance(valid, dict) else {len(losses): valid} if valid else {}).items():
         records.append({"kind": "valid", "iteration": n, "lm_loss": loss})
     run.folder.config.write_text(to_yaml(run.config))
@@ -60,8 +57,7 @@ def test_losses_where_the_first_run_ends(comparison):
     write_run(dense, [6.0, 5.0, 4.5], seconds=1.5)
     write_run(dmoe2, [None, None])
     ended = [read_ended(run) for run in (dmoe, dense, dmoe2, dense2)]
-    # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0, at 4 s, to 3.0, at 6
-    # s.
+    # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0 to 3.0, 4 s to 6 s.
     assert losses_at_shared_end(ended, "tokens") == (300.0, [3.0, 4.5, None, None])
     assert losses_at_shared_end(ended, "seconds") == (4.5, [3.75, 4.5, None, None])
     assert losses_at_shared_end(ended[1:], "tokens") is None
@@ -78,8 +74,7 @@ def test_it_says_what_the_page_says(comparison):
     (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
     runs = read_runs([dmoe.folder.path, dense.folder.path])
     assert said == f"- {parity_text(parities(runs)[0])}"
-    # dense is at 5.1875 with its 24th record and at 5.0625 with its 25th, so at 5.15 with 24.3: 30 / 24.3,
-    # and 60 s / 24.3 s.
+    # dense is at 5.1875 with record 24 and at 5.0625 with 25, so at 5.15 with 24.3: 30 / 24.3, 60 s / 24.3 s
     assert "5.1500, it needed 123% of the FLOPs, 247% of the time and 123% of the tokens" in said
     rows = dict(overview_rows([one.numbers for one in ended]))
     assert rows["training loss at the end (mean of the last 5%)"] == ["5.1500", "4.4375"]
@@ -123,8 +118,7 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     ended = [*map(read_ended, (dmoe, dense, dmoe2)), read_ended(dense2, status="failed", reason="it is gone")]
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
     way = _compared(ended[0], ended[1])
-    # dmoe is at 3.0 with its third record: three quarters of the tokens, and at 6 s, when dense has ended at
-    # 4 s.
+    # dmoe is at 3.0 with its third record, at 6 s; dense has ended at 4 s.
     assert (way.loss, way.tokens, way.flops, way.seconds) == (3.0, 0.75, 0.75, 1.5)
     assert _compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
     text = result_text(comparison, ended)
@@ -150,8 +144,7 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     ]  # fmt: skip
     write_run(dense2, [6.0, 5.0, 4.0, 2.0], valid=3.0)
     text = report(comparison)
-    # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%,
-    # 150% and 183.3%.
+    # The second pair meets at 2.0, after record 4 of dense and 3 2/3 of dmoe: 75% and 91.7%, 150% and 183.3%.
     # Student's t at one degree of freedom is 6.3138: intervals are the mean ± 4.4645 standard deviations.
     assert re.search(r"\| validation loss against dmoe +\| +\| \+1\.2500 \[-0\.3284, \+2\.8284\] \|", text)
     assert "- dmoe against dense, means of 2 seeds: " in text and "2.5000 ± 0.7071, it needed" in text
@@ -165,11 +158,7 @@ def test_many_variants_are_rows_of_the_table(tmp_path):
     text = report(comparison)
     table = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
     assert table == ["", table[1], "dmoe", "dense", "lr1", "lr2", "lr3", "lr4", "lr5"]
-
-
-def test_nothing_has_run(comparison):
-    text = report(comparison)
-    assert "left" in text and "final loss" not in text and "reaches" not in text
+    assert "left" in text and "final loss" not in text and "reaches" not in text  # nothing has run
 
 
 def test_a_run_that_came_to_nan_has_no_final_loss(comparison):

@@ -1,6 +1,4 @@
-"""From lists to cases: the cross product, names, what each runs with, and what is refused before anything
-starts.
-"""
+"""From lists to cases: the cross product, names, what each runs with, and what is refused."""
 
 import subprocess
 from pathlib import Path

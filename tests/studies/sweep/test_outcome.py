@@ -66,9 +66,7 @@ def test_the_error_of_the_rank_that_failed_first_is_the_reason():
     assert why_it_failed(TORCHRUN_ERROR, 1) == ("failed", reason)
     # Others that torchrun has had to kill since are no sign of anything.
     assert why_it_failed(TORCHRUN_ERROR + TORCHRUN_KILLED, 1)[0] == "failed"
-
-
-def test_a_signal_is_the_reason_of_ranks_that_only_lost_a_peer():
+    # A signal is the reason where ranks have only lost a peer.
     lost = "moe-exp: rank 0 on node0 failed: RuntimeError: [1] Connection closed by peer\n"
     assert why_it_failed(lost + TORCHRUN_KILLED, 1)[0] == "oom"
     # One that torchrun has killed because it did not end by itself.
@@ -81,10 +79,7 @@ def test_a_signal_is_the_reason_of_ranks_that_only_lost_a_peer():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            "moe-exp: EP=3: must divide NUM_EXPERTS=8. Fix: 2\nbye\n",
-            "EP=3: must divide NUM_EXPERTS=8. Fix: 2",
-        ),
+        ("moe-exp: EP=3: must divide NUM_EXPERTS. Fix: 2\nbye\n", "EP=3: must divide NUM_EXPERTS. Fix: 2"),
         ("moe-exp: stopping: the run saves\nKeyError: 'x'\nlast\n", "KeyError: 'x'"),
         ("srun: error: node3: task 1: Exited\nbye\n", "srun: error: node3: task 1: Exited"),
         ("one\n\n  two  \n\n", "two"),

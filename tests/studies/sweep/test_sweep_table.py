@@ -13,19 +13,9 @@ from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import Prediction, predict
+from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.driver import case_of
-from moe_exp.studies.sweep.table import (
-    CPU,
-    Result,
-    Row,
-    by_rule,
-    draw_sweep,
-    is_oom,
-    job_of,
-    prediction_of,
-    to_csv,
-    to_markdown,
-)
+from moe_exp.studies.sweep.table import Result, Row, by_rule, is_oom, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30
@@ -65,7 +55,7 @@ def test_what_calibrate_reads_is_what_ran(tmp_path):
         assert read.row_id == written.case.name
         assert read.hardware.name == "A100-80GB"
         if written.status != "rejected":
-            job = job_of(written.case.config, A100)
+            job = table.job_of(written.case.config, A100)
             assert replace(read.job, config=job.config) == job
             assert flops_per_iteration(read.job.config) == flops_per_iteration(job.config)
     assert [run.memory_gib for run in runs] == [33.25, 20.5, *[None] * 6]
@@ -105,6 +95,8 @@ def test_markdown_has_the_fastest_first_and_what_was_rejected_below():
     assert cells[0][:7] == ["1", "8", "4.38B", "8", "1", "1", "8"]
     assert cells[1][-7:-2] == ["33.25", "32.00", "0.5123", "0.5", "33.1"]
     assert cells[4][-1] == 'a/b, "c"'
+    text = to_markdown([rows()[2]], "mine")
+    assert "|" not in text and text.startswith("# mine\n\nRejected")
 
 
 def test_rejected_cases_are_counted_by_the_rule_without_its_numbers():
@@ -114,12 +106,6 @@ def test_rejected_cases_are_counted_by_the_rule_without_its_numbers():
         "GPUS_PER_NODE: ranks (NNODES * GPUS_PER_NODE) are not a multiple of TP*PP*CP": 3,
         "GBSZ: is not a multiple of MBSZ*DP": 1,
     }
-
-
-def test_a_table_of_nothing_but_rejected_cases():
-    text = to_markdown([rows()[2]], "mine")
-    assert "|" not in text
-    assert text.startswith("# mine\n\nRejected")
 
 
 @pytest.mark.parametrize(
@@ -144,27 +130,25 @@ def test_a_device_without_a_profile_is_named_by_the_reader(tmp_path):
 def test_out_of_memory_by_prediction():
     config = rows()[0].case.config
     # What the device has to hold decides, which is more than what is measured.
-    job = replace(job_of(config, A100), measured_by="nvidia-smi")
+    job = replace(table.job_of(config, A100), measured_by="nvidia-smi")
     needed = predict(job, load_hardware("A100-80GB")).needed_bytes / GIB
-    assert needed > prediction_of(config, A100, "A100-80GB").needed_bytes / GIB
+    assert needed > table.prediction_of(config, A100, "A100-80GB").needed_bytes / GIB
     assert (is_oom(config, A100, "A100-80GB") == "") == (needed <= 80)
     large = config.model_copy(update={"num_layers": 10 * config.num_layers})
     assert "A100-80GB has 80.0 GiB. Fix: set RUN_OOM=true" in is_oom(large, A100, "A100-80GB")
     assert is_oom(large, "unknown", "") == ""
-
-
-def test_processes_on_a_cpu_share_its_memory():
+    # processes on a CPU share its memory
     config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
     many = config.model_copy(update={"gpus_per_node": 64, "gbsz": 64 * config.gbsz})
-    assert is_oom(config, CPU, CPU) == ""
-    needed = 64 * prediction_of(many, CPU, CPU).needed_bytes / GIB
-    assert is_oom(many, CPU, CPU).startswith(f"needs {needed:.1f} GiB by prediction, CPU has ")
+    assert is_oom(config, "CPU", "CPU") == ""
+    needed = 64 * table.prediction_of(many, "CPU", "CPU").needed_bytes / GIB
+    assert is_oom(many, "CPU", "CPU").startswith(f"needs {needed:.1f} GiB by prediction, CPU has ")
 
 
 def test_picture(tmp_path):
     for number, chosen in enumerate((rows(), rows()[1:2])):
         path = tmp_path / f"{number}.png"
-        assert draw_sweep(chosen, path, "mine")
+        assert table.draw_sweep(chosen, path, "mine")
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert not draw_sweep(rows()[2:], tmp_path / "none.png", "mine")
+    assert not table.draw_sweep(rows()[2:], tmp_path / "none.png", "mine")
     assert not (tmp_path / "none.png").exists()

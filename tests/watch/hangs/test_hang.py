@@ -30,8 +30,7 @@ from moe_exp.watch.hangs.requests import Answer, read_answers, write_answer
 from moe_exp.watch.hangs.stack_files import read_dumps
 from moe_exp.watch.hangs.stacks import summarize
 
-# Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits. No
-# torch, for its start.
+# Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -172,8 +171,7 @@ def test_what_is_left_of_the_ranks_hangs_too(tmp_path):
         ranks.still.touch()
         ranks.poll_until(lambda: ranks.processes[0].poll() is not None)
         ranks.watch.wait()
-        (event,) = ranks.events()
-        assert event["event"] == "hang"
+        assert [event["event"] for event in ranks.events()] == ["hang"]
 
 
 def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd):
@@ -192,9 +190,7 @@ def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd
     assert "the ranks of the job are ended, and start again (failure 2 of at most 3)\n" in printed
 
 
-@pytest.mark.parametrize(
-    ("how", "timeout"), [("paused", 1), ("debugger", 1), ("none", "none"), ("auto", "auto")]
-)
+@pytest.mark.parametrize(("how", "timeout"), [("paused", 1), ("debugger", 1), ("", "none"), ("", "auto")])
 def test_no_hang_while_somebody_looks_at_a_rank_or_far_from_the_limit(how, timeout, tmp_path, monkeypatch):
     with two_ranks(tmp_path, hang_timeout=timeout) as ranks:
         if how == "debugger":
@@ -247,9 +243,7 @@ def test_ranks_are_ended_where_their_stacks_cannot_be_written(tmp_path, capfd):
         (ranks.run.path / "hang").touch()  # no folder: as on a disk that is full
         ranks.still.touch()
         ranks.poll_until_ended()
-    printed = capfd.readouterr().err
-    assert "moe-exp: the run hangs: iteration " in printed
-    assert "its stacks could not be written" in printed
+    assert re.search("the run hangs: iteration .*its stacks could not be written", capfd.readouterr().err)
 
 
 def test_stacks_on_demand(tmp_path):
@@ -280,9 +274,7 @@ def test_stacks_of_a_run_without_a_launcher(tmp_path):
 
 
 def hang_for_a_while(local: str, where: str) -> None:
-    """On each of four ranks: rank 2 does not come out of the all-to-all, or not out of its data, until the
-    file `go_on` is there.
-    """
+    """On each of four ranks: rank 2 stays in the all-to-all or its data until the file `go_on` is there."""
     os.environ[HEARTBEATS] = local
     heartbeat.start()
     heartbeat.begin(7, 1)

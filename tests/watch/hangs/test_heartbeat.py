@@ -15,23 +15,17 @@ from moe_exp.watch.hangs.heartbeat import PAUSED, PHASES, Heartbeat, HeartbeatWr
 from moe_exp.watch.hangs.monitor import LEAST_SECONDS, elapsed_seconds, limit_seconds
 
 BEAT = Heartbeat(
-    rank=3,
-    pid=1,
-    phase="data",
-    iteration=7,
-    num_microbatches=4,
-    since=100.0,
-    spent=5.0,
+    rank=3, pid=1, phase="data", iteration=7, num_microbatches=4, since=100.0, spent=5.0,
     durations=(1.0, 2.0, 90.0),
-)
+)  # fmt: skip
 
 
 def test_reader_finds_what_was_noted(tmp_path):
     HeartbeatWriter(tmp_path, 12).begin(9, 1)
     heart = HeartbeatWriter(tmp_path, 12)  # a new process begins anew
     (start,) = read_beats(tmp_path)
-    assert (start.rank, start.pid, start.durations) == (12, os.getpid(), ())
-    assert (start.phase, start.iteration) == ("start_up", 0)
+    found = (start.rank, start.pid, start.durations, start.phase, start.iteration)
+    assert found == (12, os.getpid(), (), "start_up", 0)
     before = time.monotonic()
     heart.begin(41, 8)
     heart.enter("optimizer")

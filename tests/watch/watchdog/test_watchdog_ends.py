@@ -2,7 +2,6 @@
 
 import json
 import os
-from datetime import datetime
 
 import pytest
 import yaml
@@ -10,10 +9,6 @@ import yaml
 from helpers.watch.watched_run import DAY, SETTINGS, WAITING, found, running
 from moe_exp.watch.watchdog.alerts import AlertFile
 from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
-
-
-def look_time(run, at):
-    return datetime.fromtimestamp(run.begin + at).astimezone().isoformat(timespec="seconds")
 
 
 @pytest.mark.parametrize("jobs", ["", WAITING, None], ids=["no job left", "a job waits", "without SLURM"])
@@ -30,7 +25,7 @@ def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
     queue.set(jobs or "")
     assert found(dog, run, 4400.0) == ({"failed"}, {"failed"}, set())
     (problem,) = (line for line in (tmp_path / "alerts.log").read_text().splitlines() if "PROBLEM" in line)
-    event = f"rank_failed at iteration 2,020, {look_time(run, 4360.0)} (2 times)"
+    event = f"rank_failed at iteration 2,020, {run.time(4360.0)} (2 times)"
     event += ": rank: 3, host: node-a, cause: SIGKILL"
     since = "no job named big_run runs or waits" if jobs == "" else "no other has begun since"
     hint = "" if max_restarts else "; MAX_RESTARTS=3 restarts the ranks without a new job"
@@ -47,7 +42,7 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     run.event("too_many_bad_steps", 2039, 4360.0, in_a_row=10)
     found(dog, run, 4400.0)
     (look,) = dog.check(now=run.begin + 4360 + 1680)
-    event = f"too_many_bad_steps at iteration 2,039, {look_time(run, 4360.0)}: in_a_row: 10"
+    event = f"too_many_bad_steps at iteration 2,039, {run.time(4360.0)}: in_a_row: 10"
     told = f"its last start has failed 28 min ago ({event}), and no other has begun since"
     assert look.found == {"failed": told}
     assert not look.is_well
@@ -73,7 +68,7 @@ def test_a_failure_that_only_the_launcher_has_noted(dog, run, queue):
     os.utime(summary, (run.begin + 4350, run.begin + 4350))
     (look,) = dog.check(now=run.begin + 4400)
     assert list(look.found) == ["failed"] and "ends about" not in look.report()
-    (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": look_time(run, 4380)}]}))
+    (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": run.time(4380)}]}))
     # another start is on its way to its first record
     assert found(dog, run, 4400.0) == (set(), set(), {"failed"})
 

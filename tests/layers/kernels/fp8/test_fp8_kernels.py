@@ -7,9 +7,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from helpers.layers.backward_cases import DEVICE, SPARE_ROWS, drawn, error, offsets_of, tokens_of_rows
+from helpers.layers.backward_cases import SPARE_ROWS, drawn, offsets_of, tokens_of_rows
 from helpers.layers.compiled import compiled, on_gpu
-from helpers.layers.kernel_device import needs_kernels
+from helpers.layers.kernel_device import DEVICE, needs_kernels
+from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.fp8.block_matmul import block_matmul
 from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad
@@ -99,9 +100,9 @@ def test_blocks_do_not_share_scales():
     q_RD, scale_RC = quantize_rows_torch(x)
     back = q_RD.float() * scale_RC.repeat_interleave(128, dim=1)
     assert ((back - x).norm(dim=1) < 0.04 * x.norm(dim=1)).all()
-    assert error(back[:, :128], x[:, :128]) < 0.04
+    assert relative_error(back[:, :128], x[:, :128]) < 0.04
     q_BMR, scale_BM = quantize_columns_torch(x, offsets_of((1, 130)))
-    assert error((q_BMR[1].float() * scale_BM[1, :, None]).t(), x[1:129]) < 0.04
+    assert relative_error((q_BMR[1].float() * scale_BM[1, :, None]).t(), x[1:129]) < 0.04
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -133,7 +134,7 @@ def product_args(width, depth, *, dtype=FP32, bias=False, transposed=False):
 def test_grouped_matmul_against_its_twin(width, depth, options):
     args, last = product_args(width, depth, **options), sum(COUNTS)
     expected = products.grouped_matmul_torch(*args)[:last]
-    assert error(products.grouped_matmul(*args)[:last], expected) < LIMIT
+    assert relative_error(products.grouped_matmul(*args)[:last], expected) < LIMIT
 
 
 @needs_kernels
@@ -146,11 +147,12 @@ def test_weight_grad_against_its_twin(sizes, dtype):
     args, options = (a, b, offsets_of(COUNTS)), {"b_index_R": tokens_of_rows(num_rows, 18, seed=3)}
     dw_LMN = products.weight_grad(*args, **options)
     assert dw_LMN.dtype == dtype and not dw_LMN[[0, 4]].any()
-    assert error(dw_LMN, products.weight_grad_torch(*args, **options)) < (LIMIT if dtype == FP32 else 1e-2)
+    limit = LIMIT if dtype == FP32 else 1e-2
+    assert relative_error(dw_LMN, products.weight_grad_torch(*args, **options)) < limit
     before = drawn(*dw_LMN.shape, dtype=FP32, seed=5)
     main_grad, expected = before.clone(), before.clone()
     assert products.weight_grad(*args, **options, out=main_grad) is main_grad
-    assert error(main_grad, products.weight_grad_torch(*args, **options, out=expected)) < LIMIT
+    assert relative_error(main_grad, products.weight_grad_torch(*args, **options, out=expected)) < LIMIT
     assert torch.equal(main_grad[[0, 4]], before[[0, 4]])  # experts without rows
 
 
@@ -163,12 +165,12 @@ def test_products_against_float64():
     exact, sizes = (torch.einsum("ri,rio->ro", a[:last].double(), b[expert_R].double()) for a, b in pairs)
     y_RO = products.grouped_matmul_torch(x, w, offsets_L1)[:last]
     assert ((y_RO - exact).abs() <= bound * sizes).all()
-    assert 0.02 < error(y_RO, exact) < 0.05  # the roundings of two operands, so not of one, nor of bf16
+    assert 0.02 < relative_error(y_RO, exact) < 0.05  # roundings of two operands, so not of one, nor of bf16
     a = drawn(last + SPARE_ROWS, 40, dtype=FP32, seed=4)
     dw_LMN = products.weight_grad_torch(a, x, offsets_L1)
     parts = itertools.pairwise(offsets_L1.tolist())
     exact = torch.stack([a[i:j].double().t() @ x[i:j].double() for i, j in parts])
-    assert 0.02 < error(dw_LMN, exact) < 0.05
+    assert 0.02 < relative_error(dw_LMN, exact) < 0.05
 
 
 # Compiled for GPUs that are not there
