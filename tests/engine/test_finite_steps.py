@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.checkpoint.small_job import build_small, small_settings, write_toke
 from helpers.ranks import run_jobs
 from moe_exp.checkpoint.state import unwrapped
 from moe_exp.engine import runtime
+from moe_exp.engine.optimizer_setup import skip_steps_not_finite
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 from moe_exp.training.microbatch import lm_loss
@@ -138,3 +140,20 @@ def test_an_infinite_loss_has_no_finite_gradient():
     lm_loss(mask, torch.tensor(4), losses)[0].backward()
     assert losses.grad is not None
     assert losses.grad.tolist() == [[0.25, 0.25]]
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_makes_no_step(norm):
+    """Also an infinite one, which backward passes mostly turn into NaN."""
+
+    class Optimizer:
+        def get_grad_norm(self):
+            return norm
+
+        def step(self):
+            return True, self.get_grad_norm(), 0.0
+
+    model, optimizer = torch.nn.Linear(1, 1), Optimizer()
+    model.config = SimpleNamespace(finalize_model_grads_func=None)
+    skip_steps_not_finite(optimizer, [model])
+    assert str(optimizer.step()) == str((False, norm, None))

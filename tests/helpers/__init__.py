@@ -4,7 +4,6 @@ Starting things:
     ranks.py              a function, or a script for torchrun, on several gloo ranks of this machine
     preloaded.py          what the processes that ranks.py forks have imported
     whole_runs.py         whole runs with settings from the environment, by the script or by warm_runs.py
-    waiting.py            until something is so
     warm_runs.py          a launcher and its ranks without the script, torchrun's agent and the imports
     studies/study_runs.py a sweep, comparison or ladder: as processes, or in a fork
     under_torchrun.py     tests that are torchrun scripts as well
@@ -39,6 +38,16 @@ Measures:
     relative_error.py     norm of the difference over norm of the reference, in float64
 """
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(is_so: Callable[[], object], *, timeout: float = 120.0, said: Callable[[], str] = str) -> None:
+    """Returns once `is_so` is true; fails after `timeout` seconds, with what `said` returns then."""
+    deadline = time.monotonic() + timeout
+    while not is_so():
+        assert time.monotonic() < deadline, f"it has not come to that in {timeout} s: {said()}"
+        time.sleep(0.05)

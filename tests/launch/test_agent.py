@@ -17,8 +17,8 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from helpers import wait_for
 from helpers.ranks import free_port, start_process
-from helpers.waiting import wait_for
 from helpers.warm_runs import become_program
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import HEARTBEATS

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from helpers import wait_for
 from helpers.ranks import free_port
-from helpers.waiting import wait_for
 from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.cli import main

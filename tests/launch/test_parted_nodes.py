@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers import wait_for
 from helpers.net_hosts import Host, hosts, missing
 from helpers.ranks import free_port
-from helpers.waiting import wait_for
 from helpers.whole_runs import TINY, Runs
 from moe_exp.runs.records import read_metrics
 

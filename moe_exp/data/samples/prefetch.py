@@ -95,8 +95,10 @@ class ReadAhead:
             self._start(first)
         try:
             tokens = next(self._batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):  # it comes from the samples
+        except (RuntimeError, OSError, EOFError) as error:
+            # A batch is fetched from the memory of its worker, by a connection that a dead one cannot answer.
+            is_cut_off = isinstance(error, OSError | EOFError) and not str(error).startswith("Caught")
+            if not is_cut_off and not str(error).startswith("DataLoader worker"):  # it comes from the samples
                 raise
             rule = f"a process that reads ahead has died ({error}), killed or out of memory or of /dev/shm"
             fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"

@@ -7,6 +7,8 @@ import sys
 import time
 from functools import partial
 from itertools import islice, pairwise
+from multiprocessing import resource_sharer
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,6 +168,17 @@ def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
     reader.close()
     assert reader.batch(8, 4).equal(samples.batch(8, 4))
     reader.close()
+
+
+def test_worker_that_dies_while_its_batch_is_fetched(samples, monkeypatch):
+    reader = read_ahead(samples)
+    reader.batch(0, 4)
+    for cut_off in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
+        monkeypatch.setattr(resource_sharer.DupFd, "detach", Mock(side_effect=cut_off))
+        with pytest.raises(RuntimeError, match=r"^NUM_WORKERS=2: .* has died"):
+            [reader.batch(first, 4) for first in range(4, 200, 4)]
+        reader.close()
+        monkeypatch.undo()
 
 
 # A rank, and how it ends.

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from helpers import wait_for
 from helpers.checkpoint.ckpt_files import write_without_tensors
-from helpers.waiting import wait_for
 from helpers.whole_runs import ROOT, TINY, Runs, clean_environ
 from moe_exp.runs.records import read_metrics
 
