@@ -18,10 +18,10 @@ from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, con
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.execution import Execution, num_workers
 from moe_exp.data.kinds import PARQUET_SUFFIX, is_compressed
 from moe_exp.data.shuffle.shuffle import check_settings, shuffle_documents
 from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
-from moe_exp.data.tasks.execution import Execution, num_workers
 from moe_exp.host.files import bytes_text, ending
 from moe_exp.host.progress import print_summary
 

@@ -47,10 +47,10 @@ from moe_exp.data.convert.filters import (
 )
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
+from moe_exp.data.execution import Execution, Pass, bytes_through
+from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
 from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
 from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
-from moe_exp.data.tasks.jobs import check_no_jobs, merge_stats, run_passes
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of

@@ -20,8 +20,8 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_exp.data.convert.filters import Filter, word_tokenizer
+from moe_exp.data.execution import complete_files, task_stats
 from moe_exp.data.kinds import input_error
-from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import allow_open_files
 

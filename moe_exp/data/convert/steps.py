@@ -16,8 +16,8 @@ from typing import Any
 
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
+from moe_exp.data.execution import Through, complete_files, task_stats
 from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, is_stream, read_table
-from moe_exp.data.tasks.execution import Through, complete_files, task_stats
 from moe_exp.host.files import ending, file_hash, write_json
 
 

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.data.download.from_store import LISTING, download_from_store, has_size
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
+from moe_exp.data.download.stores import LISTING, download_from_store, has_size
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json

@@ -61,7 +61,13 @@ class LineBlocks:
         """
         kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
-            while num_bytes := self._fill(readinto, kept, left):
+            while True:
+                # behind what is kept of the last block; a stream may give less than it is asked for
+                free, num_bytes = self.view[kept:-1][:left], 0
+                while num_bytes < len(free) and (count := readinto(free[num_bytes:])):
+                    num_bytes += count
+                if not num_bytes:
+                    break
                 left -= num_bytes
                 filled = kept + num_bytes
                 lines_end = self.buffer.rfind(b"\n", kept, filled) + 1
@@ -70,29 +76,21 @@ class LineBlocks:
                     at_start = False
                     self.view[: filled - lines_end] = self.view[lines_end:filled].tobytes()
                 kept = filled - lines_end
-                if kept == len(self.buffer) - 1:
-                    self._grow(path)
+                if kept == len(self.buffer) - 1:  # no line ends in it
+                    if kept >= self.longest_bytes:
+                        rule = (
+                            f"a line is longer than the {self.longest_bytes} bytes that are there for lines"
+                        )
+                        raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
+                    full = self.view
+                    self._allocate(min(2 * kept, self.longest_bytes))
+                    self.view[:kept] = full[:-1]
         if kept:
             self.buffer[kept] = _LF
             yield self._after_bom(at_start), kept + 1
 
-    def _fill(self, readinto: Callable[[memoryview], int], kept: int, most_bytes: int) -> int:
-        free = self.view[kept:-1][:most_bytes]
-        filled = 0
-        while filled < len(free) and (num_bytes := readinto(free[filled:])):
-            filled += num_bytes
-        return filled
-
     def _after_bom(self, at_start: bool) -> int:
         return len(BOM) if at_start and self.buffer.startswith(BOM) else 0
-
-    def _grow(self, path: Path) -> None:
-        full, num_bytes = self.view, len(self.buffer) - 1
-        if num_bytes >= self.longest_bytes:
-            rule = f"a line is longer than the {self.longest_bytes} bytes that are there for lines"
-            raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
-        self._allocate(min(2 * num_bytes, self.longest_bytes))
-        self.view[:num_bytes] = full[:-1]
 
 
 @contextmanager
@@ -193,8 +191,10 @@ class DocumentBlocks:
             except (ValueError, TypeError, KeyError, AttributeError):
                 text = b""
             if not text:
-                text = self._text_of(path, number, line)
-                if not text:
+                try:  # the slow way, which says what is wrong
+                    text = text_of(bytes(line), self.text_field).encode()
+                except ValueError as error:
+                    skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
                     position = following
                     continue
             text_digests.append(digest(text))
@@ -206,14 +206,6 @@ class DocumentBlocks:
         sizes = [np.array(values, dtype=np.int64) for values in (begins, ends, text_bytes)]
         digests = b"".join(text_digests), b"".join(line_digests)
         return Documents(sizes[0], sizes[1], *digests, sizes[2], position, number - num_lines)
-
-    def _text_of(self, path: Path, number: int, line: memoryview) -> bytes:
-        """The text of a line by the slow way, which raises; empty if the line is skipped."""
-        try:
-            return text_of(bytes(line), self.text_field).encode()
-        except ValueError as error:
-            skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
-            return b""
 
 
 def sum_digests(digests: bytes) -> int:

@@ -48,8 +48,7 @@ def merge(
         BadDocument: a line is no document, or a compressed file is damaged.
     """
     output = _without_suffix(output)
-    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
-    _check_output(input_dir, output)
+    shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     valid_name = _without_suffix(Path(valid_file_name)).name
     settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
     what: dict[str, Any] = {"settings": settings, "inputs": shards, "start_over": start_over}
@@ -66,19 +65,21 @@ def estimate_merge(
     input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text"
 ) -> dict[str, int]:
     """Estimate of a merge: num_shards, disk_bytes and seconds."""
-    _check_output(input_dir, output)
-    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
+    shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)
     seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
     return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": seconds}
 
 
 def find_shards(
-    input_dir: Path, valid_file_name: str, text_field: str
+    input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
     """The files to merge, in order, and the manifest of the shuffle that made them, or None."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
+    if input_dir.resolve() == output.parent.resolve():
+        rule = "is in the folder that is merged"
+        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
     files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
     valid_name = _without_suffix(Path(valid_file_name)).name
     shards = [path for path in files if _without_suffix(path).name != valid_name]
@@ -89,14 +90,10 @@ def find_shards(
     if not shards:
         rule = "there is only the validation file"
         raise ValueError(f"input_dir={input_dir}: {rule}. Fix: a folder with shards.")
-    return shards, _checked_manifest(input_dir, files, valid_name)
-
-
-def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> dict[str, Any] | None:
     path = input_dir / "manifest.json"
     manifest: dict[str, Any] = read_json(path, fix="shuffle again, or remove it") if path.exists() else {}
     if manifest.get("stage") != "shuffle":
-        return None
+        return shards, None
     if manifest["valid_file"] != f"{valid_name}.jsonl":
         rule = f"the validation file is {manifest['valid_file']}, its documents would be in the merged file"
         raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
@@ -106,13 +103,7 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
         rule = "is missing, and is" if name in listed else "is there, and is not"
         fix = "shuffle again, or move the file" if name in found else "shuffle again"
         raise ValueError(f"{input_dir / name}: {rule} in manifest.json. Fix: {fix}.")
-    return manifest
-
-
-def _check_output(input_dir: Path, output: Path) -> None:
-    if input_dir.resolve() == output.parent.resolve():
-        rule = "is in the folder that is merged"
-        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
+    return shards, manifest
 
 
 def _without_suffix(path: Path) -> Path:
@@ -162,7 +153,7 @@ class Merging:
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
         """Writes a shard; returns its bytes, hash and documents, which are those of the manifest."""
         digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
-        for slices, count in self._copied(shard) if self.manifest else self._checked(shard):
+        for slices, count in self._blocks(shard):
             for one in slices:
                 digest.update(one)
             num_bytes += write_all(descriptor, slices, self.path)
@@ -176,16 +167,15 @@ class Merging:
                 raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
-    def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Blocks of a shard as they are, each with its number of lines."""
-        buffer = bytearray(_BLOCK_BYTES)
-        view = memoryview(buffer)
-        with shard.open("rb", buffering=0) as file:
-            while num_bytes := file.readinto(view):
-                yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
-
-    def _checked(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Lines of the documents of each block of a shard, and their number."""
+    def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
+        """What is written of each block of a shard, and the number of its documents."""
+        if self.manifest:  # as it is: its hash is compared with the manifest's at the end
+            buffer = bytearray(_BLOCK_BYTES)
+            view = memoryview(buffer)
+            with shard.open("rb", buffering=0) as file:
+                while num_bytes := file.readinto(view):
+                    yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
+            return
         lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
         options = {name: self.stage.key["settings"][name] for name in ("text_field", "skip_bad")}
         for documents in DocumentBlocks(lines, self.read, **options).read(shard):

@@ -24,6 +24,8 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
+from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
+from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.kinds import FILES, TextRule
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
@@ -39,8 +41,6 @@ from moe_exp.data.shuffle.scatter import (
 )
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Step, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.host.devices import available_memory_bytes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress_of
@@ -151,9 +151,7 @@ def shuffle_documents(
         needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
         check_free_disk(stage.folder, needed_bytes, "the shuffle")
         num_writing = min(tasks, num_shards + 1)
-        if is_local and job.num_buckets:
-            _run_here(job)
-        elif not _run_passes(job, execution, stage, num_writing):
+        if not _run(job, execution, stage, num_writing):
             return None
         manifest = _publish(job, stage, num_writing)
         _clean(stage.output)
@@ -212,32 +210,30 @@ def _begin(
     return job
 
 
-def _run_here(job: TaskShuffle) -> None:
-    """Runs the only task in this process."""
-    steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
-    steps["written"] = partial(write, job, 1, 0)
-    through = [job.temporary / folder / "through" for folder in steps]
-    total = len(steps) * sum(one.num_bytes for one in job.slices[0])
-    with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
-        for folder, step in steps.items():
-            if not job.place(folder, 0).exists():
-                step()
-
-
-def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
-    """Runs all tasks by an executor; whether they are done."""
-    steps = [
+def _run(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
+    """Runs all tasks, the only one in this process, others by an executor; whether they are done."""
+    if execution.executor == "local" and job.num_buckets:
+        steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
+        steps["written"] = partial(write, job, 1, 0)
+        through = [job.temporary / folder / "through" for folder in steps]
+        total = len(steps) * sum(one.num_bytes for one in job.slices[0])
+        with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
+            for folder, step in steps.items():
+                if not job.place(folder, 0).exists():
+                    step()
+        return True
+    passes = [
         (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
         (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
         (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     ]
-    by_pass = dict(zip(_PASSES, steps, strict=True))
+    by_pass = dict(zip(_PASSES, passes, strict=True))
     return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
 
 
 def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
     """Publishes the validation file and the shards, and returns the manifest."""
-    indexed, made = Indexed(job), dict[str, dict[str, Any]]()
+    indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by name, the validation file first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
     for name, facts in made.items():

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from moe_exp.data.execution import Execution, Step, Through
+from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Step, Through
-from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.tokens.encoders import one_thread
 from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
 from moe_exp.host.files import BlockHash, read_json, write_json

@@ -12,7 +12,7 @@ from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.loading import recorded_settings
 from moe_exp.config.setting_types import blend_members, is_text, names_text
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import find_prepared_text, fitting_vocab_size
+from moe_exp.data.own_text import find_prepared_text, fitting_vocab_size
 from moe_exp.data.samples.corpus import attended_share
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import (

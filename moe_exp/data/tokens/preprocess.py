@@ -16,12 +16,11 @@ from typing import Any
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
+from moe_exp.data.execution import Execution, Through, bytes_through, num_workers
+from moe_exp.data.jobs import WorkerPool, check_no_jobs
 from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Through, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import check_no_jobs
-from moe_exp.data.tasks.pool import WorkerPool
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
 from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
 from moe_exp.data.tokens.parts import (

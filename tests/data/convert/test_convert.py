@@ -32,8 +32,8 @@ from moe_exp.data.convert.filters import Counts, Filter, filter_by
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.tasks import jobs
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data import jobs
+from moe_exp.data.execution import Execution
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")

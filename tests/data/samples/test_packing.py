@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from helpers.token_files import write_distinct
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.data.inspect.inspection import inspect_path
+from moe_exp.data.inspection import inspect_path
 from moe_exp.data.samples import corpus as packing
 from moe_exp.data.samples.corpus import attended_share, best_fit, cut_documents, piece_counts
 from moe_exp.data.samples.dataset import SampleStream

@@ -24,7 +24,7 @@ from moe_exp.data.shuffle import scatter, write
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.shuffle import Memory, shuffle, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 
 pytest.importorskip("datatrove")
 

@@ -23,7 +23,7 @@ from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import buckets, scatter, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks
-from moe_exp.data.shuffle.buckets import text_choices
+from moe_exp.data.shuffle.scatter import text_choices
 from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES
 from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
@@ -373,7 +373,7 @@ def test_the_memory_stays_in_the_budget(tmp_path, text, count, budget_mb, tasks)
 import sys
 from pathlib import Path
 from moe_exp.data.shuffle.shuffle import shuffle_documents
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 tasks = int(sys.argv[4])
 if tasks > 1:
     import datatrove.executor, datatrove.utils.stats

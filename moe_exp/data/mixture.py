@@ -28,12 +28,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_exp.data.convert.convert import ConvertSettings
+from moe_exp.data.datasheet import MixturePart, datasheet
 from moe_exp.data.download.sources import local_files
+from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument, input_error
-from moe_exp.data.mixture.datasheet import Part, datasheet
 from moe_exp.data.prepare import Preparation, prepare, raw_folder
 from moe_exp.data.stage import MAKE_AGAIN, is_stale
-from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens.parts import PartSettings, default_part_bytes
 from moe_exp.data.tokens.preprocess import stage_settings, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
@@ -350,7 +350,7 @@ def _parts(
     preparations: Mapping[str, Preparation],
     shards: Mapping[str, _Shards],
     tokenizer: TextTokenizer,
-) -> list[Part]:
+) -> list[MixturePart]:
     parts = []
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
@@ -363,7 +363,7 @@ def _parts(
             commit = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)["commit"]
             origin = f"{source.repository} at {commit}"
         manifests = converted, shuffled, tokenized
-        parts.append(Part(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
+        parts.append(MixturePart(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
     sources, total_weight = mixing.mixture.sources, sum(one.weight for one in mixing.mixture.sources)
     asked = [one.weight / total_weight for one in sources]
     tokens, limits = [part.num_tokens for part in parts], [one.max_epochs for one in sources]

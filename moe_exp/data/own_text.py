@@ -15,7 +15,7 @@ from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
 from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
-from moe_exp.data.own_text.preparation import (
+from moe_exp.data.prepared_text import (
     FACTS,
     Prepared,
     TextSource,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.data.documents import Tally, is_validation_file
-from moe_exp.data.inspect.inspection import (
+from moe_exp.data.inspection import (
     BLOCK_TOKENS,
     Hashes,
     data_files,
