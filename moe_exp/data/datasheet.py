@@ -16,6 +16,7 @@ import xxhash
 from moe_exp.data.convert.filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.inspection import documents_with_progress, length_summary
+from moe_exp.data.kinds import total_bytes
 from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
@@ -70,13 +71,25 @@ def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | 
     lines += ["## Documents removed", ""]
     for part in parts:
         lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
-    lines += ["## Tokens per document", "", *_lengths(parts)]
+    found = {one.name: length_summary(np.diff(TokenFiles(one.prefix).document_bounds)) for one in parts}
+    lengths = [
+        (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
+        for name, one in found.items()
+    ]
+    lines += ["## Tokens per document", ""]
+    lines += _table(("source", "smallest", "median", "mean", "largest"), lengths)
+    # how many documents there are of each length
+    ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
+    counts_of = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
+    spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
+    shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts_of)) for span, begin in spans.items()]
+    lines += _table(("tokens", *found), shown)
     how = f"Of the first {_LANGUAGES_OF:,} documents"
     has_langid = importlib.util.find_spec("py3langid") is not None
     by = ": their field `language`, else by py3langid." if has_langid else ", by their field `language`."
     lines += ["## Languages", "", how + by, ""]
-    rows = [(part.name, _languages(part, has_langid=has_langid)) for part in parts]
-    lines += _table(("source", "languages"), rows)
+    languages = [(part.name, _languages(part, has_langid=has_langid)) for part in parts]
+    lines += _table(("source", "languages"), languages)
     lines += ["## Documents in two sources", "", *_overlaps(parts)]
     return "\n".join(lines) + "\n"
 
@@ -104,21 +117,6 @@ def _removed(part: MixturePart) -> list[tuple[str, str, str]]:
         rows.append((f"edited: {name}", f"{before['num_documents']:,}", f"{change:+,} bytes"))
     rows.append(row("kept", converted["written"]))
     return [*rows, row("of these for validation", part.shuffled["valid"])]
-
-
-def _lengths(parts: Sequence[MixturePart]) -> list[str]:
-    """Tokens per document, and how many documents there are of each length."""
-    found = {one.name: length_summary(np.diff(TokenFiles(one.prefix).document_bounds)) for one in parts}
-    rows = [
-        (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
-        for name, one in found.items()
-    ]
-    lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
-    ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
-    counts = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
-    spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
-    shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts)) for span, begin in spans.items()]
-    return lines + _table(("tokens", *found), shown)
 
 
 def _languages(part: MixturePart, *, has_langid: bool) -> str:
@@ -158,7 +156,7 @@ def _distinct(part: MixturePart, every: int) -> Any:
     for old in path.parent.glob(f"{glob.escape(part.name)}.{'?' * 16}.*.npy"):
         old.unlink()
     found = array("Q")
-    with progress(f"texts of {part.name}", sum(one.stat().st_size for one in part.shards)) as advance:
+    with progress(f"texts of {part.name}", total_bytes(part.shards)) as advance:
         for shard in part.shards:
             for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
                 digest = xxhash.xxh3_64_intdigest(text.encode())

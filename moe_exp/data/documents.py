@@ -163,7 +163,17 @@ def data_among(
     left_out = {name: sizes[name] for name in sizes.keys() - chosen - about}
     if not left_out or not chosen:
         return chosen
-    line = _left_out_line(left_out, text_field)
+    kinds: Counter[str] = Counter()
+    for name in left_out:
+        kind = ending(name) or Path(name).suffix.lower() or "without an ending"
+        if kind in JSON_FILES and text_field:
+            kind += f" without a field {text_field!r}"
+        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
+            kind += " beside records"
+        kinds[kind] += 1
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda one: (-one[1], one)))
+    num_files = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'}"
+    line = f"left out {num_files}, {bytes_text(sum(left_out.values()))}: {counts} ({_some(sorted(left_out))})"
     if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
@@ -173,22 +183,6 @@ def data_among(
         raise input_error(f"{what}={where}", f"{line}: most of its bytes", fix)
     _warn_once(f"{where}: {line}")
     return chosen
-
-
-def _left_out_line(sizes: Mapping[str, int], text_field: str) -> str:
-    """Counts files by their endings, and names some."""
-    kinds: Counter[str] = Counter()
-    for name in sizes:
-        kind = ending(name) or Path(name).suffix.lower() or "without an ending"
-        if kind in JSON_FILES and text_field:
-            kind += f" without a field {text_field!r}"
-        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
-            kind += " beside records"
-        kinds[kind] += 1
-    ordered = sorted(kinds.items(), key=lambda one: (-one[1], one))
-    counts = ", ".join(f"{count} {kind}" for kind, count in ordered)
-    num_files = f"{len(sizes)} {'file' if len(sizes) == 1 else 'files'}, {bytes_text(sum(sizes.values()))}"
-    return f"left out {num_files}: {counts} ({_some(sorted(sizes))})"
 
 
 def _some(names: Sequence[str]) -> str:

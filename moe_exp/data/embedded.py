@@ -121,7 +121,7 @@ def _build(folder: Path, vocab_size: int) -> None:
 
 def _write_corpus(folder: Path, vocab_size: int) -> int:
     with _step("reading the sources of Python and torch"):
-        documents = _documents()
+        documents = embedded_documents()
     # one file in 20, by a hash of its path: it stays so whatever other files come and go
     held_out = {path for path, _ in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0}
     # In random order: a short validation reads only the first, and neighbors by path are similar.
@@ -159,7 +159,8 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     return sum(one["num_tokens"] for one in counts.values())
 
 
-def _documents() -> list[tuple[str, str]]:
+def embedded_documents() -> list[tuple[str, str]]:
+    """Path and text of every file."""
     return [*python_stdlib_documents(), *torch_documents(20 * 10**6)]
 
 

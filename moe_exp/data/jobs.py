@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_exp.data.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
+from moe_exp.data.kinds import total_bytes
 from moe_exp.data.stage import MAKE_AGAIN, Stage
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import worker_context
@@ -82,7 +83,7 @@ def run_stage_passes(
     if execution.executor == "slurm":
         return run_passes(passes, execution, name=name, follows=True)
     through = [working / key / "through" for key in steps]
-    total = len(through) * sum(path.stat().st_size for path in stage.inputs)
+    total = len(through) * total_bytes(stage.inputs)
     with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
         return run_passes(passes, execution, name=name, follows=True)
 

@@ -100,6 +100,16 @@ class BadDocument(ValueError):
         return type(self), (self.path, self.line_number, self.reason)
 
 
+def total_bytes(paths: Iterable[Path]) -> int:
+    """Sum of the sizes of files."""
+    return sum(path.stat().st_size for path in paths)
+
+
+def without_ending(name: str) -> str:
+    """A file's name without the ending of its kind."""
+    return name[: len(name) - len(ending(name))]
+
+
 def check_regular(paths: Iterable[Path]) -> None:
     """Checks that files can be read to an end, unlike a FIFO or a device, and named in a manifest.
 
@@ -173,7 +183,15 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
     elif _has_values(path):
         yield from _json_values(path)
     elif is_compressed(path):
-        yield from _split(_file_chunks(path))
+        rest: list[bytes] = []  # of a line that may be longer than many chunks
+        for chunk in _file_chunks(path):
+            *lines, last = chunk.split(b"\n")
+            for line in lines:
+                yield b"".join([*rest, line, b"\n"])
+                rest = []
+            rest.append(last)
+        if last_line := b"".join(rest):
+            yield last_line
     else:
         check_regular([path])
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
@@ -220,18 +238,6 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
             if not chunk:
                 return
             yield chunk
-
-
-def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for chunk in chunks:
-        *lines, last = chunk.split(b"\n")
-        for line in lines:
-            yield b"".join([*rest, line, b"\n"])
-            rest = []
-        rest.append(last)
-    if last_line := b"".join(rest):
-        yield last_line
 
 
 # JSON arrays
@@ -302,26 +308,21 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
             cut.append(buffer[begin : match.end()])
             begin = match.end()
         buffer = buffer[begin:]
-    pieces = []
+    pieces, longest_bytes = [], rule.longest_bytes
     for document in [*cut, buffer]:
-        while len(document) > rule.longest_bytes:
-            end = _place_to_cut(document, rule.longest_bytes)
+        while len(document) > longest_bytes:
+            # after a blank line, else a line or a word, in the second half of what is allowed
+            half, separators = longest_bytes // 2, (b"\n\n", b"\r\n\r\n", b"\n", b" ")
+            places = ((document.rfind(one, half, longest_bytes), one) for one in separators)
+            end = next((place + len(one) for place, one in places if place >= 0), 0)
+            if not end:  # else after a character of UTF-8
+                end = longest_bytes
+                while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:
+                    end -= 1
             pieces.append(document[:end])
             document = document[end:]
         pieces.append(document)
     return pieces
-
-
-def _place_to_cut(document: bytes, longest_bytes: int) -> int:
-    """After a blank line, else a line, a word or a character, in the second half of what is allowed."""
-    for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
-        place = document.rfind(separator, longest_bytes // 2, longest_bytes)
-        if place >= 0:
-            return place + len(separator)
-    end = longest_bytes
-    while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-        end -= 1
-    return end
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:

@@ -281,9 +281,15 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     shards = {name: one for name, one in found.items() if one is not None}
     if len(shards) < len(found):
         return None
-    tokenizer = tokenizer or _train_tokenizer(
-        mixing, [path for _, train, _ in shards.values() for path in train]
-    )
+    if tokenizer is None:
+        folder, vocab_size = mixing.folder / "tokenizer", mixture.vocab_size or 0
+        inputs = [path for _, train, _ in shards.values() for path in train]
+        known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
+        # tokens, too, belong to the mixture: they are made again if their shards or tokenizer are others
+        is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
+        start_over = mixing.start_over or is_other or is_stale(folder, inputs)
+        train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
+        tokenizer = load_named_tokenizer(str(folder), eod_token=mixture.eod_token)
     tokenizer.log_left_out()
     parts = _parts(mixing, preparations, shards, tokenizer)
     for part, one in zip(parts, mixture.sources, strict=True):
@@ -323,39 +329,23 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
     return manifest, [folder / one for one in names], folder / valid
 
 
-# Tokens belong to the mixture: they are made again if their shards or their tokenizer are others.
-
-
-def _train_tokenizer(mixing: Mixing, inputs: Sequence[Path]) -> TextTokenizer:
-    folder, vocab_size = mixing.folder / "tokenizer", mixing.mixture.vocab_size or 0
-    known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
-    is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
-    start_over = mixing.start_over or is_other or is_stale(folder, inputs)
-    train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
-    return load_named_tokenizer(str(folder), eod_token=mixing.mixture.eod_token)
-
-
-def _tokenize(
-    mixing: Mixing, stem: str, inputs: Sequence[Path], tokenizer: TextTokenizer
-) -> tuple[dict[str, Any], Path]:
-    """Manifest and prefix of the tokens."""
-    settings, prefix = PartSettings(tokenizer, append_eod=True), tokenized_prefix(mixing.folder / stem)
-    key = stage_settings(settings, default_part_bytes(inputs))
-    start_over = mixing.start_over or is_stale(prefix, inputs, settings=key, is_folder=False)
-    return tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over), prefix
-
-
 def _parts(
     mixing: Mixing,
     preparations: Mapping[str, Preparation],
     shards: Mapping[str, _Shards],
     tokenizer: TextTokenizer,
 ) -> list[MixturePart]:
-    parts = []
+    settings, parts = PartSettings(tokenizer, append_eod=True), []
+
+    def tokenize(stem: str, inputs: Sequence[Path]) -> tuple[dict[str, Any], Path]:
+        prefix, key = tokenized_prefix(mixing.folder / stem), default_part_bytes(inputs)
+        is_other = is_stale(prefix, inputs, settings=stage_settings(settings, key), is_folder=False)
+        start_over = mixing.start_over or is_other
+        return tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over), prefix
+
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
-        tokenized, prefix = _tokenize(mixing, name, train, tokenizer)
-        _, valid_prefix = _tokenize(mixing, f"{name}_valid", [valid], tokenizer)
+        (tokenized, prefix), (_, valid_prefix) = tokenize(name, train), tokenize(f"{name}_valid", [valid])
         converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()
         origin = str(source.path or source.description)

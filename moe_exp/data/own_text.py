@@ -14,7 +14,7 @@ from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
-from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
+from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema, total_bytes
 from moe_exp.data.prepared_text import (
     FACTS,
     Prepared,
@@ -140,7 +140,7 @@ def plan_text(config: Config) -> list[str]:
     how = "its index is copied, tokens are read when they are needed"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
-        size = bytes_text(sum(path.stat().st_size for path in source.files))
+        size = bytes_text(total_bytes(source.files))
         what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
         if found := matching(source, Path(config.data_dir)):
             lines.append(f"{what}, prepared already in {found.folder}")

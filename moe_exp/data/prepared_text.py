@@ -24,7 +24,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import estimate_line_bytes
-from moe_exp.data.kinds import BadDocument, TextRule
+from moe_exp.data.kinds import BadDocument, TextRule, total_bytes
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.stage import Unfinished, locked
 from moe_exp.data.tokens.parts import PartSettings
@@ -204,7 +204,23 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
     with locked(folder, f"{source.name}: waiting for the process that prepares {folder}"):
         if found := matching(source, data_dir):
             return found
-        _log_changes(source, data_dir)
+        # why the text is prepared again
+        if earlier := next(
+            (one for one in _known(source, data_dir) if one.facts["source"] == source.place), None
+        ):
+            before = {file["name"]: file for file in earlier.facts["files"]}
+            now = {file["name"]: file for file in source.listing()}
+            kinds = {
+                "changed": [
+                    name for name in now if name in before and now[name].items() - before[name].items()
+                ],
+                "new": [name for name in now if name not in before],
+                "gone": [name for name in before if name not in now],
+            }
+            parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
+            if parts:
+                what = "%s: prepared again, files differ from those of %s: %s"
+                logger.warning(what, source.name, earlier.folder, "; ".join(parts))
         started = time.monotonic()
         made = _build_again(source, folder)
     logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)
@@ -218,25 +234,6 @@ def _summary(made: Prepared) -> str:
         text += f", {valid['num_tokens']:,} of {valid['num_documents']:,} held out for validation"
     own = "" if facts["tokenizer_path"] else f", a tokenizer of {facts['vocab_size']:,} tokens"
     return f"{text}{own}, in {made.folder}"
-
-
-def _log_changes(source: TextSource, data_dir: Path) -> None:
-    """Says why the text is prepared again."""
-    earlier = next((one for one in _known(source, data_dir) if one.facts["source"] == source.place), None)
-    if earlier is None:
-        return
-    before = {file["name"]: file for file in earlier.facts["files"]}
-    now = {file["name"]: file for file in source.listing()}
-    kept = [name for name in now if name in before]
-    kinds = {
-        "changed": [name for name in kept if now[name].items() - before[name].items()],
-        "new": [name for name in now if name not in before],
-        "gone": [name for name in before if name not in now],
-    }
-    parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
-    if parts:
-        what = "%s: prepared again, files differ from those of %s: %s"
-        logger.warning(what, source.name, earlier.folder, "; ".join(parts))
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
@@ -256,7 +253,7 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
 
 def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     work.mkdir(exist_ok=True)
-    size = sum(path.stat().st_size for path in source.files)
+    size = total_bytes(source.files)
     logger.info("%s: preparing %d files, %s", source.name, len(source.files), bytes_text(size))
     files = source.listing()
     with progress("hashing", size) as advance:

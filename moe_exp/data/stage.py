@@ -71,7 +71,7 @@ class Stage:
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
-        replaced = _replaced(self.output)
+        replaced = self.output.with_name(f".{self.output.name}.replaced")
         if self.output.exists():  # what was there stays until here
             shutil.rmtree(replaced, ignore_errors=True)
             self.output.rename(replaced)
@@ -160,7 +160,7 @@ def run_stage(
             if is_folder:
                 # of a call that was killed right at its end, as the next
                 (output / RUNNING).unlink(missing_ok=True)
-                shutil.rmtree(_replaced(output), ignore_errors=True)
+                shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: is there, made by %s with these settings and inputs: nothing to do"
             logger.info(what, output, name)
             yield Stage(name, output, place, inputs, done, done, was_done=True)
@@ -211,10 +211,6 @@ def locked(output: Path, waits: str = "") -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _replaced(output: Path) -> Path:
-    return output.with_name(f".{output.name}.replaced")
 
 
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:

@@ -21,7 +21,7 @@ from moe_exp.data.inspection import (
     documents_with_progress,
     token_blocks,
 )
-from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES
+from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, total_bytes
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
@@ -62,29 +62,27 @@ class Manifest:
 
 def find_manifest(path: Path) -> Manifest:
     """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists."""
-    for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
-        if candidate.name.endswith("manifest.json") and candidate.is_file():
-            return _read_manifest(candidate)
     stem = prefix_of(path.name.removesuffix(ending(path)))
-    for candidate in (path.with_name(stem + ".manifest.json"), path.parent / "manifest.json"):
-        if candidate.is_file():
-            found = _read_manifest(candidate, only=path.name)
-            if found.outputs:
-                return found
+    candidates = [
+        *((one, "") for one in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path)),
+        *((path.with_name(one), path.name) for one in (stem + ".manifest.json", "manifest.json")),
+    ]
+    for candidate, only in candidates:
+        if not (candidate.name.endswith("manifest.json") and candidate.is_file()):
+            continue
+        try:
+            content = read_json(candidate)
+            if not isinstance(content["outputs"], list):
+                raise TypeError("outputs is no list")
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "make the files again, or read them with moe-exp data inspect"
+            rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
+            raise ValueError(f"{candidate}: {rule}. Fix: {fix}.") from error
+        found = Manifest(candidate, content, only)
+        if found.outputs or not only:
+            return found
     fix = "give a folder or file that moe-exp data has made"
     raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: {fix}.")
-
-
-def _read_manifest(path: Path, only: str = "") -> Manifest:
-    try:
-        content = read_json(path)
-        if not isinstance(content["outputs"], list):
-            raise TypeError("outputs is no list")
-    except (ValueError, KeyError, TypeError) as error:
-        fix = "make the files again, or read them with moe-exp data inspect"
-        rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
-        raise ValueError(f"{path}: {rule}. Fix: {fix}.") from error
-    return Manifest(path, content, only)
 
 
 # Against the manifest
@@ -94,8 +92,19 @@ def verify(path: Path) -> Iterator[Finding]:
     """Checks `path` against its manifest: sizes, hashes, token files, documents, validation against training.
     ValueError if there is no manifest, or it is damaged; or a line of JSONL is no document.
     """
-    manifest = find_manifest(path)
-    files = _file_findings(manifest)
+    manifest, files = find_manifest(path), list[Finding]()
+    num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
+    with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
+        for one in manifest.outputs:
+            path, wrong = manifest.path.parent / one["name"], ""
+            if not path.is_file():
+                wrong = "is missing"
+            elif (size := path.stat().st_size) != one["bytes"]:
+                wrong = f"has {size:,} bytes, the manifest says {one['bytes']:,}"
+            elif not has_hash(path, one["hash"]):
+                wrong = "has other content than when it was made: its hash differs"
+            files.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
+            advance(int(one["bytes"]))
     yield from files
     if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
         # unlisted data that a training run or the next step would read
@@ -107,23 +116,6 @@ def verify(path: Path) -> Iterator[Finding]:
     if not any(finding.problem for finding in files):
         yield from _token_findings(manifest)
         yield from _document_findings(manifest)
-
-
-def _file_findings(manifest: Manifest) -> list[Finding]:
-    found = []
-    num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
-    with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
-        for one in manifest.outputs:
-            path, wrong = manifest.path.parent / one["name"], ""
-            if not path.is_file():
-                wrong = "is missing"
-            elif (size := path.stat().st_size) != one["bytes"]:
-                wrong = f"has {size:,} bytes, the manifest says {one['bytes']:,}"
-            elif not has_hash(path, one["hash"]):
-                wrong = "has other content than when it was made: its hash differs"
-            found.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
-            advance(int(one["bytes"]))
-    return found
 
 
 def _token_findings(manifest: Manifest) -> Iterator[Finding]:
@@ -177,10 +169,19 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
 
 
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
-    expected = _written(manifest.content)
-    if expected is None:
+    content = manifest.content
+    # counts of the output: both sides of a shuffle, those of a conversion, of the manifest itself, of a merge
+    sides = [content.get("train"), content.get("valid")]
+    for parts in (sides, [content.get("written")], [content], [content.get("read")]):
+        tallies = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
+        if len(tallies) == len(parts):
+            break
+    else:
         facts = f"{total.num_documents:,}; the manifest has no counts to compare with"
         return Finding("all documents", "", facts)
+    expected = Tally()
+    for one in tallies:
+        expected += Tally.from_json({"skipped": {}, **one})
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
         f"{name} is {counts[name]}, the manifest says {expected_counts[name]}"
@@ -188,19 +189,6 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
         if counts[name] != expected_counts[name]
     )
     return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")
-
-
-def _written(content: dict[str, Any]) -> Tally | None:
-    """Counts of a step's output: `train` and `valid` of its manifest, `written`, the manifest, or `read`."""
-    sides = [content.get("train"), content.get("valid")]
-    for parts in (sides, [content.get("written")], [content], [content.get("read")]):
-        counts = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
-        if len(counts) == len(parts):
-            total = Tally()
-            for one in counts:
-                total += Tally.from_json({"skipped": {}, **one})
-            return total
-    return None
 
 
 def hash_blocks(
@@ -250,7 +238,7 @@ def _all_hashes(path: Path, text_field: str) -> Hashes:
                 hashes.add(tokens[begin:stop].data)
         return hashes
     paths = data_files(path, text_field)
-    with progress("reading", sum(one.stat().st_size for one in paths)) as advance:
+    with progress("reading", total_bytes(paths)) as advance:
         for one in paths:
             for part in hash_blocks(one, Tally(), advance, text_field):
                 hashes.extend(part)

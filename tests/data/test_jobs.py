@@ -11,9 +11,9 @@ import pytest
 
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.steps import ReadFiles
-from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.execution import Execution, Pass, in_turn
 from moe_exp.data.jobs import ray_executor
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 
 pytest.importorskip("datatrove")
 

@@ -15,8 +15,8 @@ from moe_exp.cli import main
 from moe_exp.data.documents import Tally
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.inspection import Hashes, difference
-from moe_exp.data.verification import compare, find_manifest, verify
 from moe_exp.data.stage import run_stage
+from moe_exp.data.verification import compare, find_manifest, verify
 from moe_exp.host.files import file_hash
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

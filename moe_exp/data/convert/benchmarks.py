@@ -54,32 +54,27 @@ class Benchmark:
             BadDocument: a line of the file is no document.
             ValueError: lm-evaluation-harness has no such task, or not its data.
         """
-        if self.task:
-            yield from _lm_eval_texts(self)
-        else:
+        if not self.task:
             (path,) = self.files
             for _, text in read_documents(path, Tally()):
                 yield path.name.partition(".")[0], text
+            return
+        try:
+            from lm_eval.tasks import TaskManager
 
-
-def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
-    name = str(expanded(benchmark.task)) if benchmark.files else benchmark.task
-    try:
-        from lm_eval.tasks import TaskManager
-
-        tasks = TaskManager().load([name])["tasks"]
-        for task_name, task in tasks.items():
-            for document in task.eval_docs:
-                for text in _questions_with_answers(task, document):
-                    yield task_name, text
-    # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError):
-            rule, fix = f"needs the package {error.name}", "pip install lm-eval"
-        else:
-            rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
-            fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
-        raise input_error(f"decontaminate={benchmark.given}", rule, fix) from error
+            tasks = TaskManager().load([str(next(iter(self.files), self.task))])["tasks"]
+            for name, task in tasks.items():
+                for document in task.eval_docs:
+                    for text in _questions_with_answers(task, document):
+                        yield name, text
+        # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError):
+                rule, fix = f"needs the package {error.name}", "pip install lm-eval"
+            else:
+                rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
+                fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
+            raise input_error(f"decontaminate={self.given}", rule, fix) from error
 
 
 def _questions_with_answers(task: Any, document: Any) -> list[str]:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
 from moe_exp.data.execution import Execution, Pass, bytes_through
 from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
-from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
+from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error, total_bytes
 from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
@@ -185,7 +185,12 @@ def convert(
                 if counts["num_short"]:
                     what = "%s: %d of %d texts are too short to be found"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
-        with _progress(stage, passes, inputs, execution):
+        # a bar over the input bytes of all passes that read, from the files that the tasks write them into
+        firsts = [one.pipeline[0] for one in passes]
+        reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
+        total = len(reading) * total_bytes(inputs)  # about: what is filtered is smaller
+        bar = progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
+        with nullcontext() if execution.executor == "slurm" else bar:
             done = run_passes(passes, execution, name=stage.output.name)
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
@@ -288,18 +293,6 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
     return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
 
-def _progress(
-    stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution
-) -> AbstractContextManager[None]:
-    """A bar over the input bytes of all passes that read, from the files that the tasks write them into."""
-    if execution.executor == "slurm":
-        return nullcontext()
-    firsts = [one.pipeline[0] for one in passes]
-    reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
-    total = len(reading) * sum(path.stat().st_size for path in inputs)  # about: what is filtered is smaller
-    return progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
-
-
 def _publish(
     stage: Stage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
@@ -307,7 +300,15 @@ def _publish(
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]
     outputs = [stage.folder / f"{stage.output.name}.chunk.{name}l" for name in names]
-    _check_files(stage, inputs, of_tasks, outputs)
+    fix = "Fix: call it again with --start-over, and check the disk."
+    if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
+        raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
+    if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
+        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
+    for path, passes in zip(outputs, of_tasks, strict=True):
+        found, written = path.stat().st_size, passes[-1]["bytes"]
+        if found != written:
+            raise ValueError(f"{path}: has {found} bytes, its task wrote {written}. {fix}")
     total, tasks = Counts(), list[dict[str, Any]]()
     for task, passes in enumerate(of_tasks):
         counts = Counts.from_json(passes[0])
@@ -325,17 +326,3 @@ def _publish(
         write_json(main.folder / "samples.json", samples)
     hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
     return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
-
-
-def _check_files(
-    stage: Stage, inputs: Sequence[Path], of_tasks: Sequence[list[dict[str, Any]]], outputs: Sequence[Path]
-) -> None:
-    fix = "Fix: call it again with --start-over, and check the disk."
-    if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
-        raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
-    if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
-        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
-    for path, passes in zip(outputs, of_tasks, strict=True):
-        found, written = path.stat().st_size, passes[-1]["bytes"]
-        if found != written:
-            raise ValueError(f"{path}: has {found} bytes, its task wrote {written}. {fix}")

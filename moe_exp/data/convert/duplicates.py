@@ -137,7 +137,8 @@ class SignNearDuplicates:
         block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
         block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
         self.stats = block.stats
-        with complete_files([_ranks(self.folder, rank)]) as (path,), path.open("wb") as file:
+        ranks = Path(self.folder, "ranks", f"{rank:05d}")
+        with complete_files([ranks]) as (path,), path.open("wb") as file:
 
             def ranked() -> Iterator[Any]:
                 for document in data:
@@ -162,10 +163,6 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
         ]
 
     return in_parts
-
-
-def _ranks(folder: str, task: int) -> Path:
-    return Path(folder, "ranks", f"{task:05d}")
 
 
 def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
@@ -207,7 +204,7 @@ class ClusterNearDuplicates:
         tasks = (nodes >> np.uint64(32)).astype(np.int64)
         for task in np.unique(tasks).tolist():
             mine = tasks == task
-            of_task = np.memmap(_ranks(self.folder, task), dtype=_RANK, mode="r")
+            of_task = np.memmap(Path(self.folder, "ranks", f"{task:05d}"), dtype=_RANK, mode="r")
             ranks[mine] = of_task[(nodes[mine] & np.uint64(2**32 - 1)).astype(np.int64)]
         return np.lexsort((ranks["hash"], np.uint32(2**32 - 1) - ranks["num_chars"]))
 

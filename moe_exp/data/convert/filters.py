@@ -346,7 +346,16 @@ class NamedFilter:
             raise self._error(f"threshold={threshold}: must be from 0 to 1", "0.65 is what FineWeb used")
         if "model" not in self.options:
             self._check_packages(("py3langid",))
-            return _langid_block(languages, threshold)
+            identifier = language_identifier()
+
+            def keeps(document: Any) -> bool | tuple[bool, str]:
+                language, score = identifier.classify(document.text)
+                document.metadata |= {"language": language, "language_score": round(float(score), 4)}
+                if language not in languages:
+                    return False, language
+                return (True, "") if score > threshold else (False, f"{language}, unsure")
+
+            return filter_by(keeps)
         self._check_packages(("fasttext", "fasteners"))
         model = Path(str(self.options["model"]))
         if not model.is_file():
@@ -365,20 +374,6 @@ def language_identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
-
-def _langid_block(languages: list[str], threshold: float) -> Any:
-    """A filter by py3langid, whose model is part of the package; writes language and language_score."""
-    identifier = language_identifier()
-
-    def keeps(document: Any) -> bool | tuple[bool, str]:
-        language, score = identifier.classify(document.text)
-        document.metadata |= {"language": language, "language_score": round(float(score), 4)}
-        if language not in languages:
-            return False, language
-        return (True, "") if score > threshold else (False, f"{language}, unsure")
-
-    return filter_by(keeps)
 
 
 def sentences_of(text: str) -> list[str]:

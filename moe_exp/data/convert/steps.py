@@ -71,8 +71,13 @@ class ReadFiles:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
-                document_id = f"{name}/{number}" if found_id is None else found_id
-                yield Document(text, document_id, metadata=_metadata(row))
+                if "metadata" in row:  # its fields are among the others, as in datatrove's BaseReader
+                    nested = row.pop("metadata")
+                    if isinstance(nested, str):
+                        with contextlib.suppress(json.JSONDecodeError):
+                            nested = json.loads(nested)
+                    row = (nested if isinstance(nested, dict) else {"metadata": nested}) | row
+                yield Document(text, f"{name}/{number}" if found_id is None else found_id, metadata=row)
                 if limit == self.tally.num_documents:
                     break
             through.end_file(path.stat().st_size)
@@ -89,17 +94,6 @@ class ReadFiles:
             yield document
             if is_read_as_it_is:
                 through.advance(len(line) + 1)
-
-
-def _metadata(row: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the text, the fields of a column `metadata` among it, as in datatrove's BaseReader."""
-    if "metadata" not in row:
-        return row
-    metadata = row.pop("metadata")
-    if isinstance(metadata, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            metadata = json.loads(metadata)
-    return (metadata if isinstance(metadata, dict) else {"metadata": metadata}) | row
 
 
 def read_rows(

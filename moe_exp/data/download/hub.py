@@ -114,10 +114,7 @@ def download(
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     settings |= {"patterns": list(source.patterns)}
     if dry_run:
-        known = None if start_over else _known_listing(folder, settings)
-        listing, place = known or (_list_files(source, max_failures), folder)
-        _print_plan(source, folder, place, listing, bytes_per_second)
-        return [folder / file.name for file in listing.files]
+        return _plan(source, folder, None if start_over else settings, max_failures, bytes_per_second)
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
@@ -191,19 +188,28 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     return _asked(list_once, source, max_failures)
 
 
-def _known_listing(folder: Path, settings: dict[str, Any]) -> tuple[Listing, Path] | None:
-    """Listing of a finished or interrupted download, and the folder of its files."""
-    manifest = read_json(folder / "manifest.json")
-    if manifest and manifest["settings"] == settings:
-        return Listing.of_manifest(manifest), folder
-    partial = folder.with_name(folder.name + ".partial")
-    begun, listed = read_json(partial / RUNNING), read_json(partial / LISTING)
-    if begun and listed and begun["settings"] == settings:
-        return Listing.from_json(listed), partial
-    return None
-
-
-def _print_plan(source: Source, folder: Path, place: Path, listing: Listing, bytes_per_second: float) -> None:
+def _plan(
+    source: Source,
+    folder: Path,
+    settings: dict[str, Any] | None,
+    max_failures: int,
+    bytes_per_second: float,
+) -> list[Path]:
+    """Prints what is left to download, and returns the paths that there would be. `settings`: of a download
+    that it may continue.
+    """
+    listing, place = None, folder
+    if settings is not None:  # a finished or an interrupted one knows its files
+        partial = folder.with_name(folder.name + ".partial")
+        if (manifest := read_json(folder / "manifest.json")) and manifest["settings"] == settings:
+            listing = Listing.of_manifest(manifest)
+        elif (
+            (begun := read_json(partial / RUNNING))
+            and begun["settings"] == settings
+            and (listed := read_json(partial / LISTING))
+        ):
+            listing, place = Listing.from_json(listed), partial
+    listing = listing or _list_files(source, max_failures)
     left = [file for file in listing.files if not has_size(place / file.name, file.bytes)]
     left_bytes, free_bytes = _size(left), free_disk(folder)
     room = f"{bytes_text(free_bytes)} at {folder}{', too little' if free_bytes < left_bytes else ''}"
@@ -217,6 +223,7 @@ def _print_plan(source: Source, folder: Path, place: Path, listing: Listing, byt
         "licence": source.licence,
     }
     print_summary(f"To download: {source.name}", rows)
+    return [folder / file.name for file in listing.files]
 
 
 # Fetching and checking
@@ -240,7 +247,13 @@ class _Fetcher:
         for attempt in (1, 2):
             if missing := self.missing(files):
                 self._get(missing)
-            hashes = self._hash(files)
+            hashes, workers = dict[str, _Hashes](), min(self.max_workers, os.cpu_count() or 1)
+            with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
+                hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
+                for file, found in zip(files, hashed, strict=True):
+                    advance(file.bytes)
+                    if found is not None:
+                        hashes[file.name] = found
             wrong = [file.name for file in files if file.name not in hashes]
             if not wrong:
                 return hashes
@@ -263,16 +276,16 @@ class _Fetcher:
             (self.folder / file.name).unlink(missing_ok=True)
         total = _size(missing)
         check_free_disk(self.folder, total, f"the download of {self.source.name}")
-        with progress_of(lambda: self._bytes_so_far(missing), "download", total):
-            get, num_left = lambda: self._get_once(missing), lambda: len(self.missing(missing))
-            _asked(get, self.source, self.max_failures, num_left)
 
-    def _get_once(self, files: Sequence[HubFile]) -> None:
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+        def get() -> None:
+            from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        disable_progress_bars()  # of each file
-        with ThreadPoolExecutor(self.max_workers) as pool:
-            list(pool.map(self._get_file, self.missing(files)))
+            disable_progress_bars()  # of each file
+            with ThreadPoolExecutor(self.max_workers) as pool:
+                list(pool.map(self._get_file, self.missing(missing)))
+
+        with progress_of(lambda: bytes_there(self.folder, missing), "download", total):
+            _asked(get, self.source, self.max_failures, lambda: len(self.missing(missing)))
 
     def _get_file(self, file: HubFile) -> None:
         from huggingface_hub import hf_hub_download
@@ -285,24 +298,14 @@ class _Fetcher:
             rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
             raise input_error(file.name, rule, "try again later, or another HF_ENDPOINT")
 
-    def _bytes_so_far(self, files: Sequence[HubFile]) -> int:
-        """Bytes of complete files, and of those that still grow in the library's folder."""
-        total = _size(files) - _size(self.missing(files))
-        for path in (self.folder / ".cache").rglob("*.incomplete"):
-            with suppress(FileNotFoundError):
-                total += path.stat().st_size
-        return total
 
-    def _hash(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
-        """Hashes of the files that are what the listing says."""
-        found, workers = {}, min(self.max_workers, os.cpu_count() or 1)
-        with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
-            hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
-            for file, hashes in zip(files, hashed, strict=True):
-                advance(file.bytes)
-                if hashes is not None:
-                    found[file.name] = hashes
-        return found
+def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
+    """Bytes of complete files, and of those that still grow in the library's folder."""
+    total = _size([file for file in files if has_size(folder / file.name, file.bytes)])
+    for path in (folder / ".cache").rglob("*.incomplete"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:

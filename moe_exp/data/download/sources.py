@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from rich.table import Table
 
 from moe_exp.data.documents import data_among, files_below, files_in
-from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error
+from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error, without_ending
 from moe_exp.host.exit_codes import printable
 from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url
 from moe_exp.host.progress import table_console
@@ -148,8 +148,22 @@ def resolve_source(
     if not name_or_path.strip():
         fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
         raise input_error("source=", "is empty", fix)
-    source = SOURCES.get(name_or_path) or _source_of(name_or_path)
-    if source is None:
+    if name_or_path in SOURCES:
+        source = SOURCES[name_or_path]
+    elif is_url(name_or_path):
+        url = name_or_path.rstrip("/")
+        file_name = url.rpartition("/")[2]
+        if "*" in url:
+            fix = f"give the folder, and --pattern '{file_name}'"
+            raise input_error(f"source={name_or_path}", "has a pattern in the URL", fix)
+        source = Source(without_ending(file_name), url, url=url, licence="yours to know")
+    elif expanded(name_or_path).exists():
+        path = Path(os.path.abspath(expanded(name_or_path)))  # noqa: PTH100  # resolve() names a link's target
+        source = Source(without_ending(path.name), f"{path}", path=path, licence="yours to know")
+    elif _REPOSITORY.fullmatch(name_or_path):
+        what, name = f"{name_or_path} on the hub", name_or_path.partition("/")[2]
+        source = Source(name, what, repository=name_or_path, licence="see its page")
+    else:
         if "/" in name_or_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
             raise input_error(f"source={name_or_path}", rule, "correct the path")
@@ -166,25 +180,6 @@ def resolve_source(
     if patterns or (revision and revision != source.revision):
         changes |= {"num_bytes": None, "num_tokens": None, "is_exact": False, "note": ""}
     return replace(source, **changes)  # type: ignore[arg-type]
-
-
-def _source_of(name: str) -> Source | None:
-    if is_url(name):
-        url = name.rstrip("/")
-        if "*" in url:
-            fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
-            raise input_error(f"source={name}", "has a pattern in the URL", fix)
-        return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
-    if expanded(name).exists():
-        path = Path(os.path.abspath(expanded(name)))  # noqa: PTH100  # resolve() would name a link's target
-        return Source(_stem(path.name), f"{path}", path=path, licence="yours to know")
-    if _REPOSITORY.fullmatch(name):
-        return Source(name.partition("/")[2], f"{name} on the hub", repository=name, licence="see its page")
-    return None
-
-
-def _stem(name: str) -> str:
-    return name[: len(name) - len(ending(name))]
 
 
 def local_files(source: Source) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.download.sources import Source, check_names, chosen_files
-from moe_exp.data.kinds import input_error
+from moe_exp.data.kinds import input_error, total_bytes
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs, locked, read_json, run_stage
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host import files as host_files
@@ -65,7 +65,7 @@ def download_from_store(
         total = sum(file.bytes for file in files.values())
         left = [file.bytes for name, file in files.items() if not has_size(stage.folder / name, file.bytes)]
         if left:
-            begun = sum(path.stat().st_size for path in stage.folder.rglob(".*.part"))
+            begun = total_bytes(stage.folder.rglob(".*.part"))
             check_free_disk(stage.folder, sum(left) - begun, f"the download of {source.url}")
             with progress(f"download {source.name}", total) as advance:
                 fetch(_place(source)[0], files, stage.folder, advance)

@@ -57,7 +57,7 @@ class Corpus:
         if (windows := self._count_windows()) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
             part = f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
-            part = "" if share == (0.0, 1.0) else part
+            part = part if share != (0.0, 1.0) else ""
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
@@ -99,8 +99,7 @@ class Corpus:
     # Overridden where windows are made otherwise.
 
     def _filler_of(self, files: TokenFiles) -> int:
-        """The token of places in a window that no piece fills; here there are none."""
-        return 0
+        return 0  # of places that no piece fills: here there are none
 
     def _count_windows(self) -> int:
         return (int(self._bounds[self._end] - self._bounds[self._first]) - 1) // self.seq_len
@@ -295,7 +294,7 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
     longer than a sample. `filler`: share of the tokens that fill samples up by best fit.
     """
     counts = piece_counts(lengths, seq_len)
-    num_samples = _num_samples(counts)
+    num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
     num_filled = int((counts * np.arange(len(counts))).sum())
     return {
         "seq_len": seq_len,
@@ -305,20 +304,20 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
     }
 
 
-def _num_samples(counts: Int64Array) -> int:
-    return sum(group.count for group in best_fit(counts, len(counts) - 1))
-
-
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Pairs of a query and a key in one document over all pairs in a sample, mean over samples, 0 to 1.
 
     Of samples that are cut from the documents in the order of the file. Shuffled ones have nearly the same,
     and so has a part of very many documents.
     """
-    lengths = _some_lengths(files.document_bounds)
+    bounds = files.document_bounds
+    firsts, block = np.array([0]), len(bounds) - 1
+    if block > _BLOCKS * _BLOCK:  # too many, as each costs 50 bytes: blocks evenly over the file
+        firsts, block = np.linspace(0, block - _BLOCK, _BLOCKS, dtype=np.int64), _BLOCK
+    lengths = np.concatenate([np.diff(bounds[first : first + block + 1]) for first in firsts])
     if packing == "best_fit":
         counts = piece_counts(lengths, seq_len)
-        num_samples = _num_samples(counts)
+        num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
         squares = np.minimum(np.arange(len(counts)), seq_len).astype(np.float64) ** 2
         return float((counts * squares).sum() / (num_samples * seq_len**2)) if num_samples else 1.0
     ends = np.cumsum(lengths)
@@ -326,11 +325,3 @@ def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate"
     cuts = np.union1d(ends[ends < num_tokens], np.arange(seq_len, num_tokens + 1, seq_len))
     inside = np.diff(cuts, prepend=0).astype(np.float64)
     return float((inside**2).sum() / (num_tokens * seq_len)) if num_tokens else 1.0
-
-
-def _some_lengths(bounds: Int64Array) -> Int64Array:
-    """Lengths of all documents; of very many those in blocks evenly over them: each costs 50 bytes."""
-    if len(bounds) - 1 <= _BLOCKS * _BLOCK:
-        return np.diff(bounds)
-    firsts = np.linspace(0, len(bounds) - 1 - _BLOCK, _BLOCKS, dtype=np.int64)
-    return np.concatenate([np.diff(bounds[first : first + _BLOCK + 1]) for first in firsts])

@@ -130,9 +130,10 @@ class Documents:
     num_lines: int
     start: int = 0  # of the buffer in the decompressed file
 
-    def tally(self) -> Tally:
-        """Counts of the texts."""
-        return Tally(len(self.ends), int(self.text_bytes.sum()), sum_digests(self.text_digests))
+    def tally(self, chosen: NDArray[np.bool_] | slice = slice(None)) -> Tally:
+        """Counts of the texts, or of some of them."""
+        digests = np.frombuffer(self.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
+        return Tally(len(digests), int(self.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
 
 class DocumentBlocks:

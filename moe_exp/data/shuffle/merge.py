@@ -11,9 +11,10 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.documents import Tally, estimate_line_bytes, files_in
+from moe_exp.data.kinds import total_bytes, without_ending
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.host.files import bytes_text, ending, read_json, write_json
+from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 2**20
@@ -47,9 +48,9 @@ def merge(
             see `run_stage`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
-    output = _without_suffix(output)
+    output = output.with_name(without_ending(output.name))
     shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
-    valid_name = _without_suffix(Path(valid_file_name)).name
+    valid_name = without_ending(Path(valid_file_name).name)
     settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
     what: dict[str, Any] = {"settings": settings, "inputs": shards, "start_over": start_over}
     with run_stage("merge", output, **what, is_folder=False, suffixes=(".jsonl",)) as stage:
@@ -81,8 +82,8 @@ def find_shards(
         rule = "is in the folder that is merged"
         raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
     files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
-    valid_name = _without_suffix(Path(valid_file_name)).name
-    shards = [path for path in files if _without_suffix(path).name != valid_name]
+    valid_name = without_ending(Path(valid_file_name).name)
+    shards = [path for path in files if without_ending(path.name) != valid_name]
     if len(shards) == len(files):
         similar = [path.name for path in files if ".val" in path.name] or ["the name of the validation file"]
         rule = f"there is no such file in {input_dir}"
@@ -106,10 +107,6 @@ def find_shards(
     return shards, manifest
 
 
-def _without_suffix(path: Path) -> Path:
-    return path.with_name(path.name[: len(path.name) - len(ending(path.name))])
-
-
 class Merging:
     """A merge that is running in the folder of its stage."""
 
@@ -131,8 +128,8 @@ class Merging:
 
     def run(self) -> dict[str, Any]:
         """Everything that is left to do; returns the manifest."""
-        done = sum(path.stat().st_size for path in self.shards[: len(self.parts)])
-        num_bytes = sum(path.stat().st_size for path in self.shards)
+        done = total_bytes(self.shards[: len(self.parts)])
+        num_bytes = total_bytes(self.shards)
         with progress("merge", num_bytes, done=done) as advance, self.path.open("ab", 0) as file:
             for shard in self.shards[len(self.parts) :]:
                 self.parts.append(self._write(shard, file.fileno()))

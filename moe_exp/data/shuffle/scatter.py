@@ -32,7 +32,6 @@ from moe_exp.data.documents import Tally
 from moe_exp.data.execution import Through, complete_files
 from moe_exp.data.kinds import TextRule
 from moe_exp.data.shuffle.blocks import (
-    DIGEST_BYTES,
     LINE_BYTES,
     DocumentBlocks,
     Documents,
@@ -101,9 +100,9 @@ class ValidTally:
         if smallest < self.smallest:
             self.smallest, self.at_smallest = smallest, Tally()
         if smallest == self.smallest:
-            self.at_smallest += _tally_where(choices == np.uint64(smallest), documents)
+            self.at_smallest += documents.tally(choices == np.uint64(smallest))
         if smallest < self.threshold:
-            self.below += _tally_where(choices < np.uint64(self.threshold), documents)
+            self.below += documents.tally(choices < np.uint64(self.threshold))
 
     def limit(self) -> int:
         """Documents with a smaller choice are for validation."""
@@ -129,11 +128,6 @@ class ValidTally:
     def total(self) -> Tally:
         """Counts of the validation documents."""
         return self.below if self.below.num_documents else self.at_smallest
-
-
-def _tally_where(chosen: NDArray[np.bool_], documents: Documents) -> Tally:
-    digests = np.frombuffer(documents.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
-    return Tally(int(chosen.sum()), int(documents.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
 
 def first_key(bucket: int, num_buckets: int) -> int:

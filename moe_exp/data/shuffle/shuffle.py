@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
-from moe_exp.data.kinds import FILES, TextRule
+from moe_exp.data.kinds import FILES, TextRule, total_bytes
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
@@ -67,7 +67,10 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
-        """The usual division."""
+        """The usual division; ValueError if the budget is too small."""
+        if budget_bytes < SMALLEST_MEMORY_BYTES:
+            size = f"{budget_bytes / 2**20:g}MB"
+            raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
         return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
@@ -134,7 +137,7 @@ def shuffle_documents(
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     if is_local and not execution.workers:
-        worth = 1 + sum(path.stat().st_size for path in inputs) // _BYTES_PER_WORKER
+        worth = 1 + total_bytes(inputs) // _BYTES_PER_WORKER
         execution = replace(execution, workers=min(worth, num_workers(execution)))
     memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
     if start_over or is_local:
@@ -163,15 +166,7 @@ def _default_memory(execution: Execution, tasks: int) -> int:
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
-    num_bytes = int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
-    _check_memory(num_bytes)
-    return num_bytes
-
-
-def _check_memory(num_bytes: int) -> None:
-    if num_bytes < SMALLEST_MEMORY_BYTES:
-        size = f"{num_bytes / 2**20:g}MB"
-        raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
+    return int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
 
 
 def _begin(
@@ -304,7 +299,7 @@ def check_settings(
 ) -> None:
     """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`."""
     if memory_bytes is not None:
-        _check_memory(memory_bytes)
+        Memory.of(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:

@@ -96,27 +96,21 @@ def make_parts(job: TaskTokens, rank: int) -> int:
 
 
 class _Placed(NamedTuple):
-    """A part, the task that made it, hashes of its blocks, and where it begins and ends in the .bin."""
-
     part: Part
-    task: int
-    hashes: list[str]
-    start: int
+    task: int  # that made it
+    hashes: list[str]  # of its blocks
+    start: int  # where it begins and ends in the .bin
     end: int
-
-
-def _placed(job: TaskTokens) -> list[_Placed]:
-    made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
-    bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
-    found = zip(job.parts, made, bounds, strict=True)
-    return [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
     """Second pass: copies what lies in a task's blocks of the .bin there, and checks every part it reads;
     returns the bytes.
     """
-    placed = _placed(job)
+    made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
+    bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
+    found = zip(job.parts, made, bounds, strict=True)
+    placed = [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
     num_bytes = placed[-1].end if placed else 0
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
@@ -127,7 +121,10 @@ def join_parts(job: TaskTokens, rank: int) -> int:
         for one in placed if low < end else []:
             if one.start < end and low < one.end:
                 for chunk in _chunks(job, one, low, end):
-                    low += _write_at(descriptor, chunk, low)
+                    written = 0
+                    while written < len(chunk):  # less on a disk that is almost full
+                        written += os.pwrite(descriptor, chunk[written:], low + written)
+                    low += written
                     blocks_hash.update(chunk)
                     through.advance(len(chunk) * share)
         os.fsync(descriptor)
@@ -160,13 +157,6 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 for forgotten in made:
                     forgotten.unlink(missing_ok=True)
                 raise ValueError(f"{path}: {NOT_WRITTEN}")
-
-
-def _write_at(descriptor: int, content: memoryview, place: int) -> int:
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], place + written)
-    return written
 
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: Stage) -> str | None:

@@ -147,9 +147,31 @@ def with_vocab_size(
         given: names of the settings that do not come from a preset or a default.
         recorded: config.yaml of the run folder; if it exists, its VOCAB_SIZE is used, as the run resumes.
     """
-    if "vocab_size" in given or (found := _of_data(config)) is None:
+    if "vocab_size" in given:
         return config, ""
-    size, reason = found[0], f"vocabulary of {found[1]}"
+    if (size := fitting_vocab_size(config) or 0) > 0:
+        place = f"the tokenizer for {config.train_data}"
+    else:
+        blends = [one for one in (config.train_data, config.valid_data) if one and not names_text(one)]
+        try:
+            prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
+            facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
+            sizes = {prefix: found for prefix, found in facts.items() if found}
+            if config.tokenizer:
+                sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
+            elif len(sizes) < len(facts):
+                return config, ""
+        except ConnectionError as error:  # else it would be another model
+            raise ConfigError([str(error)]) from None
+        except (OSError, ValueError):
+            return config, ""  # the checks of files name it
+        if sizes and not config.train_data:
+            sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
+        place = max(sizes, key=lambda one: sizes[one], default="")
+        size = sizes.get(place, 0)
+        if not 0 < size <= 10**9:
+            return config, ""
+    reason = f"vocabulary of {place}"
     if recorded is not None:
         with suppress(ValueError):  # a new run, or the checks of the run folder name it
             if isinstance(before := recorded_settings(recorded).get("vocab_size"), int) and before:
@@ -157,28 +179,3 @@ def with_vocab_size(
     config = config.model_copy(update={"vocab_size": size})
     padding = f", {config.padded_vocab_size} with padding" if config.padded_vocab_size > size else ""
     return config, reason + padding
-
-
-def _of_data(config: Config) -> tuple[int, str] | None:
-    """The largest vocabulary of the data and TOKENIZER, and which has it; None if one is unknown."""
-    if size := fitting_vocab_size(config):
-        return size, f"the tokenizer for {config.train_data}"
-    try:
-        blends = [
-            blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
-        ]
-        prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
-        facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
-        sizes = {place: size for place, size in facts.items() if size}
-        if config.tokenizer:
-            sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
-        elif len(sizes) < len(facts):
-            return None
-    except ConnectionError as error:  # else it would be another model
-        raise ConfigError([str(error)]) from None
-    except (OSError, ValueError):
-        return None  # the checks of files name it
-    if sizes and not config.train_data:
-        sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
-    place = max(sizes, key=lambda one: sizes[one], default="")
-    return (sizes[place], place) if place and 0 < sizes[place] <= 10**9 else None

@@ -16,7 +16,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
-from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
+from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
@@ -79,7 +79,7 @@ class PartCounts:
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
     """Enough parts for many workers; by the inputs alone, as a resumed run needs the same parts."""
-    num_bytes = sum(path.stat().st_size for path in paths)
+    num_bytes = total_bytes(paths)
     return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, num_bytes // NUM_PARTS))
 
 

@@ -183,12 +183,9 @@ def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
     """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
-    if not Path(f"{prefix}.idx").is_file():
+    path = Path(f"{prefix}.idx")
+    if not path.is_file():
         return f"{prefix}.idx is missing"
-    return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix), in_order)
-
-
-def _header_problem(path: Path) -> str | None:
     actual_bytes = path.stat().st_size
     if actual_bytes < _HEADER.size:
         return f"{path} is truncated: {actual_bytes} bytes, its header alone has {_HEADER.size}"
@@ -203,9 +200,9 @@ def _header_problem(path: Path) -> str | None:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
     # A multimodal index continues with one byte per sequence, so more is fine.
-    if actual_bytes >= expected_bytes:
-        return None
-    return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
+    if actual_bytes < expected_bytes:
+        return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
+    return _size_problem(str(prefix), in_order)
 
 
 def _size_problem(prefix: str, in_order: bool) -> str | None:

@@ -23,8 +23,7 @@ from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import buckets, scatter, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks
-from moe_exp.data.shuffle.scatter import text_choices
-from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES
+from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES, text_choices
 from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.host.devices import available_memory_bytes

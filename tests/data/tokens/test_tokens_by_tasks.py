@@ -16,8 +16,8 @@ from helpers import ROOT
 from helpers.jsonl import write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
-from moe_exp.data.kinds import BadDocument
 from moe_exp.data.execution import Execution
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tokens import by_tasks, preprocess
 from moe_exp.data.tokens import parts as token_parts
 from moe_exp.data.tokens.parts import PartEncoder, PartSettings
