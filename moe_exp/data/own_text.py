@@ -70,6 +70,8 @@ def with_prepared_text(config: Config) -> Config:
 
 def already_prepared(config: Config) -> Config | None:
     """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
+    if not needs_preparation(config):
+        return config
     blends = (config.train_data, config.valid_data, *stage_blends(config))
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -80,7 +82,7 @@ def already_prepared(config: Config) -> Config | None:
         return made
 
     try:
-        return _resolved(config, found, is_text) if needs_preparation(config) else config
+        return _resolved(config, found, is_text)
     except (LookupError, ValueError, OSError):  # the checks of files name what is wrong
         return None
 

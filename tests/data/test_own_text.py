@@ -15,6 +15,7 @@ from helpers.whole_runs import Runs
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.data import prepared_text
 from moe_exp.data.own_text import (
     find_prepared_text,
     fitting_vocab_size,

@@ -50,24 +50,16 @@ class ReadFiles:
         self.tally = Tally()
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        self.stats, self.tally = task_stats("📖 - READER: checked"), Tally()
-        return self._documents(rank)
-
-    def task_files(self, rank: int) -> list[str]:
-        """Input files of task `rank`."""
-        return self.files[rank :: self.num_tasks]
-
-    def _documents(self, rank: int) -> Iterator[Any]:
         from datatrove.data import Document
 
-        limit = None
+        self.stats, self.tally, limit = task_stats("📖 - READER: checked"), Tally(), None
         if self.limit is not None:
             limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
         through = Through(self.progress_folder, rank)
         for name in self.task_files(rank):
             path = Path(self.root, name)
             first = self.tally.num_documents
-            if limit == self.tally.num_documents:
+            if limit == first:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
@@ -84,11 +76,16 @@ class ReadFiles:
             self.stats["input_files"].update(1)
             self.stats["documents"].update(self.tally.num_documents - first, "input_file")
 
+    def task_files(self, rank: int) -> list[str]:
+        """Input files of task `rank`."""
+        return self.files[rank :: self.num_tasks]
+
     def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
         if ending(path) in TABLE_SUFFIXES:
             yield from read_rows(path, self.tally, **options, advance=through.advance)
             return
+        # lines of a stream have other bytes than the file
         is_read_as_it_is = not is_stream(path)
         for line, document in read_objects(path, self.tally, **options, rule=self.rule):
             yield document
@@ -195,29 +192,26 @@ class WriteChunk:
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
-            counts = self._counts(temporary, rank)
+            # read back from the disk: what the manifest says is what the next step will find
+            written = Tally()
+            for _ in read_documents(temporary, written):
+                pass
+            counts = Counts(
+                self.reader.tally,
+                written,
+                {one.name: one.dropped for one in self.filters},
+                {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
+                {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
+                [sample for one in self.filters for sample in one.samples],
+            )
+            counts.check(f"task {rank}")
+            facts = {"task": rank, "files": self.reader.task_files(rank)}
+            facts |= {"bytes": temporary.stat().st_size, "hash": file_hash(temporary)}
         self.counts_folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.counts_folder / f"{rank:05d}.json", counts)
-
-    def _counts(self, path: Path, rank: int) -> dict[str, Any]:
-        written = Tally()
-        for _ in read_documents(path, written):
-            pass
-        counts = Counts(
-            self.reader.tally,
-            written,
-            {one.name: one.dropped for one in self.filters},
-            {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
-            {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
-            [sample for one in self.filters for sample in one.samples],
-        )
-        counts.check(f"task {rank}")
-        files = {"task": rank, "files": self.reader.task_files(rank)}
-        files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
-        return files | counts.to_json()
+        write_json(self.counts_folder / f"{rank:05d}.json", facts | counts.to_json())
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:
-    """The same line as DiskWriter's own adapter makes, without its deep copy of the metadata."""
+    # the same line as DiskWriter's own adapter makes, without its deep copy of the metadata
     line = {"text": document.text, "id": document.id}
     return {**line, "metadata": document.metadata} if document.metadata else line

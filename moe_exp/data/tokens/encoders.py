@@ -206,11 +206,11 @@ def _own_package(tokenizer: TextTokenizer) -> Encoder:
         backend = tokenizer.processor()
 
     def encode(texts: Sequence[str]) -> Encoded:
-        ids: Sequence[Sequence[int]]
         if tokenizer.kind == "bytes":
-            ids = [text.encode() for text in texts]
-            lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-            return np.frombuffer(b"".join(ids), np.uint8), lengths
+            encoded = [text.encode() for text in texts]
+            lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+            return np.frombuffer(b"".join(encoded), np.uint8), lengths
+        ids: Sequence[Sequence[int]]
         if tokenizer.kind == "sentencepiece":
             ids = backend.encode(list(texts), out_type=int, num_threads=1)
         else:

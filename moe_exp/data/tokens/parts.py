@@ -184,6 +184,7 @@ class PartEncoder:
             temporary.replace(folder / f"{part.stem}.lengths")
         finally:
             temporary.unlink(missing_ok=True)
+        # last: with its counts a part is complete
         counts.token_hash = digest.hexdigest()
         counts.block_hashes = [block.hex() for block in blocks.digests()]
         write_json(folder / f"{part.stem}.json", counts.to_json())
@@ -196,8 +197,13 @@ class PartEncoder:
         batch_bytes = line_bytes = 0
         for number, line in part_lines(part, text_field=self.settings.json_key, rule=self.settings.rule):
             line_bytes += len(line) + 1
-            text = self._text(part, number, line, tally)
-            if text is None:
+            try:
+                text = text_of(line, self.settings.json_key)
+            except ValueError as error:
+                reason = str(error)
+                if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+                    raise BadDocument(part.path, line_number(part, number), reason) from error
+                tally.skipped[reason] += 1
                 continue
             encoded = text.encode()
             if batch and batch_bytes + len(encoded) > BATCH_BYTES:
@@ -213,16 +219,6 @@ class PartEncoder:
         if batch:
             yield batch
         advance(line_bytes if part.end is not None else part.num_bytes)
-
-    def _text(self, part: Part, number: int, line: bytes, tally: Tally) -> str | None:
-        try:
-            return text_of(line, self.settings.json_key)
-        except ValueError as error:
-            reason = str(error)
-            if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                raise BadDocument(part.path, line_number(part, number), reason) from error
-            tally.skipped[reason] += 1
-            return None
 
     def _tokens(
         self, part: Part, batch: Sequence[tuple[int, str]], counts: PartCounts
@@ -259,10 +255,10 @@ class PartEncoder:
     ) -> Encoded:
         """The batch without the documents whose text gave special tokens."""
         found = np.flatnonzero(self._is_special[ids])
-        if not len(found):
+        if not len(found):  # as for nearly all batches
             return ids, lengths
         ends = np.cumsum(lengths)
-        # The first such token of each such document.
+        # the first such token of each such document
         documents, firsts = np.unique(np.searchsorted(ends, found, side="right"), return_index=True)
         for document, token in zip(documents, ids[found[firsts]], strict=True):
             number, text = batch[document]
@@ -348,7 +344,7 @@ class JoinedParts:
                 while left and (chunk := file.read(min(_COPY_BYTES, left))):
                     digest.update(chunk)
                     left -= len(chunk)
-                if counts.token_hash != digest.hexdigest():
+                if counts.token_hash != digest.hexdigest():  # cut off by a crash: from here on joined again
                     break
                 self.add(counts)
             file.truncate(self._num_bytes)

@@ -404,13 +404,14 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
         with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:
             for prefix in prefixes:
-                # in the order of the sequences, as Megatron follows the pointers of an index
-                begins, sizes = read_index(prefix).pointers, read_index(prefix).sizes.astype(np.int64)
-                ends = begins + sizes * read_index(prefix).dtype.itemsize
-                ranges = zip(begins.tolist(), ends.tolist(), strict=True)
-                if order_problem(prefix) is None:  # one after the other: in larger pieces
-                    starts = range(0, int(ends[-1]), _COPY_BYTES)
-                    ranges = zip(starts, [*starts[1:], int(ends[-1])], strict=True)
+                index = read_index(prefix)
+                lengths = index.sizes.astype(np.int64) * index.dtype.itemsize
+                if order_problem(prefix) is None:  # one after the other: in large pieces
+                    starts = range(0, end := int(lengths.sum()), _COPY_BYTES)
+                    ranges = [(start, min(start + _COPY_BYTES, end)) for start in starts]
+                else:  # in the order of the sequences, as Megatron follows the pointers of an index
+                    ends = (index.pointers + lengths).tolist()
+                    ranges = list(zip(index.pointers.tolist(), ends, strict=True))
                 for chunk in read_ranges(str(prefix), ranges):
                     file.write(chunk)
                     advance(len(chunk))
@@ -419,14 +420,14 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         indices = [read_index(prefix) for prefix in prefixes]
         sizes = np.concatenate([index.sizes for index in indices])
         firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
-        ends = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
-        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *ends]))
+        last = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
+        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *last]))
         first = manifest_of(str(prefixes[0]))
         facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         if not other_tokenizer(map(str, prefixes)):
             known["tokenizer"] = tokenizer_facts(first)
-        known |= {"num_documents": sum(map(len, ends)), "num_tokens": int(sizes.sum(dtype=np.int64))}
+        known |= {"num_documents": sum(map(len, last)), "num_tokens": int(sizes.sum(dtype=np.int64))}
         known["dtype"] = dtype
         return stage.finish_files(paths, **known)
 

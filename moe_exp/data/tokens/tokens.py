@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -55,11 +55,8 @@ class BinIdxWriter:
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
-        self.prefix = str(prefix)
-        self.vocab_size = vocab_size
-        self.eod_id = eod_id
-        self.dtype = token_dtype(vocab_size)
-        self.num_tokens = 0
+        self.prefix, self.vocab_size, self.eod_id = str(prefix), vocab_size, eod_id
+        self.dtype, self.num_tokens = token_dtype(vocab_size), 0
         # array, not list: 4 bytes a document instead of about 36.
         self._sizes = array("i")
 
@@ -233,10 +230,9 @@ def bin_idx_tokens(prefix: str | Path) -> int:
     return int(read_index(prefix).sizes.sum(dtype=np.int64))
 
 
-def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
+def _read_header(path: Path) -> tuple[Any, ...]:
     with path.open("rb") as file:
-        found: tuple[bytes, int, int, int, int] = _HEADER.unpack(file.read(_HEADER.size))
-    return found
+        return _HEADER.unpack(file.read(_HEADER.size))
 
 
 # Blends
@@ -418,18 +414,13 @@ def parse_split(text: str) -> list[Share | None]:
     Raises:
         ValueError: `text` is not one to three numbers, or the first is 0.
     """
-    try:
-        weights = [float(word) for word in text.split(",")]
-    except ValueError:
-        weights = []
-    are_finite = all(0 <= weight < float("inf") for weight in weights)
-    if not 0 < len(weights) <= _MOST_PARTS or weights[0] == 0 or not are_finite:
+    weights = [-1.0 if (weight := _number(word)) is None else weight for word in text.split(",")]
+    are_finite = all(0 <= weight < math.inf for weight in weights)
+    if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
         rule = "must be up to three numbers for training, validation and test, the first over 0"
         raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
     total = sum(weights)
-    bounds = [0.0]
-    for weight in weights:
-        bounds.append(bounds[-1] + weight / total)
+    bounds = [*accumulate((weight / total for weight in weights), initial=0.0)]
     parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
     return parts + [None] * (_MOST_PARTS - len(parts))
 
