@@ -127,6 +127,7 @@ def _languages(part: MixturePart, *, has_langid: bool) -> str:
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None
         if not isinstance(language, str):
+            # the beginning is enough, and the time grows with the length
             language = identify(one["text"][:2000])[0] if identify else "unknown"
         found[language] += 1
     total = max(1, sum(found.values()))
@@ -160,6 +161,7 @@ def _distinct(part: MixturePart, every: int) -> Any:
         for shard in part.shards:
             for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
                 digest = xxhash.xxh3_64_intdigest(text.encode())
+                # the same share of every source, so that equal texts meet
                 if digest % every == 0:
                     found.append(digest)
     distinct = np.unique(np.frombuffer(found, dtype=np.uint64))

@@ -128,6 +128,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     shuffled = sorted(documents, key=lambda document: path_hash(document[0]))
     parts = {
         "train": [text for path, text in documents if path not in held_out],
+        # a hash orders them, so that the order is the same on every machine
         "valid": [text for path, text in shuffled if path in held_out],
     }
     manifest: dict[str, Any] = {

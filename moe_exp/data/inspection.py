@@ -109,6 +109,7 @@ class Hashes:
         mine_first, mine_second = self._words
         if not len(first):
             return np.zeros(len(self), dtype=np.bool_)
+
         place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
         return (first[place] == mine_first) & (second[place] == mine_second)
 
@@ -150,6 +151,7 @@ class _Tokens:
         """Documents that follow one another; `bounds` are relative to `tokens`."""
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             self.hashes.add(tokens[begin:end].data)
+        # of empty documents, which have no highest id
         if not len(tokens):
             return
         self.highest_id = max(self.highest_id, int(tokens.max()))

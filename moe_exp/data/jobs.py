@@ -57,9 +57,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
     if execution.executor == "slurm":
         submit(passes, execution, name, follows=follows)
         return False
-    if execution.executor == "local":
-        _run_local(passes, num_workers(execution))
-    else:
+    if execution.executor == "ray":
         for one in passes:
             if one.left():
                 ray_executor(one, execution).run()
@@ -67,6 +65,28 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
                 rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
                 log = f"{one.folder}/logs/task_{left[0]:05d}.log"
                 raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
+        return True
+    from datatrove.executor import LocalPipelineExecutor
+
+    workers, executors = num_workers(execution), list[Any]()
+    for one in passes:
+        options: dict[str, Any] = {"tasks": one.num_tasks, "workers": workers, "logging_dir": str(one.folder)}
+        executors.append(LocalPipelineExecutor(list(one.pipeline), **options))
+        executors[-1].save_executor_as_json()
+
+    def describe(call: tuple[int, int]) -> tuple[str, str]:
+        executor, task = executors[call[0]], call[1]
+        log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
+        return f"task {task} of {executor.world_size}", f". Log: {log}"
+
+    # the same processes for all passes, as each imports datatrove first
+    number, run = min(workers, max(len(one.left()) for one in passes)), partial(_run_task, executors)
+    with WorkerPool(run, number, preload="datatrove.executor", describe=describe) as pool:
+        for index, one in enumerate(passes):
+            if left := one.left():
+                for _ in pool.run([(index, task) for task in left]):
+                    pass
+                merge_stats(one)
     return True
 
 
@@ -88,36 +108,11 @@ def run_stage_passes(
         return run_passes(passes, execution, name=name, follows=True)
 
 
-def _run_local(passes: Sequence[Pass], workers: int) -> None:
-    from datatrove.executor import LocalPipelineExecutor
-
-    executors = []
-    for one in passes:
-        executor = LocalPipelineExecutor(
-            list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder)
-        )
-        executor.save_executor_as_json()
-        executors.append(executor)
-
-    def describe(call: tuple[int, int]) -> tuple[str, str]:
-        executor, task = executors[call[0]], call[1]
-        log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
-        return f"task {task} of {executor.world_size}", f". Log: {log}"
-
-    number = min(workers, max(len(one.left()) for one in passes))
-    run = partial(_run_task, executors)
-    with WorkerPool(run, number, preload="datatrove.executor", describe=describe) as pool:
-        for index, one in enumerate(passes):
-            if left := one.left():
-                for _ in pool.run([(index, task) for task in left]):
-                    pass
-                merge_stats(one)
-
-
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
     """Runs a task of a pass. Its log is in logs/; datatrove's copy on stderr is left out."""
     from datatrove.utils.logging import logger as datatrove_logger
 
+    # steps keep counts: each task begins with its own
     executor, task = deepcopy(executors[call[0]]), call[1]
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
         try:
@@ -184,6 +179,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
         logger.info(what, name, num_left, ", ".join(there))
         return
+    # a failed job would submit itself again without end
     if "SLURM_JOB_ID" in os.environ and (jobs_file.exists() or not follows):
         left = passes[-1].left()
         rule = f"inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see"
@@ -220,6 +216,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         rule = f"exit code {error.returncode}, its message is above{submitted}"
         raise ValueError(f"sbatch: {rule}. Fix: change what it names.") from error
     finally:
+        # also of an sbatch that failed: those before it are in the queue
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, ids)
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(ids))
@@ -291,8 +288,10 @@ class WorkerPool:
         while True:
             for call in islice(left, len(free)):
                 worker = free.pop()
-                worker.begin(call)
+                worker.call = call
+                worker.send((call,))
                 busy[worker.pipe] = worker
+            # after the free workers have got work, as the caller may take long with what it gets
             yield from done
             if not busy:
                 return
@@ -305,6 +304,7 @@ class WorkerPool:
 
     def __exit__(self, kind: object, *error: object) -> None:
         for worker in self._workers:
+            # after an error their calls are of no use; else they end by themselves
             worker.process.terminate() if kind else worker.send(None)
         for worker in self._workers:
             worker.process.join(5)
@@ -326,10 +326,6 @@ class _Worker:
     def send(self, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has died since it answered: `end` finds out
             self.pipe.send(message)
-
-    def begin(self, call: Any) -> None:
-        self.call = call
-        self.send((call,))
 
     def end(self, describe: Callable[[Any], tuple[str, str]]) -> Any:
         try:

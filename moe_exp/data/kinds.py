@@ -245,6 +245,7 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 def _json_values(path: Path) -> Iterator[bytes]:
     """Yields each value of a JSON array, or of values one after the other, as a line; errors number them."""
+    # not orjson, which does not say where a value ends
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None
     for chunk in chain(_file_chunks(path), [b""]):
@@ -283,6 +284,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
     """Yields the documents of a text file, with LF at the end of lines; memory: twice the longest."""
     buffer, num_lines, is_empty = b"", 1, True
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
+        # of the first chunk
         if num_lines == 1 and not buffer:
             if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise BadDocument(path, 1, _UTF16)
@@ -334,6 +336,7 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
     except UnicodeDecodeError as error:
         line = num_lines + document.count(b"\n", 0, error.start)
         raise BadDocument(path, line, _NOT_UTF8) from error
+    # blank: counted by the caller, not a document
     if not text or text.isspace():
         return ""
     text = text.replace("\r\n", "\n")
@@ -369,10 +372,12 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
                 yield number, batch if columns is None else batch.select(columns)
                 number += batch.num_rows
     except (pyarrow.ArrowException, OSError, EOFError) as error:
+        # of the disk, not of the file's format
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = f"the {kind} file is damaged or ends early ({' '.join(str(error).split())})"
         raise BadDocument(path, number + 1, reason) from error
+    # pyarrow may end early without an error
     if num_rows not in (None, number):
         raise BadDocument(path, number, f"{number} rows were read, the file says that it has {num_rows}")
 
@@ -397,6 +402,7 @@ def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[I
     wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
     num_rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
     num_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+    # by the mean size of a row: documents may have megabytes
     batch_rows = max(1, min(1000, _BATCH_BYTES * num_rows // max(1, num_bytes)))
     return file.iter_batches(batch_rows, use_threads=False, columns=wanted), file.schema_arrow, num_rows
 

@@ -162,6 +162,7 @@ def effective_weights(
     if total_tokens:
         epochs = zip(max_epochs, tokens, strict=True)
         limits = [limit * count / total_tokens if limit else float("inf") for limit, count in epochs]
+    # with all epochs used up there are too few tokens
     if sum(limits) < 1:
         most = sum(limits) * (total_tokens or 0)
         rule, fix = f"the sources with their max_epochs give {most:.4g}", "give fewer tokens, more epochs, or"
@@ -175,6 +176,7 @@ def effective_weights(
         over = {index for index, share in enumerate(shares) if index not in full and share > limits[index]}
         if not over:
             return shares
+        # what these give up may push others over their limits
         full |= over
         if len(full) == len(weights):
             return limits
@@ -318,6 +320,7 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
     """As `prepare`; its errors advise to start over this source alone."""
     try:
         manifest = prepare(wanted)
+    # names a file and a line, and no option
     except BadDocument:
         raise
     except ValueError as error:
@@ -345,6 +348,7 @@ def _parts(
 
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
+        # tokens belong to the mixture: they are made again if their shards or their tokenizer are others
         (tokenized, prefix), (_, valid_prefix) = tokenize(name, train), tokenize(f"{name}_valid", [valid])
         converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()

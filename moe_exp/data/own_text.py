@@ -41,6 +41,7 @@ def fitting_vocab_size(config: Config) -> int | None:
         return None
     with suppress(ValueError, OSError):  # the checks of files name it
         num_bytes, size = estimate_line_bytes(_text_sources(config)[0].files), 512
+
         while size < 32768 and 2 * size * 1000 <= num_bytes:
             size *= 2
         return size
@@ -91,6 +92,7 @@ def prepared_by_launcher(config: Config) -> Config:
     """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
     if not needs_preparation(config):
         return config
+    # all ranks see what the launcher saw, even if files change meanwhile
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
     return with_prepared_text(config)
@@ -201,6 +203,7 @@ def _resolved(
                 continue
             key = source.setting, source.name
             if key not in made:
+                # in this order: the first text of TRAIN_DATA gives the tokenizer of all others
                 if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
                     source = replace(source, tokenizer=_loaded(tokenizer), vocab_size=0)
                 with _named_errors(source):

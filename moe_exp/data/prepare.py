@@ -90,6 +90,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     source = wanted.source()
     chunks, shuffled = _checked_folders(source, wanted)
     settings = replace(wanted.settings, text_field=source.text_field)
+    # a download that is made again may bring other files: all that follows is made again, too
     start_over, raw = wanted.start_over or wanted.download_again, raw_folder(source, wanted)
     if source.is_embedded:
         inputs = [write_stdlib(raw, start_over=start_over)]
@@ -100,6 +101,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
             raise ValueError(str(error).replace("--start-over", "--download-again")) from error
     if wanted.clamp_tasks and settings.tasks:
         settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
+    # only before the conversion: when it is done most of the disk is taken already
     if not chunks.exists():
         there = total_bytes(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl"))
         needed_bytes = round(_DISK_RATIO * expected_bytes(inputs))
@@ -112,6 +114,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     # The chunks may have been made again by an earlier call with --start-over, or by its last SLURM job.
     if converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks)):
         start_over = True
+    # one task is fastest for what one process does in minutes
     is_large = wanted.execution.executor != "local" and total_bytes(outputs) > _LARGE_BYTES
     tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
     run = {"name": chunks.name, "tasks": tasks, "execution": wanted.execution if tasks > 1 else None}

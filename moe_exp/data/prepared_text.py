@@ -130,6 +130,7 @@ class Prepared:
 def folder_name(source: TextSource) -> str:
     """The same on every node: of the name, the options and the files."""
     parts = [source.options, source.listing()]
+    # not of contents, as every node looks for the folder
     key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
     stem = Path(source.place).name.split(".")[0]
     if any(one in stem for one in "*?["):
@@ -140,6 +141,7 @@ def folder_name(source: TextSource) -> str:
 
 def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
     for path in data_dir.glob(f"*/{FACTS}"):
+        # one that another process is removing or writing
         with suppress(ValueError, OSError):
             if isinstance(facts := read_json(path), dict):
                 yield Prepared(path.parent, facts)
@@ -166,6 +168,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
             continue
         pairs = list(zip(source.files, listing, before, strict=True))
         touched = [(path, old["hash"]) for path, new, old in pairs if new["mtime_ns"] != old["mtime_ns"]]
+        # a copy or a checkout changes times, not contents
         if all(file_hash(path) == content for path, content in touched):
             if touched:
                 files = [{**old, "mtime_ns": new["mtime_ns"]} for _, new, old in pairs]
@@ -268,6 +271,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
     tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
+    # 16 MB are worth the start of a process
     workers = min(os.cpu_count() or 1, 1 + size // 2**24)
     facts: dict[str, Any] = {}
     for part, paths in documents.items():
@@ -280,6 +284,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     for left in work.glob(".*.lock"):
         left.unlink()
     write_json(work / FACTS, facts)
+    # of an earlier preparation that has lost text.json
     shutil.rmtree(folder, ignore_errors=True)
     work.rename(folder)
     return Prepared(folder, facts)

@@ -71,6 +71,7 @@ class Stage:
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
+        # a folder cannot replace another in one step: what was there steps aside
         replaced = self.output.with_name(f".{self.output.name}.replaced")
         if self.output.exists():  # what was there stays until here
             shutil.rmtree(replaced, ignore_errors=True)
@@ -141,6 +142,7 @@ def run_stage(
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
+    # by way of JSON, as they are compared with what a file says
     key = {"stage": name, "settings": json.loads(json.dumps(settings))}
     key |= {"inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
@@ -151,6 +153,7 @@ def run_stage(
         if done is not None and (begun is None or begun.get("id", 0) == done.get("id")):
             shutil.rmtree(folder, ignore_errors=True)
             begun = None
+        # also a start-over that was killed: called without --start-over it continues
         resumes = begun is not None and not start_over and _difference(begun, key) is None
         if done is not None and not start_over and not resumes:
             _check_same(output, done, key, "was made")
@@ -181,6 +184,7 @@ def run_stage(
         for leftover in folder.glob("*.json.*.tmp"):
             leftover.unlink()
         begun |= key
+        # before any work: a crash from here on is resumed
         write_json(folder / RUNNING, begun)
         yield Stage(name, output, folder, inputs, begun)
 

@@ -109,6 +109,7 @@ def verify(path: Path) -> Iterator[Finding]:
     if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
         # unlisted data that a training run or the next step would read
         listed = {one["name"] for one in manifest.outputs}
+        # .json files are manifests and notes
         suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
         for file in sorted(manifest.path.parent.iterdir()):
             if file.is_file() and file.name.endswith(suffixes) and file.name not in listed:
@@ -161,6 +162,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
                 found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, total))
+    # a single file has no other side
     if len(valid) and len(names) > 1:
         wrong = f"{num_shared:,} training documents are equal to one for validation"
         facts = f"none of {len(valid):,} is in training"
@@ -211,24 +213,22 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     """Whether two corpora (both JSONL files or folders, or both prefixes of .bin/.idx) hold the same
     documents, each as often, in any files and order.
     """
-    is_tokens = [_is_prefix(one) for one in (path, other)]
-    if is_tokens[0] != is_tokens[1]:
+    is_tokens, other_is_tokens = (
+        not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)
+    )
+    if is_tokens != other_is_tokens:
         fix = "give two prefixes of .bin/.idx, or JSONL on both sides"
         raise ValueError(f"{path}: can only be compared with the same kind. Fix: {fix}.")
-    hashes = [_all_hashes(one, text_field) for one in (path, other)]
+    hashes = [_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other)]
     only_here, only_there = difference(*hashes)
     wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
     wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
 
-def _is_prefix(path: Path) -> bool:
-    return not path.is_dir() and ending(path) not in JSON_SUFFIXES
-
-
-def _all_hashes(path: Path, text_field: str) -> Hashes:
+def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> Hashes:
     hashes = Hashes()
-    if _is_prefix(path):
+    if is_tokens:
         # as int64, so that files of another token type can be compared
         files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
         bounds = files.document_bounds

@@ -145,6 +145,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
             counts["num_short"] += len(words) < NGRAM_WORDS
             found = hashes.setdefault(task, set())
             found.update(block.hash_func(" ".join(ngram)) for ngram in ngrams(words, NGRAM_WORDS))
+        # a benchmark that finds nothing would look like a clean corpus
         if not any(hashes[task] for task in read):
             num_texts = sum(counts["num_texts"] for counts in read.values())
             rule = f"of its {num_texts} texts none has {NGRAM_WORDS} words or more"
@@ -158,6 +159,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
         np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
     totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
     totals["num_ngrams"] = len(set().union(*hashes.values()))
+    # last: with it the index is complete
     write_json(summary, facts := {**totals, "tasks": tasks})
     return facts
 

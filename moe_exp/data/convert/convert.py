@@ -172,6 +172,7 @@ def convert(
     # as before there could be several
     key["decontaminate"] = benchmarks if len(benchmarks) > 1 else next(iter(benchmarks), None)
     key["filters"] = [one.facts() for one in settings.filters] or None
+    # `TextRule.facts` has what differs from the default
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
@@ -214,6 +215,7 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
     if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
         rule = "datatrove takes *, ? and [ for a pattern, and would find none of its own files"
         raise input_error(f"output={output}", rule, "give another folder")
+    # checked before hours of work, not when the finder runs out of them
     needed = 3 * num_tasks + 64  # open in a finder: of each task a signature file, two of duplicates
     if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
         rule = f"a task that compares their signatures has {needed} files open, and may have {most} here"
@@ -224,11 +226,7 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
 def _passes(
     stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
-    """The pipelines, and the folders of the counts of those that write documents.
-
-    If there are named filters and passes after them, their result is written first: they are slower than
-    reading it again.
-    """
+    """The pipelines, and the folders of the counts of those that write documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
 
@@ -243,6 +241,7 @@ def _passes(
         pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
         passes.append(Pass(pipeline, num_tasks, logs))
 
+    # written first, as named filters are slower than reading their result again in each pass below
     if settings.filters and (settings.dedup or settings.near_dedup):
         write(temporary / "filtered", "filtered", logs / "filter", filters)
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
@@ -262,6 +261,7 @@ def _passes(
         passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
         pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
         passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
+        # one task: clusters go across all documents
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
@@ -313,6 +313,7 @@ def _publish(
     for task, passes in enumerate(of_tasks):
         counts = Counts.from_json(passes[0])
         for following in passes[1:]:
+            # what one pass wrote, the next has to have read
             counts = counts.then(Counts.from_json(following))
         total += counts
         shown = {"task": task, "files": passes[0]["files"]}
@@ -322,6 +323,7 @@ def _publish(
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
     totals = total.to_json()
+    # beside the manifest, which stays small
     if samples := totals.pop("samples"):
         write_json(main.folder / "samples.json", samples)
     hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}

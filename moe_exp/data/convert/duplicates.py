@@ -155,6 +155,7 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
         parts = [signature(shingles[start : start + _SHINGLES_AT_ONCE]) for start in starts]
+        # the minimum of minima is that of all shingles
         if len(parts) == 1:
             return parts[0]
         return [
@@ -185,12 +186,14 @@ class ClusterNearDuplicates:
         self.stats = task_stats("🫂 - DEDUP: clusters")
         files = sorted(Path(self.folder, "pairs").iterdir())
         pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
+        # both halves in one number, for np.unique
         found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # the task of a document, and its place there
         nodes, of_pairs = np.unique(found, return_inverse=True)
         order = self._order(nodes)
         position = np.empty(len(order), dtype=np.int64)
         position[order] = np.arange(len(order))
         ends = position[of_pairs.reshape(-1, 2)]
+        # nodes are numbered in the order in which they stay: the smallest of a cluster does
         labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
         nodes = nodes[order]
         self._write(nodes, labels)
@@ -228,6 +231,7 @@ def smallest_labels(
     labels = np.arange(num_nodes)
     while True:
         smallest = np.minimum(labels[firsts], labels[seconds])
+        # every label that an edge reaches is hooked to the smallest one, then paths are shortened
         hooked = labels.copy()
         for ends in (labels[firsts], labels[seconds], firsts, seconds):
             np.minimum.at(hooked, ends, smallest)

@@ -54,6 +54,7 @@ class ReadFiles:
 
         self.stats, self.tally, limit = task_stats("📖 - READER: checked"), Tally(), None
         if self.limit is not None:
+            # dealt evenly: the first tasks take the remainder
             limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
         through = Through(self.progress_folder, rank)
         for name in self.task_files(rank):
@@ -119,6 +120,7 @@ def read_rows(
                 skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
                 continue
             tally.add(text.encode())
+            # most tables have no such column
             yield row | {name: _plain(row[name]) for name in odd} if odd else row
         if advance:
             advance(min(batch.nbytes, path.stat().st_size))

@@ -129,6 +129,7 @@ def download(
                 check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
                 write_json(stage.folder / LISTING, asdict(listing))
             except Exception:
+                # nothing is lost, as nothing is fetched yet
                 shutil.rmtree(stage.folder)  # which refuses calls with other patterns
                 raise
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
@@ -170,6 +171,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     api = HfApi(endpoint=endpoint())
 
     def list_once() -> Listing:
+        # a branch is looked up once, so that all files are of one commit
         commit: str | None = source.revision
         if not re.fullmatch(r"[0-9a-f]{40}", source.revision):
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
@@ -293,6 +295,7 @@ class _Fetcher:
         place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
         place |= {"repo_type": "dataset", "local_dir": self.folder}
         path = Path(hf_hub_download(self.source.repository or "", file.name, **place))
+        # the library compares with what the server says now, not with our listing
         if (size := path.stat().st_size) != file.bytes:
             path.unlink()
             rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
@@ -316,6 +319,7 @@ def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
         while chunk := opened.read(_CHUNK_BYTES):
             content.update(chunk)
             whole.update(chunk)
+            # git's hash is compared where the hub knows no SHA-256
             if file.sha256 is None:
                 blob.update(chunk)
     found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
@@ -331,6 +335,7 @@ def endpoint() -> str:
 
 
 def _check_online(why: str) -> None:
+    # by both variables of the library, which would say less
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             fix = "unset it, or bring the whole folder with its manifest.json"
@@ -347,6 +352,7 @@ def _asked(
         return 2 if is_unreachable else None  # the library has tried for half a minute each time
 
     def wait_of(error: Exception) -> float:
+        # in seconds; a date is left to the usual waits
         seconds = getattr(_response(error), "headers", {}).get("Retry-After", "")
         return min(float(seconds), 900.0) if seconds.isdigit() else 0.0
 
@@ -354,9 +360,29 @@ def _asked(
         waits: dict[str, Any] = {"limit_of": limit_of, "wait_of": wait_of}
         return patiently(action, max_failures, passes=passes, num_left=num_left, **waits)
     except Exception as error:
-        if (explained := _explained(error, source)) is None:
-            raise
-        raise explained from error
+        kinds, response, name = _kinds(error), _response(error), source.repository
+        status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
+        if "RevisionNotFoundError" in kinds:
+            what, rule = f"revision={source.revision}", f"{name} has none of that name"
+            raise input_error(what, rule, f"--revision main, or one of {page}") from error
+        if "GatedRepoError" in kinds or status == 403:
+            fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
+            raise input_error(f"source={name}", "its owner gives access on request", fix) from error
+        # the hub answers the same for a private dataset and for none
+        if status in (401, 404):
+            rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
+            fix = (
+                "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
+            )
+            raise input_error(f"source={name}", rule, f"{fix} may read it") from error
+        if passes(error):
+            fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
+            rule = f"{endpoint()} keeps failing ({first_line(error)})"
+            raise ConnectionError(f"{name}: {rule}. Fix: {fix}.") from error
+        if status is not None:
+            rule = f"{endpoint()} answers {status} ({first_line(error)})"
+            raise input_error(f"source={name}", rule, "check HF_ENDPOINT") from error
+        raise
 
 
 def passes(error: BaseException) -> bool:
@@ -370,28 +396,6 @@ def passes(error: BaseException) -> bool:
     # hf_xet raises RuntimeError.
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, RuntimeError)) or package in _HTTP_PACKAGES
-
-
-def _explained(error: Exception, source: Source) -> Exception | None:
-    kinds, response, name = _kinds(error), _response(error), source.repository
-    status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
-    if "RevisionNotFoundError" in kinds:
-        fix = f"--revision main, or one of {page}"
-        return input_error(f"revision={source.revision}", f"{name} has none of that name", fix)
-    if "GatedRepoError" in kinds or status == 403:
-        fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
-        return input_error(f"source={name}", "its owner gives access on request", fix)
-    if status in (401, 404):
-        rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
-        return input_error(f"source={name}", rule, f"{fix} may read it")
-    if passes(error):
-        fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
-        return ConnectionError(f"{name}: {endpoint()} keeps failing ({first_line(error)}). Fix: {fix}.")
-    if status is not None:
-        rule = f"{endpoint()} answers {status} ({first_line(error)})"
-        return input_error(f"source={name}", rule, "check HF_ENDPOINT")
-    return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -177,6 +177,7 @@ def resolve_source(
         raise input_error(f"pattern={patterns[0]}", f"{source.name} is no set of files", "leave it out")
     given = {"patterns": tuple(patterns), "text_field": text_field, "revision": revision}
     changes: dict[str, object] = {name: value for name, value in given.items() if value}
+    # what is known of the source's own files does not hold for others
     if patterns or (revision and revision != source.revision):
         changes |= {"num_bytes": None, "num_tokens": None, "is_exact": False, "note": ""}
     return replace(source, **changes)  # type: ignore[arg-type]
@@ -236,6 +237,7 @@ def check_names(names: Collection[str], server: str, reserved: Collection[str]) 
     known, fix = set(names), "leave it out by --pattern, or choose another dataset"
     for name in names:
         check_inside(name, server)
+        # names come from a server: nothing of it may reach another place or our own files
         if (first := name.partition("/")[0]) in reserved:
             raise _refused(name, f"{first} is what the download itself keeps there", server, fix)
         if above := known & {str(folder) for folder in PurePosixPath(name).parents}:
@@ -308,6 +310,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
         root = Path(found.submodule_search_locations[0])
     num_bytes, paths = 0, []
     for path in sorted(_python_files(root), key=path_hash):
+        # stops at the first that does not fit: what is chosen does not depend on the later ones
         num_bytes += (root / path).stat().st_size
         if num_bytes > max_bytes:
             break

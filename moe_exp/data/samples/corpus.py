@@ -80,6 +80,7 @@ class Corpus:
         number, index = divmod(index, self.num_windows)
         epoch = self._epoch(number)
         if self.shuffle:
+            # windows are shuffled without a table of them
             index = permuted(index, self.num_windows, epoch.key)
         return self._pieces(epoch, index)
 
@@ -115,6 +116,7 @@ class Corpus:
         for place in range(int(first), int(last) + 1):
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             count = min(stop, end) - start
+            # `end - start` tokens of the document are still to come
             begin = int(self._bounds[document + 1]) - (end - start)
             yield Piece(document, begin, begin + count)
             start += count
@@ -152,6 +154,7 @@ def permuted(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half_bits, index & mask
         for turn in range(_FEISTEL_ROUNDS):
+            # whatever the round function, a Feistel round can be undone: the network permutes
             left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
         index = left << half_bits | right
         if index < size:
@@ -241,6 +244,7 @@ class PackedCorpus(Corpus):
         lengths = np.diff(self._bounds[self._first : self._end + 1])
         counts = piece_counts(lengths, self.seq_len)
         self._num_full = int(counts[-1])
+        # full samples are not packed
         counts[-1] = 0
         self._groups = best_fit(counts, self.seq_len + 1)
         self._group_ends = list(accumulate(group.count for group in self._groups))
@@ -249,6 +253,7 @@ class PackedCorpus(Corpus):
 
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
         num_full, rest = _cut(self._bounds[documents + 1] - self._bounds[documents], self.seq_len)
+        # stable: of one length in the order of the epoch
         by_length = documents[np.argsort(rest, kind="stable")][int((rest == 0).sum()) :]
         return Epoch(documents, np.cumsum(num_full), window_key, by_length)
 

@@ -130,6 +130,7 @@ class SampleStream:
         weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
         names: list[tuple[str, int, int]] = []
         for position, (_, prefix) in enumerate(blend):
+            # a file that comes twice in a blend is read by two corpora, each with its own order
             times = sum(name[0] == prefix for name in names)
             names.append(name := (prefix, seq_len, times))
             if name not in self._given:
@@ -165,6 +166,7 @@ class SampleStream:
         ValueError if these numbers are not those of whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
+        # a longer sample stands for several numbers
         factor = seq_len // self.seq_len
         inside = (first - self._stages[number].first_sample) % factor
         if inside or count % factor or self.stage_at(first + count - 1).number != number:
@@ -222,6 +224,7 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
         middle = (low + high) // 2
         left = cumulative_weights[middle] - cumulative_weights[low]
         total = cumulative_weights[high] - cumulative_weights[low]
+        # round(n * p) in integers; the left half got this sample if its count grows with it
         before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
         if after > before:
             high, index = middle, before

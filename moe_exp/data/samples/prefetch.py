@@ -90,6 +90,7 @@ class ReadAhead:
     def batch(self, first: int, count: int) -> torch.Tensor:
         """As `Samples.batch`; RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
+            # not where the schedule has a batch: read in the rank itself
             if next(self._starts(first)) != (first, count):
                 return self._samples.batch(first, count)
             self._start(first)

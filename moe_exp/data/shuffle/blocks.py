@@ -177,6 +177,7 @@ class DocumentBlocks:
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
         begins, ends, text_bytes = list[int](), list[int](), list[int]()
         text_digests, line_digests = list[bytes](), list[bytes]()
+        # loops over bytes would cost more than parsing: what can be asked of the whole block is asked once
         has_cr = find(b"\r", begin, end) >= 0  # in JSON only between tokens: there are none in most blocks
         position, number, last_number = begin, num_lines, num_lines + self.most_lines
         while position < end and number < last_number:
@@ -263,6 +264,7 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
     """
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
+    # a cut may lie inside a line, which belongs to the task where it begins (`_line_start`)
     slices: list[list[Slice]] = [[] for _ in range(num_tasks)]
     first = 0
     for path, size in zip(paths, sizes, strict=True):
@@ -284,6 +286,7 @@ def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
     try:
         yield from reader.read(one.path, start=start, end=end)
     except BadDocument as error:
+        # counted only now, as it takes another pass over the file
         number = error.line_number + lines_before(one.path, start)
         raise BadDocument(one.path, number, error.reason) from error
 
@@ -293,6 +296,7 @@ def _line_start(path: Path, place: int) -> int:
     if not place:
         return 0
     with path.open("rb", buffering=0) as file:
+        # from the byte before: if that is an LF, the line starts right here
         position = file.seek(place - 1)
         while chunk := file.read(_SEARCH_BYTES):
             if (found := chunk.find(b"\n")) >= 0:

@@ -100,6 +100,7 @@ def find_shards(
         raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
     listed = {one["name"] for one in manifest["outputs"]}
     found = {str(file.relative_to(input_dir)) for file in files}
+    # a file more or less than the shuffle made
     for name in sorted(listed ^ found):
         rule = "is missing, and is" if name in listed else "is there, and is not"
         fix = "shuffle again, or move the file" if name in found else "shuffle again"

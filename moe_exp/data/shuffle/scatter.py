@@ -73,6 +73,7 @@ def mix(values: Keys) -> Keys:
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
     """Keys of documents `first`, `first + 1`, ...: splitmix64's outputs from a hash of the seed."""
+    # a counter with the step _GAMMA: any document's key is found without those before
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
@@ -132,6 +133,7 @@ class ValidTally:
 
 def first_key(bucket: int, num_buckets: int) -> int:
     """The smallest key of a bucket; of the one after the last, 2**64."""
+    # rounded up, so that ranges neither overlap nor leave a key out
     return -(-bucket * NUM_KEYS // num_buckets)
 
 
@@ -161,12 +163,12 @@ class TaskShuffle:
 
     @property
     def threshold(self) -> int:
-        """Documents with a smaller choice are for validation, if there are any."""
+        # documents with a smaller choice are for validation, if there are any
         return int(self.settings["valid_fraction"] * NUM_KEYS)
 
     @property
     def most_lines(self) -> int:
-        """Lines of a block: as much memory for short ones as two buffers."""
+        # of a block: as much memory for short ones as two buffers
         return max(1, 2 * self.longest_bytes // LINE_BYTES)
 
     @property

@@ -138,6 +138,7 @@ def shuffle_documents(
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     if is_local and not execution.workers:
         worth = 1 + total_bytes(inputs) // _BYTES_PER_WORKER
+        # of small inputs fewer processes are faster
         execution = replace(execution, workers=min(worth, num_workers(execution)))
     memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
     if start_over or is_local:
@@ -191,6 +192,7 @@ def _begin(
         rule_text = f"{stage.output} was begun by {begun['tasks']} tasks"
         fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"
         raise ValueError(f"tasks={tasks}: {rule_text}. Fix: {fix}.")
+    # kept, as the scattered files of the first call were sorted by it
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
     buffers = memory.longest_bytes, memory.piece_bytes
@@ -199,6 +201,7 @@ def _begin(
     )
     if not path.exists():
         if is_alone:
+            # by an estimate: documents are not counted before they are scattered
             numbers = job.buckets_for(estimate_line_bytes(inputs), settings["valid_fraction"])
             begun["num_buckets"], job = numbers, replace(job, num_buckets=numbers)
         write_json(path, begun)
@@ -214,6 +217,7 @@ def _run(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int)
         total = len(steps) * sum(one.num_bytes for one in job.slices[0])
         with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
             for folder, step in steps.items():
+                # else an earlier call has done it
                 if not job.place(folder, 0).exists():
                     step()
         return True

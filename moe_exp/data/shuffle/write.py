@@ -82,8 +82,7 @@ def _outputs(scattered: Scattered) -> list[_Output]:
         what = "%s: 1 of %d documents is for validation: its loss says little about other texts"
         logger.warning(what, name, read.num_documents)
     if num_train < num_shards:
-        what = "%d documents for training in %d shards: some are empty"
-        logger.warning(what, num_train, num_shards)
+        logger.warning("%d documents for training in %d shards: some are empty", num_train, num_shards)
     outputs = [_Output(job.folder / f"{name}.val.jsonl", 0, valid.num_documents, is_valid=True)]
     width = max(2, len(str(num_shards - 1)))
     # shards differ by one document at most
@@ -254,6 +253,7 @@ class LineBuffer:
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
         """Reads lines at `places` of a file to [begins, ends) of the buffer, neighbours with one call."""
+        # neighbours in the file are as far from their places in the buffer
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True
         firsts = np.flatnonzero(is_first)

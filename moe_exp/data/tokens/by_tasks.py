@@ -112,10 +112,12 @@ def join_parts(job: TaskTokens, rank: int) -> int:
     found = zip(job.parts, made, bounds, strict=True)
     placed = [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
     num_bytes = placed[-1].end if placed else 0
+    # whole blocks of the .bin, so that each task knows the hashes of its own
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
     share = job.num_input_bytes / max(1, num_bytes)
     through, blocks_hash = job.through("joined", rank), BlockHash(job.block_bytes)
+    # not truncated: other tasks write into it
     descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for one in placed if low < end else []:
@@ -150,6 +152,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 if some := chunk[max(0, low - place) : max(0, end - place)]:
                     yield some
                 place += len(chunk)
+            # an empty list, where an earlier version made the part, is no hash either
             if [digest.hexdigest()] != one.hashes[block : block + 1]:
                 # the task that made it runs again
                 done = job.folder / "datatrove" / PASSES[0] / "completions" / f"{one.task:05d}"

@@ -112,6 +112,7 @@ class CheckedGigatoken:
     def _is_split_otherwise(self, text: str) -> bool:
         if self._splitters is None or text.isascii():
             return False
+        # each character is tried once a process
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
             texts = [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
@@ -167,6 +168,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
         backend = "tokenizers" if why else "gigatoken"
         same = f"the ids of {len(texts)} texts are those of the tokenizer's own package"
         reason = f"not gigatoken: {why}" if why else same
+    # of this process, as others may use the machine
     started = time.process_time()
     num_tokens = len(encoders.get(backend)(sample)[0]) if sample else 0
     seconds = time.process_time() - started

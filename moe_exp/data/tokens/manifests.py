@@ -114,11 +114,13 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
         eod_id, how = files.end_of_document
         if eod_id is None:
             problems.append(problem(name, "true", f"{prefix} has no end-of-document token: {how}", _FIX))
+        # few: the files were tokenized without it, and it stands in texts
         elif (share := files.share_ending_with(eod_id)) < 0.5:
             rule = f"{share:.0%} of the documents of {prefix} end with the end-of-document token {eod_id}"
             problems.append(problem(name, "true", rule, _FIX))
         else:
             found[prefix] = eod_id
+    # one token has to mark the ends in all data
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{eod_id} in {prefix}" for prefix, eod_id in found.items())
         rule = f"documents end with different tokens: {listed}"

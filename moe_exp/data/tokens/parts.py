@@ -88,6 +88,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
+        # a stream can only be read from its beginning
         whole = is_stream(path)
         for start in range(0, size, max(1, size) if whole else part_bytes):
             parts.append(Part(path, start, None if whole else min(start + part_bytes, size), len(parts)))
@@ -236,6 +237,7 @@ class PartEncoder:
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if tokenizer.bos_id is not None:
+            # before each document
             ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths) - lengths, tokenizer.bos_id)
             lengths = lengths + 1
         if self.settings.append_eod and tokenizer.eod_id is not None:
@@ -292,6 +294,7 @@ class _Sample:
         self.chosen, self.odd = list[tuple[int, str]](), list[tuple[int, str]]()
 
     def add(self, number: int, text: str) -> None:
+        # reservoir sampling
         place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
         self._num_documents += 1
         if len(self.chosen) < self._num_sampled:
@@ -339,6 +342,7 @@ class JoinedParts:
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
+                # what a crash left is compared with what was written
                 counts, digest = self.read_counts(part), xxhash.xxh3_128()
                 left = counts.num_tokens * self.settings.dtype.itemsize
                 while left and (chunk := file.read(min(_COPY_BYTES, left))):

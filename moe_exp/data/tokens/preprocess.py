@@ -177,8 +177,7 @@ def _publish(
     """Writes the index of all parts, which are joined, and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
-        rule = "the inputs have no documents"
-        raise setting_error("input", stage.inputs[0], rule, "give files with text")
+        raise setting_error("input", stage.inputs[0], "the inputs have no documents", "give files with text")
     joined.write_index(parts)
     return stage.finish_files(
         [joined.bin_path, joined.idx_path],
@@ -303,10 +302,12 @@ class _Estimate:
         num_apart: int,
         sample_bytes: int,
     ):
+        # measured in one thread, as workers are
         sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
         with one_thread():
             self.probe = probe = probe_backend(encoders, backend, sample)
         text = b"\n".join(one.encode() for one in sample)
+        # how far a compressed input shrinks, as gzip does it
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = total_bytes(inputs)
         # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.

@@ -182,6 +182,7 @@ def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64
         return np.array([len(text.encode()) for text in texts], dtype=np.int64)
 
     alone, two = lengths(backend.decode_batch([[word], [word, word]], skip_special_tokens=False))
+    # between words, as decoders change the beginning of a text
     between = [[word, token, word] for token in ids]
     inside = lengths(backend.decode_batch(between, skip_special_tokens=False)) - two
     first = lengths(backend.decode_batch([one[1:] for one in between], skip_special_tokens=False))

@@ -265,6 +265,7 @@ def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
     try:
         file = path / "tokenizer.json" if path.is_dir() else path
         content: dict[str, Any] = orjson.loads(file.read_bytes())
+        # fails where it is other JSON
         _vocab_size(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
@@ -310,6 +311,7 @@ def _from_json(
     else:
         named = (token for token in _named(files, "bos_token") if token_id(content, token) is not None)
         bos_token, adds_bos = next(named, None), False
+    # BOS and the end of a document are added here, not by the tokenizer
     content["post_processor"] = None
     if eod_token is None:
         candidates = _eod_candidates(content, files)

@@ -114,6 +114,7 @@ def write_index(
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with path.open("wb") as file:
+        # in pieces, as a corpus may have billions of documents
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
         file.write(np.ascontiguousarray(sizes).data)
         for pointers in _pointers_in_order(sizes, dtype):
@@ -205,6 +206,7 @@ def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
 def _size_problem(prefix: str, in_order: bool) -> str | None:
     dtype, sizes, begins, documents = read_index(prefix)
     actual_bytes = bin_bytes(prefix) or 0
+    # every sequence has to belong to a document
     if documents[0] != 0 or documents[-1] != len(sizes):
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
@@ -331,6 +333,7 @@ class TokenFiles:
             return None, "no document has tokens"
         ids, counts = np.unique(self._last_tokens, return_counts=True)
         best = int(counts.argmax())
+        # a guess needs a majority
         if 2 * counts[best] <= len(self._last_tokens):
             return None, "no token ends most documents"
         return int(ids[best]), "the last token of most documents"
@@ -386,6 +389,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
         if not isinstance(facts.get("hash"), str):
             continue
         first, expected = next(iter(known.items()), (prefix, facts))
+        # any: two files of one tokenizer may differ in their bytes
         if known and not any(same_tokenizer(facts, one) for one in known.values()):
             rule = f"{first} and {prefix} were tokenized with different tokenizer.json files"
             return f"{rule}: unless both give the same ids, the model learns two meanings of each"
