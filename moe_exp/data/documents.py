@@ -199,11 +199,11 @@ def _warn_once(message: str) -> None:
 
 
 def _has_field(folder: Path, text_field: str, name: str) -> bool:
-    """Whether the first value of a JSON file has the field. True if it cannot be read: an error later."""
+    """Whether the first value of a JSON file has the field."""
     try:
         line = next((line for line in raw_lines(folder / name) if line.strip()), b"null")
         first = orjson.loads(line.removeprefix(BOM))
-    except (ValueError, *DAMAGE):
+    except (ValueError, *DAMAGE):  # reading it will say what is wrong
         return True
     return isinstance(first, dict) and text_field in first
 

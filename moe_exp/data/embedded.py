@@ -167,7 +167,7 @@ def embedded_documents() -> list[tuple[str, str]]:
 
 @contextmanager
 def _step(message: str) -> Iterator[None]:
-    """A spinner on a terminal, and a log line with the time taken everywhere."""
+    # a spinner on a terminal, and a log line with the time taken everywhere
     started = time.monotonic()
     console = Console(stderr=True)
     if console.is_terminal:

@@ -109,11 +109,12 @@ def run_stage_passes(
 
 
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
-    """Runs a task of a pass. Its log is in logs/; datatrove's copy on stderr is left out."""
+    """Runs a task of a pass."""
     from datatrove.utils.logging import logger as datatrove_logger
 
     # steps keep counts: each task begins with its own
     executor, task = deepcopy(executors[call[0]]), call[1]
+    # datatrove's copy of the log, which is in logs/
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
         try:
             executor._run_for_rank(task, local_rank=1)

@@ -244,7 +244,7 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _json_values(path: Path) -> Iterator[bytes]:
-    """Yields each value of a JSON array, or of values one after the other, as a line; errors number them."""
+    """Yields each value of a JSON array, or of values one after the other, as a line."""
     # not orjson, which does not say where a value ends
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None
@@ -270,6 +270,7 @@ def _json_values(path: Path) -> Iterator[bytes]:
             if chunk and end == len(buffer):  # a number may go on
                 break
             yield buffer[place:end].replace("\n", " ").replace("\r", " ").encode() + b"\n"
+            # errors number the values, as a value may have many lines, or a line many values
             place, number = end, number + 1
         buffer = buffer[place:]
         wanted = 2 * len(buffer)  # a long value is scanned again a few times, not once a chunk
@@ -281,8 +282,9 @@ def _json_values(path: Path) -> Iterator[bytes]:
 
 
 def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
-    """Yields the documents of a text file, with LF at the end of lines; memory: twice the longest."""
+    """Yields the documents of a text file, with LF at the end of lines."""
     buffer, num_lines, is_empty = b"", 1, True
+    # memory: twice the longest document
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
         # of the first chunk
         if num_lines == 1 and not buffer:
@@ -328,7 +330,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """The text, of a block without blank lines around it; "" if it is blank. `num_lines`: its first line."""
+    """The text; "" if it is blank. `num_lines`: number of its first line, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:

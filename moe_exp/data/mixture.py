@@ -317,7 +317,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
 
 
 def _prepared(name: str, wanted: Preparation) -> _Shards | None:
-    """As `prepare`; its errors advise to start over this source alone."""
+    # the errors advise to start over this source alone
     try:
         manifest = prepare(wanted)
     # names a file and a line, and no option

@@ -222,7 +222,7 @@ def _resolved(
 
 
 def _problems(error: Exception) -> list[str]:
-    """Lines about an error: value, rule, fix."""
+    # each with value, rule and fix
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
@@ -235,7 +235,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """The text of all data settings. A tokenizer that would be trained on TRAIN_DATA is None for all."""
+    """The text of all data settings, with one tokenizer; None if it is to be trained on TRAIN_DATA."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]

@@ -123,9 +123,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    """Folders of the chunks and of the shards. Refuses what is known to be wrong, before hours of work and
-    before --start-over removes anything.
-    """
+    """Folders of the chunks and of the shards."""
+    # refused before hours of work, and before --start-over removes anything
     name = wanted.output_name or source.name
     made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
     check_settings(name=name, **{key: value for key, value in wanted.shuffle.items() if key != "seed"})

@@ -240,7 +240,7 @@ def _summary(made: Prepared) -> str:
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Resumes what an interrupted start has left, or begins anew if that cannot be used."""
+    """Resumes what an interrupted start has left."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:
@@ -248,6 +248,7 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
     except Unfinished:
         raise
     except ValueError as error:
+        # what is left may be of other files or settings: once more without it
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, BadDocument) or not resumes:
             raise

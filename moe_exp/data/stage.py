@@ -190,7 +190,7 @@ def run_stage(
 
 
 def _place(output: Path) -> Path:
-    """Absolute; a link's target if OUTPUT itself is one, as it is replaced by a rename."""
+    # a link's target, as a rename would replace the link itself; else only absolute
     return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
 
 
@@ -232,7 +232,7 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _check_foreign(output: Path, is_folder: bool, suffixes: Sequence[str]) -> None:
-    """Refuses to replace what has OUTPUT's name and is not of this program."""
+    # what has OUTPUT's name and is not of this program is not replaced
     if is_folder and output.exists() and any(output.iterdir()):
         rule = "is there, without a manifest.json of this program"
         raise input_error(output, rule, "choose another folder, or remove it")

@@ -312,7 +312,7 @@ def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
 
 
 def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
-    """Hashes of a file from one pass; None if they are not what the listing says."""
+    """Hashes of a file; None if they are not what the listing says."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     with (folder / file.name).open("rb") as opened:
@@ -374,7 +374,7 @@ def _asked(
             fix = (
                 "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
             )
-            raise input_error(f"source={name}", rule, f"{fix} may read it") from error
+            raise input_error(f"source={name}", rule, f"{fix} that may read it") from error
         if passes(error):
             fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
             rule = f"{endpoint()} keeps failing ({first_line(error)})"
@@ -399,7 +399,7 @@ def passes(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from; the library wraps what the server said."""
+    # the library wraps what the server said
     while error is not None:
         yield error
         error = error.__cause__

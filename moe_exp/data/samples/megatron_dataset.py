@@ -153,9 +153,9 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
             if is_first:
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
-            barrier()
+            barrier()  # the folder is there
             _build(order, building)
-            barrier()
+            barrier()  # all have read what rank 0 wrote
             if is_first:
                 for path in building.iterdir():
                     with path.open("rb") as file:

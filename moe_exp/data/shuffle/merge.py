@@ -182,7 +182,7 @@ class Merging:
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
 
     def _check_written(self) -> str:
-        """Reads the file back: each part has to be what was written. Returns its hash."""
+        """Hash of the file, which is read back: each part has to be what was written."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
         num_bytes = self.path.stat().st_size
         with progress("merge, check", num_bytes) as advance, self.path.open("rb", buffering=0) as file:

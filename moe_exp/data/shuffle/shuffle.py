@@ -209,7 +209,8 @@ def _begin(
 
 
 def _run(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
-    """Runs all tasks, the only one in this process, others by an executor; whether they are done."""
+    """Runs all tasks; whether they are done."""
+    # the only task in this process, which needs no datatrove
     if execution.executor == "local" and job.num_buckets:
         steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
         steps["written"] = partial(write, job, 1, 0)
@@ -259,7 +260,7 @@ def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]
 
 
 def _clean(output: Path) -> None:
-    """Removes what was needed until the output was published, so that a crash before that loses nothing."""
+    # not before the output is published, so that a crash loses nothing
     rmtree(output / TEMPORARY, ignore_errors=True)
     (output / TASKS).unlink(missing_ok=True)
 

@@ -215,7 +215,7 @@ class _Writer:
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]
     ) -> None:
-        """Reads the lines and writes them in `order`; `rank`: of the first one in the order of all."""
+        # `rank`: of the first one in the order of all
         ends = np.cumsum(placed.records["num_bytes"].astype(np.int64))
         begins = ends - placed.records["num_bytes"].astype(np.int64)
         if len(self.lines.view) + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:

@@ -139,10 +139,11 @@ def join_parts(job: TaskTokens, rank: int) -> int:
 
 
 def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-    """Bytes of a part that lie in [low, end) of the .bin; every block that it reads is checked."""
+    """Bytes of a part that lie in [low, end) of the .bin."""
     path = job.folder / f"{one.part.stem}.bin"
     low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
     with path.open("rb", buffering=0) as file:
+        # whole blocks are read, as a hash is of a whole one
         for block in range(low // CHECKED_BYTES, -(-end // CHECKED_BYTES)):
             place, digest = block * CHECKED_BYTES, xxhash.xxh3_128()
             block_end = place + CHECKED_BYTES

@@ -174,7 +174,7 @@ def _publish(
     backend: str,
     hashes: Mapping[Path, str] | None,
 ) -> dict[str, Any]:
-    """Writes the index of all parts, which are joined, and finishes the stage; returns the manifest."""
+    """Writes the index of the joined parts, and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
         raise setting_error("input", stage.inputs[0], "the inputs have no documents", "give files with text")
@@ -215,7 +215,7 @@ def _pinned_backend(
     settings: PartSettings,
     num_apart: int,
 ) -> str:
-    """The backend of the call that began; chosen, and the disk checked, where this is the first."""
+    """The backend of the call that began, or if this is the first, one by a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
@@ -288,10 +288,7 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
 
 
 class _Estimate:
-    """The backend, and tokens, disk and time of a run with it, by a sample of the texts.
-
-    `num_apart`: parts that are on the disk before they are joined.
-    """
+    """The backend, and tokens, disk and time of a run with it, by a sample of the texts."""
 
     def __init__(
         self,
@@ -317,7 +314,7 @@ class _Estimate:
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
         bin_bytes = self.num_tokens * settings.dtype.itemsize
-        # While it works, parts that are not joined yet and the one that is are on the disk as well.
+        # `num_apart` parts that are not joined yet, and the one that is, are on the disk as well.
         share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
         self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)

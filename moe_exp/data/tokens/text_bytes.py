@@ -67,13 +67,14 @@ class TokenBytes:
         self.note = self._probe(tokenizer, unknown)
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
-        """Encodes some texts and compares their bytes; also finds whether a document begins with a space."""
+        """Says what of a text the tokenizer does not keep."""
         encode, lost = Encoders(tokenizer).get("tokenizers"), []
 
         def ids_of(text: str) -> Int64Array:
             return np.asarray(encode([text])[0], dtype=np.int64)
 
         if self._space is not None:
+            # whether decoding takes the space at the beginning of a document away
             self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
         for what, text in _CHANGES.items():
             ids = ids_of(text)
@@ -119,9 +120,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the three byte tokens that stand for a space, where the vocabulary has no piece for it, and the
-    id of what is unknown.
-    """
+    """Ids of the byte tokens of a space that has no piece of its own; and the unknown token's."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

@@ -202,13 +202,14 @@ def same_fingerprint(one: str, other: str) -> bool:
 
 
 def _ids_hash(content: Mapping[str, Any]) -> str:
-    """16 hex digits of what decides the ids of a text. Neither what is left out here when text is tokenized
-    (dropout, post-processor) does, nor which added tokens are special, nor how the file is written.
-    """
+    """16 hex digits of what decides the ids of a text."""
+    # without dropout and post-processor, which are left out here when text is tokenized, and whatever the way
+    # in which the file is written: null and false are the defaults
     given = {name: value for name, value in content["model"].items() if name != "dropout"}
     model = {name: value for name, value in given.items() if value is not None and value is not False}
     if merges := model.get("merges"):  # pairs, in older files with a space between
         model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+    # which of them are special does not matter: special tokens in a text are text
     added = [{**token, "special": None} for token in content.get("added_tokens") or []]
     added.sort(key=lambda token: token["id"])
     return _json_hash([content.get("normalizer"), content.get("pre_tokenizer"), model, added])
