@@ -112,6 +112,7 @@ def _build(folder: Path, vocab_size: int) -> None:
     try:
         num_tokens = _write_corpus(building, vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
+        # only now: a folder of that name is complete
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -246,6 +246,7 @@ class Mixing:
             key = source.repository, source.revision, source.patterns, source.path, source.url
             files.setdefault(source.name, set()).add(key)
         for name, wanted in found.items():
+            # they would replace each other's files
             if len(files[wanted.source().name]) > 1:
                 found[name] = replace(wanted, raw_name=f"{self.name}_{name}")
         return found
@@ -303,6 +304,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
             what = "%s: read %.2f times in total_tokens=%.4g, and it has no max_epochs"
             logger.warning(what, part.name, epochs, mixture.total_tokens)
     tokenizer_name = mixture.tokenizer or str(mixing.folder / "tokenizer")
+    # made again by every call, as it is fast where nothing else has changed
     text = datasheet(mixing.name, parts, total_tokens=mixture.total_tokens, tokenizer=tokenizer_name)
     write_atomically(mixing.folder / "datasheet.md", text)
     facts = {

@@ -182,6 +182,7 @@ def plan(wanted: Preparation) -> None:
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
+    # tasks at a time, which the estimate of the time is divided by
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     free = bytes_text(free_disk(wanted.data_dir))

@@ -287,6 +287,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     write_json(work / FACTS, facts)
     # of an earlier preparation that has lost text.json
     shutil.rmtree(folder, ignore_errors=True)
+    # last: a folder of that name is complete
     work.rename(folder)
     return Prepared(folder, facts)
 

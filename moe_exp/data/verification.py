@@ -157,6 +157,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
                         num_shared += int(hashes.is_in(*valid_words).sum())
                 total += tally
                 count = tally.num_documents
+                # a shuffle counts by file, other steps only in all
                 listed = expected.get(name, count) if isinstance(expected, dict) else count
                 wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
                 found.append(Finding(name, wrong, f"{count:,} documents"))

@@ -180,6 +180,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         for name in files:  # also of those that are not wanted: an error may name them
             check_inside(name, endpoint())
         sizes = {name: file.size for name, file in files.items()}
+        # the choice is ours, as the library's patterns do not say when they match nothing
         names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
         chosen = [
             HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
@@ -246,6 +247,7 @@ class _Fetcher:
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
         """Gets the missing ones of `files`, compares all with the listing, and returns their hashes."""
+        # once more, as a proxy or a disk may have damaged what the hub has
         for attempt in (1, 2):
             if missing := self.missing(files):
                 self._get(missing)

@@ -167,6 +167,7 @@ def resolve_source(
         if "/" in name_or_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
             raise input_error(f"source={name_or_path}", rule, "correct the path")
+        # most likely a name of `moe-exp data list` that was misspelt
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
         fix = f"did you mean {nearest}? `moe-exp data list` shows all"
@@ -208,6 +209,7 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
         patterns: of names; in what they match, records have precedence over text.
         where: folder or URL, for messages.
     """
+    # a folder may have a million files
     some = ", ".join(sorted(sizes)[:4]) or "nothing"
     chosen: set[str] = set()
     for pattern in patterns:
@@ -256,6 +258,7 @@ def check_inside(name: str, server: str) -> None:
 
 
 def _refused(name: str, rule: str, server: str, fix: str = "choose another dataset") -> ValueError:
+    # it goes to a terminal, where control characters could do harm
     shown = ascii(name)[1:-1]
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     return input_error(shown, f"{server} lists a file of this name, and {rule}", fix)
@@ -342,6 +345,7 @@ def _read_files(root: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _python_files(root: Path) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root):
+        # in place: os.walk does not descend into what is taken out
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         found += [path.relative_to(root).as_posix() for path in paths]

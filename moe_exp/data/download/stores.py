@@ -182,6 +182,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
     check_names(list(outputs), where, {MANIFEST, RUNNING})
     fix = "choose another folder, or remove it"
     paths, target, begun = [folder / one for one in outputs], folder / name, folder / f".{name}.pulled"
+    # the same name, and another output
     if target.is_file() and target.read_bytes() != content:
         raise input_error(target, "is there, and is of something else", fix)
     if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
@@ -195,6 +196,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
             rule = f"has {found} bytes, its manifest says {size}" if one in listed else "is missing"
             raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: push it again.")
     total = sum(sizes.values())
+    # what an earlier call has fetched takes its space already
     kept = [*paths, *folder.rglob(".*.part")]
     there = sum(path.stat().st_size for path in kept if path.is_file())
     check_free_disk(folder, total - there, f"the files of {store.url}")

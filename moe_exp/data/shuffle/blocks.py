@@ -78,13 +78,12 @@ class LineBlocks:
                 kept = filled - lines_end
                 if kept == len(self.buffer) - 1:  # no line ends in it
                     if kept >= self.longest_bytes:
-                        rule = (
-                            f"a line is longer than the {self.longest_bytes} bytes that are there for lines"
-                        )
+                        rule = f"a line is longer than the {kept} bytes that are there for lines"
                         raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
                     full = self.view
                     self._allocate(min(2 * kept, self.longest_bytes))
                     self.view[:kept] = full[:-1]
+                    del full, free  # of the old buffer
         if kept:
             self.buffer[kept] = _LF
             yield self._after_bom(at_start), kept + 1

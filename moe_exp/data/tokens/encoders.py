@@ -182,6 +182,7 @@ def probe_texts(tokenizer: TextTokenizer) -> list[str]:
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []
         pieces += [token["content"] for token in added[:64]]
+    # the same texts at every call, so that a resumed run chooses the same backend
     choice = random.Random(0)
     return ["".join(choice.choices(pieces, k=choice.randrange(1, 30))) for _ in range(_NUM_PROBES)]
 
@@ -193,6 +194,7 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
     if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
         return []
     sides = [(ids, lengths), (reference_ids, reference_lengths)]
+    # only where something differs: text by text
     pairs = zip(*(np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in sides), strict=True)
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
@@ -264,6 +266,7 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
     merges = [pair for first, second in pairs for pair in ((first, second), (second, first))]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
+    # they would be split off before the classes of characters are seen
     content["added_tokens"] = []
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": None, "ignore_merges": False}
     return replace(

@@ -43,6 +43,7 @@ class DocumentTokens:
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
         """The tokenizer `name` with these tokens; ValueError if it is no tokenizer, or lacks the end."""
         found = load_named_tokenizer(name, allow_special=allow_special)
+        # its files may name another one than the training used
         if self.eod_id not in (None, found.eod_id):
             if (token := found.token(self.eod_id)) is None:
                 rule = f"has no token {self.eod_id}, with which the documents of the training end"
@@ -77,6 +78,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
     """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
+    # another check names a tokenizer that does not exist
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
         own = embedded_folder(Path(config.data_dir)) / "tokenizer.json"
@@ -93,6 +95,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
+        # all data so far, so that the first setting that differs is named
         if wrong := other_tokenizer([*prefixes, *members]):
             yield problem(name, getattr(config, name), wrong, fix)
             return

@@ -155,6 +155,7 @@ class PartEncoder:
         self._encoder = encoders.get(backend)
         self._special_tokens = settings.tokenizer.special_tokens()
         self._is_special = np.zeros(settings.tokenizer.vocab_size, bool)
+        # a table, so that a batch is looked through at once
         self._is_special[list(self._special_tokens)] = True
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 

@@ -74,7 +74,7 @@ class TokenBytes:
             return np.asarray(encode([text])[0], dtype=np.int64)
 
         if self._space is not None:
-            # whether decoding takes the space at the beginning of a document away
+            # 0 where the tokenizer itself puts a space before every document
             self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
         for what, text in _CHANGES.items():
             ids = ids_of(text)

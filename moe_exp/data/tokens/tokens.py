@@ -418,6 +418,7 @@ def parse_split(text: str) -> list[Share | None]:
     Raises:
         ValueError: `text` is not one to three numbers, or the first is 0.
     """
+    # -1: no number, which is refused below
     weights = [-1.0 if (weight := _number(word)) is None else weight for word in text.split(",")]
     are_finite = all(0 <= weight < math.inf for weight in weights)
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
