@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from moe_exp.data.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
 from moe_exp.data.kinds import total_bytes
-from moe_exp.data.stage import MAKE_AGAIN, Stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import worker_context
 from moe_exp.host.progress import progress_of
@@ -91,7 +91,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
 
 
 def run_stage_passes(
-    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: Stage, verb: str, working: Path
+    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
     """`run_passes` of a stage that follows others, with a progress bar where its tasks end here.
 

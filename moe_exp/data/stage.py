@@ -37,7 +37,7 @@ _SAMPLED_BLOCKS = 4
 
 
 @dataclass
-class Stage:
+class CorpusStage:
     """A step that is running, or was done before.
 
     Args:
@@ -122,7 +122,7 @@ def run_stage(
     start_over: bool = False,
     mends_outputs: bool = False,
     suffixes: Sequence[str] = (),
-) -> Iterator[Stage]:
+) -> Iterator[CorpusStage]:
     """Opens the step: `stage.was_done` says whether there is anything to do, `stage.folder` where to work.
 
     What the block writes into `stage.folder` is there again when the step is called after a crash. An
@@ -166,7 +166,7 @@ def run_stage(
                 shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: is there, made by %s with these settings and inputs: nothing to do"
             logger.info(what, output, name)
-            yield Stage(name, output, place, inputs, done, done, was_done=True)
+            yield CorpusStage(name, output, place, inputs, done, done, was_done=True)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
@@ -186,7 +186,7 @@ def run_stage(
         begun |= key
         # before any work: a crash from here on is resumed
         write_json(folder / RUNNING, begun)
-        yield Stage(name, output, folder, inputs, begun)
+        yield CorpusStage(name, output, folder, inputs, begun)
 
 
 def _place(output: Path) -> Path:

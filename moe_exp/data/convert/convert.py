@@ -50,7 +50,7 @@ from moe_exp.data.documents import check_apart
 from moe_exp.data.execution import Execution, Pass, bytes_through
 from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
 from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error, total_bytes
-from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, run_stage
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of
@@ -224,7 +224,7 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
 
 
 def _passes(
-    stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
+    stage: CorpusStage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
     """The pipelines, and the folders of the counts of those that write documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
@@ -294,7 +294,7 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
 
 
 def _publish(
-    stage: Stage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
+    stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]

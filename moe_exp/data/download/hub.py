@@ -24,7 +24,7 @@ import xxhash
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
 from moe_exp.data.download.stores import LISTING, download_from_store, has_size
 from moe_exp.data.kinds import input_error
-from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
+from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.object_store import first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
@@ -144,7 +144,7 @@ def download(
     return [folder / file.name for file in listing.files]
 
 
-def _finish(stage: Stage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
+def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
     facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": _size(listing.files)}
     facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}

@@ -22,7 +22,7 @@ _FEISTEL_ROUNDS = 6
 _BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
 
 
-class Piece(NamedTuple):
+class CorpusPiece(NamedTuple):
     """Tokens `begin` to `end - 1` of the file, all of one document."""
 
     document: int
@@ -76,7 +76,7 @@ class Corpus:
         """Numbers in the file of the documents that window `index` has tokens of."""
         return tuple(piece.document for piece in self._place(index))
 
-    def _place(self, index: int) -> Iterable[Piece]:
+    def _place(self, index: int) -> Iterable[CorpusPiece]:
         number, index = divmod(index, self.num_windows)
         epoch = self._epoch(number)
         if self.shuffle:
@@ -108,7 +108,7 @@ class Corpus:
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
         return Epoch(documents, np.cumsum(self._bounds[documents + 1] - self._bounds[documents]), window_key)
 
-    def _pieces(self, epoch: Epoch, window: int) -> Iterable[Piece]:
+    def _pieces(self, epoch: Epoch, window: int) -> Iterable[CorpusPiece]:
         """Pieces of a window of an epoch, in order."""
         start = window * self.seq_len
         stop = start + self.seq_len + 1
@@ -118,7 +118,7 @@ class Corpus:
             count = min(stop, end) - start
             # `end - start` tokens of the document are still to come
             begin = int(self._bounds[document + 1]) - (end - start)
-            yield Piece(document, begin, begin + count)
+            yield CorpusPiece(document, begin, begin + count)
             start += count
 
 
@@ -257,13 +257,13 @@ class PackedCorpus(Corpus):
         by_length = documents[np.argsort(rest, kind="stable")][int((rest == 0).sum()) :]
         return Epoch(documents, np.cumsum(num_full), window_key, by_length)
 
-    def _pieces(self, epoch: Epoch, window: int) -> list[Piece]:
+    def _pieces(self, epoch: Epoch, window: int) -> list[CorpusPiece]:
         if window < self._num_full:
             place = int(np.searchsorted(epoch.ends, window, side="right"))
             document = int(epoch.documents[place])
             before = int(epoch.ends[place - 1]) if place else 0
             begin = int(self._bounds[document]) + (window - before) * self.seq_len
-            return [Piece(document, begin, begin + self.seq_len + 1)]
+            return [CorpusPiece(document, begin, begin + self.seq_len + 1)]
         sample = window - self._num_full
         number = bisect_right(self._group_ends, sample)
         group = self._groups[number]
@@ -273,7 +273,7 @@ class PackedCorpus(Corpus):
             begin = int(self._class_begins[length]) + first + sample * each
             for document in epoch.by_length[begin : begin + each].tolist():
                 end = int(self._bounds[document + 1])
-                pieces.append(Piece(document, end - length, end))
+                pieces.append(CorpusPiece(document, end - length, end))
         if not self.shuffle:
             return pieces
         return [pieces[place] for place in shuffled(len(pieces), hash_of(f"{epoch.key}/{window}"))]

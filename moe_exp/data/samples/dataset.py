@@ -28,7 +28,7 @@ Range = tuple[int, int]
 _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
-class Stage(NamedTuple):
+class DataStage(NamedTuple):
     """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
     (`PackedCorpus`).
     """
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 class Samples(Protocol):
     """Samples of a run by number, in an order that does not change during the run."""
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         """The stage of DATA_STAGES that sample number `index` belongs to."""
 
     def batch(self, first: int, count: int) -> torch.Tensor:
@@ -140,9 +140,9 @@ class SampleStream:
         corpora, taken = zip(*(self._given[name] for name in names), strict=True)
         self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
-        return Stage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
+        return DataStage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
@@ -367,7 +367,7 @@ class SkippingSamples:
         # Without skips a stream that has come to its end says so itself.
         self._samples, self._length = samples, length if self.skipped else None
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
 
     def batch(self, first: int, count: int) -> torch.Tensor:

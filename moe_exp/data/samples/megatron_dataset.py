@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 
 from moe_exp.config import setting_error
-from moe_exp.data.samples.dataset import Origin, Stage, fingerprint_of
+from moe_exp.data.samples.dataset import DataStage, Origin, fingerprint_of
 from moe_exp.data.tokens.tokens import Int64Array, TokenFiles, parse_blend, parse_split, part_tokens
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -47,8 +47,8 @@ class MegatronSamples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def stage_at(self, index: int) -> Stage:
-        return Stage(0, int(self._dataset[0]["tokens"].numel()))
+    def stage_at(self, index: int) -> DataStage:
+        return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index`: int64 token ids of shape [S1]; ValueError if there are not that many, as a

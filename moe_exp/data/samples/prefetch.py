@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.samples.dataset import Origin, Samples, Stage
+from moe_exp.data.samples.dataset import DataStage, Origin, Samples
 from moe_exp.host.processes import end_with_parent, signals_blocked
 
 _PLACED = 64  # samples, of the files of a blend
@@ -81,7 +81,7 @@ class ReadAhead:
         self._expected: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         return self._samples.stage_at(index)
 
     def origin(self, index: int) -> Origin:

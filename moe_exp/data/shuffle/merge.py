@@ -13,7 +13,7 @@ import xxhash
 from moe_exp.data.documents import Tally, estimate_line_bytes, files_in
 from moe_exp.data.kinds import total_bytes, without_ending
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress
 
@@ -111,7 +111,7 @@ def find_shards(
 class Merging:
     """A merge that is running in the folder of its stage."""
 
-    def __init__(self, stage: Stage, shards: list[Path], manifest: dict[str, Any] | None):
+    def __init__(self, stage: CorpusStage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest
         self.path = stage.folder / f"{stage.output.name}.jsonl"
         self.state_path = stage.folder / "state.json"

@@ -40,7 +40,7 @@ from moe_exp.data.shuffle.scatter import (
     scatter,
 )
 from moe_exp.data.shuffle.write import write
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
 from moe_exp.host.devices import available_memory_bytes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress_of
@@ -171,7 +171,7 @@ def _default_memory(execution: Execution, tasks: int) -> int:
 
 
 def _begin(
-    stage: Stage,
+    stage: CorpusStage,
     settings: dict[str, Any],
     rule: TextRule,
     inputs: Sequence[Path],
@@ -208,7 +208,7 @@ def _begin(
     return job
 
 
-def _run(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
+def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing: int) -> bool:
     """Runs all tasks; whether they are done."""
     # the only task in this process, which needs no datatrove
     if execution.executor == "local" and job.num_buckets:
@@ -231,7 +231,7 @@ def _run(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int)
     return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
 
 
-def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
+def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
     """Publishes the validation file and the shards, and returns the manifest."""
     indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by name, the validation file first
     for task in range(num_writing):

@@ -17,7 +17,7 @@ import xxhash
 
 from moe_exp.data.execution import Execution, Step, Through
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
-from moe_exp.data.stage import MAKE_AGAIN, Stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.data.tokens.encoders import one_thread
 from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
 from moe_exp.host.files import BlockHash, read_json, write_json
@@ -163,7 +163,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 raise ValueError(f"{path}: {NOT_WRITTEN}")
 
 
-def run_tasks(job: TaskTokens, execution: Execution, stage: Stage) -> str | None:
+def run_tasks(job: TaskTokens, execution: Execution, stage: CorpusStage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are under way."""
     made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
     joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks

@@ -22,7 +22,7 @@ from moe_exp.data.execution import Execution, Through, bytes_through, num_worker
 from moe_exp.data.jobs import WorkerPool, check_no_jobs
 from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
-from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, free_disk, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
 from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
 from moe_exp.data.tokens.parts import (
@@ -155,7 +155,7 @@ def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
     return settings.facts() | {"part_bytes": part_bytes}
 
 
-def _check_same_way(stage: Stage, tasks: int | None) -> None:
+def _check_same_way(stage: CorpusStage, tasks: int | None) -> None:
     """What processes have begun, tasks do not continue, and the other way round."""
     if tasks is not None and (stage.folder / JOINED).exists():
         rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or give --start-over"
@@ -167,7 +167,7 @@ def _check_same_way(stage: Stage, tasks: int | None) -> None:
 
 
 def _publish(
-    stage: Stage,
+    stage: CorpusStage,
     joined: JoinedParts,
     parts: Sequence[Part],
     *,
@@ -208,7 +208,7 @@ def usable(workers: int) -> int:
 
 
 def _pinned_backend(
-    stage: Stage,
+    stage: CorpusStage,
     encoders: Encoders,
     requested: str,
     inputs: Sequence[Path],
