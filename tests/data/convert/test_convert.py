@@ -21,7 +21,7 @@ import pytest
 
 from helpers.jsonl import read_jsonl, read_texts
 from helpers.ranks import start_process
-from helpers.slurm.stand_in import wait_for
+from helpers.waiting import wait_for
 from moe_exp.data import jobs, kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
