@@ -96,7 +96,6 @@ class Tally:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values for a manifest."""
         counts: dict[str, Any] = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes}
         return counts | {"text_hash": f"{self.text_hash:032x}", "skipped": dict(sorted(self.skipped.items()))}
 

@@ -64,7 +64,6 @@ class Pass:
     folder: Path
 
     def left(self) -> list[int]:
-        """Tasks that are not complete."""
         done = self.folder / "completions"
         return [task for task in range(self.num_tasks) if not (done / f"{task:05d}").is_file()]
 
@@ -119,7 +118,6 @@ def in_turn(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def num_workers(execution: Execution) -> int:
-    """Tasks at a time on this machine."""
     return execution.workers or num_cores()
 
 

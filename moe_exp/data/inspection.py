@@ -136,8 +136,6 @@ def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
 
 @dataclass
 class _Tokens:
-    """Counts that are collected block by block."""
-
     eod_id: int | None
     vocab_size: int | None
     highest_id: int = -1

@@ -109,7 +109,6 @@ def run_stage_passes(
 
 
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
-    """Runs a task of a pass."""
     from datatrove.utils.logging import logger as datatrove_logger
 
     # steps keep counts: each task begins with its own

@@ -93,7 +93,6 @@ class BadDocument(ValueError):
 
     @property
     def fix(self) -> str:
-        """The fix, if the reason says enough."""
         return _FIXES.get(self.reason, "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
@@ -101,7 +100,6 @@ class BadDocument(ValueError):
 
 
 def total_bytes(paths: Iterable[Path]) -> int:
-    """Sum of the sizes of files."""
     return sum(path.stat().st_size for path in paths)
 
 
@@ -127,7 +125,6 @@ def check_regular(paths: Iterable[Path]) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is to be decompressed."""
     return ending(path).endswith((".gz", ".zst"))
 
 

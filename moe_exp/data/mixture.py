@@ -210,7 +210,6 @@ class Mixing:
 
     @property
     def folder(self) -> Path:
-        """Folder of the token files."""
         return self.data_dir / self.name
 
     def preparations(self) -> dict[str, Preparation]:

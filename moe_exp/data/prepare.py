@@ -135,7 +135,6 @@ def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
 
 
 def raw_folder(source: Source, wanted: Preparation) -> Path:
-    """Folder of the downloaded files."""
     return wanted.data_dir / f"{wanted.raw_name or source.name}_raw"
 
 

@@ -87,7 +87,6 @@ class TextSource:
         return place_of(self.name)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Name, size and time of each file."""
         root = os.path.commonpath([path.absolute().parent for path in self.files])
         names = [os.path.relpath(path.absolute(), root) for path in self.files]
         stats = [path.stat() for path in self.files]

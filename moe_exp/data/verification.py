@@ -33,8 +33,6 @@ _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked."""
-
     name: str  # of a file, or what was compared
     problem: str = ""
     facts: str = ""  # for a reader

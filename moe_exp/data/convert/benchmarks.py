@@ -41,7 +41,6 @@ class Benchmark:
         return [expanded(self.task or self.given)] if is_file else []
 
     def facts(self) -> dict[str, Any]:
-        """Facts that identify it."""
         found = [fingerprint(path) for path in self.files]
         if not self.task:
             return found[0]

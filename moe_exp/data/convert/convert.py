@@ -127,7 +127,6 @@ class ConvertSettings:
         )
 
     def benchmark_files(self) -> list[Path]:
-        """Files of the benchmarks."""
         return [path for one in self.decontaminate for path in one.files]
 
 

@@ -96,7 +96,6 @@ class NearDuplicates:
                 raise input_error("near_dedup", rule, f"the default is {getattr(type(self), name)}")
 
     def config(self) -> Any:
-        """datatrove's settings."""
         from datatrove.pipeline.dedup.minhash import MinhashConfig
 
         return MinhashConfig(self.n_grams, self.num_buckets, self.hashes_per_bucket, self.seed)

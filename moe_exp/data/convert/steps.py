@@ -78,7 +78,6 @@ class ReadFiles:
             self.stats["documents"].update(self.tally.num_documents - first, "input_file")
 
     def task_files(self, rank: int) -> list[str]:
-        """Input files of task `rank`."""
         return self.files[rank :: self.num_tasks]
 
     def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:

@@ -150,7 +150,6 @@ class SampleStream:
         return corpus.window(window)
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
         corpus, window = self._place(index)
         return Origin(corpus.prefix, corpus.documents(window))
 
@@ -379,7 +378,6 @@ class SkippingSamples:
         return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
         return self._samples.origin(self._within(stream_number(index, self.skipped)))
 
     def _within(self, number: int) -> int:

@@ -118,8 +118,6 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
 @dataclass
 class Documents:
-    """The documents of a block."""
-
     begins: NDArray[np.int64]  # of their lines in the buffer, without BOM
     ends: NDArray[np.int64]  # with the LF, without CR
     text_digests: bytes  # XXH3-128

@@ -201,7 +201,6 @@ class Merging:
 
 
 def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Rows of the table at the end."""
     file = manifest["outputs"][0]
     counts = {"documents": manifest["read"]["num_documents"], "shards": len(manifest["num_documents"])}
     skipped = {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}

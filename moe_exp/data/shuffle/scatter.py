@@ -94,7 +94,6 @@ class ValidTally:
     at_smallest: Tally = field(default_factory=Tally)  # one text and its duplicates
 
     def add(self, choices: Keys, documents: Documents) -> None:
-        """Counts the documents of a block."""
         if not len(choices):
             return
         smallest = int(choices.min())
@@ -118,7 +117,6 @@ class ValidTally:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values for a file."""
         return vars(self) | {"below": self.below.to_json(), "at_smallest": self.at_smallest.to_json()}
 
     @classmethod
@@ -127,7 +125,6 @@ class ValidTally:
         return cls(**content | tallies)
 
     def total(self) -> Tally:
-        """Counts of the validation documents."""
         return self.below if self.below.num_documents else self.at_smallest
 
 
@@ -176,7 +173,6 @@ class TaskShuffle:
         return self.folder / TEMPORARY
 
     def place(self, folder: str, task: int, suffix: str = ".json") -> Path:
-        """File of a task."""
         return self.temporary / folder / f"{task:05d}{suffix}"
 
     def through(self, folder: str, task: int) -> Through:
@@ -234,7 +230,6 @@ class _Found:
         self.line_hash, self.num_bytes, self.of_slices = 0, 0, list[int]()
 
     def blocks(self, block_bytes: int) -> Iterator[_Block]:
-        """Yields blocks of documents."""
         settings, through = self.job.settings, self.job.through("indexed", self.rank)
         options = {name: settings[name] for name in ("text_field", "skip_bad")}
         lines = self.job.lines(block_bytes)

@@ -315,7 +315,6 @@ def check_settings(
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Rows of the table at the end."""
     train, valid = manifest["train"], manifest["valid"]
     rows: dict[str, object] = {"training documents": train["num_documents"]}
     rows |= {"validation documents": valid["num_documents"]}

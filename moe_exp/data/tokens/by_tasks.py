@@ -55,11 +55,9 @@ class TaskTokens:
         return all(self.place("joined", task).exists() for task in range(self.num_tasks))
 
     def place(self, folder: str, task: int) -> Path:
-        """File with what a task has done."""
         return self.folder / folder / f"{task:05d}.json"
 
     def facts(self, folder: str) -> list[Any]:
-        """Contents of the files of all tasks."""
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:

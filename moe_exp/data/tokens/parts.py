@@ -53,8 +53,6 @@ class Part(Slice):
 
 @dataclass
 class PartCounts:
-    """Counts of a part."""
-
     tally: Tally = field(default_factory=Tally)
     num_tokens: int = 0  # end-of-document tokens included
     num_eods: int = 0  # end-of-document tokens, those in texts included
@@ -395,7 +393,6 @@ class JoinedParts:
         write_index(self.idx_path, lengths, self.settings.dtype)
 
     def read_counts(self, part: Part) -> PartCounts:
-        """Counts of a part that is complete."""
         return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
 
     def add(self, counts: PartCounts) -> None:

@@ -74,7 +74,6 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
-        """The SentencePieceProcessor of `content`."""
         import sentencepiece
 
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
