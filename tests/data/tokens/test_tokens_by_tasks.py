@@ -100,7 +100,7 @@ def test_a_bad_line_stops(workers, how, inputs, tmp_path):
 
 def stopped(at, tokenize, monkeypatch):
     """A call that fails where it would join or publish."""
-    names = {"join": (by_tasks, "join_parts"), "write": (by_tasks, "_write_at")}
+    names = {"join": (by_tasks, "join_parts"), "write": (by_tasks, "_chunks")}
     owner, name = names.get(at, (preprocess, "_publish"))
 
     def fail(*arguments, **options):
