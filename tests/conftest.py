@@ -113,8 +113,8 @@ def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     data_dir = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "data"
     from moe_exp.data import embedded
 
-    documents = embedded._documents
-    with patch.object(embedded, "_documents", lambda: documents()[::10]):
+    documents = embedded.embedded_documents
+    with patch.object(embedded, "embedded_documents", lambda: documents()[::10]):
         embedded.ensure_embedded_corpus(data_dir)
     return Runs(tmp_path_factory.mktemp("session") / "runs", data_dir)
 

@@ -18,9 +18,9 @@ from moe_exp.checkpoint.remote import fetch_checkpoint
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.data.copies import pull, push
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import resolve_source
+from moe_exp.data.download.stores import pull, push
 from moe_exp.data.samples.dataset import SampleStream, content_of, fingerprint_of
 from moe_exp.data.tokens import ranged
 from moe_exp.data.tokens.manifests import with_vocab_size

@@ -52,7 +52,7 @@ OURS = """
 import sys
 from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 if __name__ == "__main__":
     files, output = sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x"
     convert(files, output, ConvertSettings(tasks=1), Execution(workers=1))

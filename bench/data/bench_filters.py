@@ -24,7 +24,7 @@ from bench_convert import measure, write_source
 
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 
 HEAD = """
 import sys
@@ -72,7 +72,7 @@ from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.filters import NamedFilter
 from moe_exp.data.convert.duplicates import NearDuplicates
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 files, output = sorted(Path(sys.argv[1]).iterdir()), Path(sys.argv[2]) / "x"
 convert(files, output, ConvertSettings(tasks=1, {settings}), Execution(workers=1))
 """

@@ -85,6 +85,7 @@ class Tally:
         """Counts a document by its text in UTF-8; -1 times takes out one that was added."""
         self.num_documents += times
         self.num_text_bytes += times * len(text)
+        # a sum, so that neither order nor division into tasks matters, and one can be taken out
         self.text_hash = (self.text_hash + times * xxhash.xxh3_128_intdigest(text)) & _MASK128
 
     def __iadd__(self, other: Tally) -> Tally:
@@ -95,7 +96,6 @@ class Tally:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values for a manifest."""
         counts: dict[str, Any] = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes}
         return counts | {"text_hash": f"{self.text_hash:032x}", "skipped": dict(sorted(self.skipped.items()))}
 
@@ -163,7 +163,19 @@ def data_among(
     left_out = {name: sizes[name] for name in sizes.keys() - chosen - about}
     if not left_out or not chosen:
         return chosen
-    line = _left_out_line(left_out, text_field)
+    kinds: Counter[str] = Counter()
+    # counted by ending, as there may be thousands
+    for name in left_out:
+        kind = ending(name) or Path(name).suffix.lower() or "without an ending"
+        if kind in JSON_FILES and text_field:
+            kind += f" without a field {text_field!r}"
+        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
+            kind += " beside records"
+        kinds[kind] += 1
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda one: (-one[1], one)))
+    num_files = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'}"
+    line = f"left out {num_files}, {bytes_text(sum(left_out.values()))}: {counts} ({_some(sorted(left_out))})"
+    # most of it would be lost silently
     if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
@@ -173,22 +185,6 @@ def data_among(
         raise input_error(f"{what}={where}", f"{line}: most of its bytes", fix)
     _warn_once(f"{where}: {line}")
     return chosen
-
-
-def _left_out_line(sizes: Mapping[str, int], text_field: str) -> str:
-    """Counts files by their endings, and names some."""
-    kinds: Counter[str] = Counter()
-    for name in sizes:
-        kind = ending(name) or Path(name).suffix.lower() or "without an ending"
-        if kind in JSON_FILES and text_field:
-            kind += f" without a field {text_field!r}"
-        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
-            kind += " beside records"
-        kinds[kind] += 1
-    ordered = sorted(kinds.items(), key=lambda one: (-one[1], one))
-    counts = ", ".join(f"{count} {kind}" for kind, count in ordered)
-    num_files = f"{len(sizes)} {'file' if len(sizes) == 1 else 'files'}, {bytes_text(sum(sizes.values()))}"
-    return f"left out {num_files}: {counts} ({_some(sorted(sizes))})"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -202,11 +198,11 @@ def _warn_once(message: str) -> None:
 
 
 def _has_field(folder: Path, text_field: str, name: str) -> bool:
-    """Whether the first value of a JSON file has the field. True if it cannot be read: an error later."""
+    """Whether the first value of a JSON file has the field."""
     try:
         line = next((line for line in raw_lines(folder / name) if line.strip()), b"null")
         first = orjson.loads(line.removeprefix(BOM))
-    except (ValueError, *DAMAGE):
+    except (ValueError, *DAMAGE):  # reading it will say what is wrong
         return True
     return isinstance(first, dict) and text_field in first
 
@@ -227,6 +223,7 @@ def files_below(root: Path) -> Iterator[Path]:
             if path.name.startswith("."):
                 continue
             if path.is_dir():
+                # links last, so that a folder is found by its own name first
                 (links if path.is_symlink() else folders).append(path)
             else:
                 yield path
@@ -257,12 +254,24 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             raise input_error(f"{what}={path}", rule, "check the path, or quote the pattern")
         for one in matches:
             files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
-            if not files:
-                raise ValueError(f"{what}={one}: {_no_files(one, text_field)}.")
             found += files
+            if files:
+                continue
+            if prefixes := sorted(path.with_suffix("") for path in one.glob("*.idx")):
+                rule, fix = "the folder has token files", f"give their prefix, {prefixes[0]}"
+                raise input_error(f"{what}={one}", rule, fix)
+            below = list(files_below(one))
+            if any(ending(path) in JSON_FILES for path in below):
+                rule = f"its .json files have no field {text_field!r}"
+                raise input_error(f"{what}={one}", rule, _OTHER_FIELD)
+            others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
+            rule = f"the folder has no file that ends with {KINDS}{', only ' if others else ''}"
+            fix = "give a folder with such files, or convert its files to .txt"
+            raise input_error(f"{what}={one}", rule + ", ".join(others), fix)
     if not found:
         raise input_error(f"{what}=", "no file is given", f"give files ({KINDS}) or folders of them")
     check_regular(found)
+    # by what links lead to
     for path, times in Counter(file.resolve() for file in found).items():
         if times > 1:
             rule = f"is given {times} times, its documents would be there as often"
@@ -274,20 +283,6 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
         if is_validation_file(path) and len(found) > 1:
             logger.warning("%s is for validation, by its name, and is read with the others", path)
     return found
-
-
-def _no_files(folder: Path, text_field: str) -> str:
-    """Why a folder cannot be read, and the fix."""
-    if prefixes := sorted(path.with_suffix("") for path in folder.glob("*.idx")):
-        return f"the folder has token files. Fix: give their prefix, {prefixes[0]}"
-    below = list(files_below(folder))
-    if any(ending(path) in JSON_FILES for path in below):
-        return f"its .json files have no field {text_field!r}. Fix: {_OTHER_FIELD}"
-    others = sorted({path.suffix for path in below if path.suffix})
-    rule = f"the folder has no file that ends with {KINDS}"
-    if others:
-        rule += f", only {', '.join(others[:_MOST_NAMED])}"
-    return f"{rule}. Fix: give a folder with such files, or convert its files to .txt"
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
@@ -400,6 +395,7 @@ def lines_before(path: Path, start: int) -> int:
     if not start:
         return 0
     with path.open("rb") as file:
+        # an LF at start - 1 begins the line at `start`, which does not count
         num_lines, left = 1, start - 1
         while left and (chunk := file.read(min(2**22, left))):
             num_lines += chunk.count(b"\n")
@@ -434,6 +430,7 @@ def compression_ratio(path: Path) -> float:
                 if num_bytes >= 2**22:
                     break
         except DAMAGE as error:
+            # a damaged beginning: name its line
             for _ in read_lines(path):  # which stops at the line
                 pass
             raise damaged(path, 1, error) from error

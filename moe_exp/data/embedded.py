@@ -112,6 +112,7 @@ def _build(folder: Path, vocab_size: int) -> None:
     try:
         num_tokens = _write_corpus(building, vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
+        # only now: a folder of that name is complete
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -121,13 +122,14 @@ def _build(folder: Path, vocab_size: int) -> None:
 
 def _write_corpus(folder: Path, vocab_size: int) -> int:
     with _step("reading the sources of Python and torch"):
-        documents = _documents()
+        documents = embedded_documents()
     # one file in 20, by a hash of its path: it stays so whatever other files come and go
     held_out = {path for path, _ in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0}
     # In random order: a short validation reads only the first, and neighbors by path are similar.
     shuffled = sorted(documents, key=lambda document: path_hash(document[0]))
     parts = {
         "train": [text for path, text in documents if path not in held_out],
+        # a hash orders them, so that the order is the same on every machine
         "valid": [text for path, text in shuffled if path in held_out],
     }
     manifest: dict[str, Any] = {
@@ -159,13 +161,14 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     return sum(one["num_tokens"] for one in counts.values())
 
 
-def _documents() -> list[tuple[str, str]]:
+def embedded_documents() -> list[tuple[str, str]]:
+    """Path and text of every file."""
     return [*python_stdlib_documents(), *torch_documents(20 * 10**6)]
 
 
 @contextmanager
 def _step(message: str) -> Iterator[None]:
-    """A spinner on a terminal, and a log line with the time taken everywhere."""
+    # a spinner on a terminal, and a log line with the time taken everywhere
     started = time.monotonic()
     console = Console(stderr=True)
     if console.is_terminal:

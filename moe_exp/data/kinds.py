@@ -93,11 +93,19 @@ class BadDocument(ValueError):
 
     @property
     def fix(self) -> str:
-        """The fix, if the reason says enough."""
         return _FIXES.get(self.reason, "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
         return type(self), (self.path, self.line_number, self.reason)
+
+
+def total_bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def without_ending(name: str) -> str:
+    """A file's name without the ending of its kind."""
+    return name[: len(name) - len(ending(name))]
 
 
 def check_regular(paths: Iterable[Path]) -> None:
@@ -117,7 +125,6 @@ def check_regular(paths: Iterable[Path]) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is to be decompressed."""
     return ending(path).endswith((".gz", ".zst"))
 
 
@@ -173,7 +180,15 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
     elif _has_values(path):
         yield from _json_values(path)
     elif is_compressed(path):
-        yield from _split(_file_chunks(path))
+        rest: list[bytes] = []  # of a line that may be longer than many chunks
+        for chunk in _file_chunks(path):
+            *lines, last = chunk.split(b"\n")
+            for line in lines:
+                yield b"".join([*rest, line, b"\n"])
+                rest = []
+            rest.append(last)
+        if last_line := b"".join(rest):
+            yield last_line
     else:
         check_regular([path])
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
@@ -222,23 +237,12 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
             yield chunk
 
 
-def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for chunk in chunks:
-        *lines, last = chunk.split(b"\n")
-        for line in lines:
-            yield b"".join([*rest, line, b"\n"])
-            rest = []
-        rest.append(last)
-    if last_line := b"".join(rest):
-        yield last_line
-
-
 # JSON arrays
 
 
 def _json_values(path: Path) -> Iterator[bytes]:
-    """Yields each value of a JSON array, or of values one after the other, as a line; errors number them."""
+    """Yields each value of a JSON array, or of values one after the other, as a line."""
+    # not orjson, which does not say where a value ends
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None
     for chunk in chain(_file_chunks(path), [b""]):
@@ -263,6 +267,7 @@ def _json_values(path: Path) -> Iterator[bytes]:
             if chunk and end == len(buffer):  # a number may go on
                 break
             yield buffer[place:end].replace("\n", " ").replace("\r", " ").encode() + b"\n"
+            # errors number the values, as a value may have many lines, or a line many values
             place, number = end, number + 1
         buffer = buffer[place:]
         wanted = 2 * len(buffer)  # a long value is scanned again a few times, not once a chunk
@@ -274,9 +279,11 @@ def _json_values(path: Path) -> Iterator[bytes]:
 
 
 def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
-    """Yields the documents of a text file, with LF at the end of lines; memory: twice the longest."""
+    """Yields the documents of a text file, with LF at the end of lines."""
     buffer, num_lines, is_empty = b"", 1, True
+    # memory: twice the longest document
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
+        # of the first chunk
         if num_lines == 1 and not buffer:
             if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise BadDocument(path, 1, _UTF16)
@@ -302,30 +309,25 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
             cut.append(buffer[begin : match.end()])
             begin = match.end()
         buffer = buffer[begin:]
-    pieces = []
+    pieces, longest_bytes = [], rule.longest_bytes
     for document in [*cut, buffer]:
-        while len(document) > rule.longest_bytes:
-            end = _place_to_cut(document, rule.longest_bytes)
+        while len(document) > longest_bytes:
+            # after a blank line, else a line or a word, in the second half of what is allowed
+            half, separators = longest_bytes // 2, (b"\n\n", b"\r\n\r\n", b"\n", b" ")
+            places = ((document.rfind(one, half, longest_bytes), one) for one in separators)
+            end = next((place + len(one) for place, one in places if place >= 0), 0)
+            if not end:  # else after a character of UTF-8
+                end = longest_bytes
+                while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:
+                    end -= 1
             pieces.append(document[:end])
             document = document[end:]
         pieces.append(document)
     return pieces
 
 
-def _place_to_cut(document: bytes, longest_bytes: int) -> int:
-    """After a blank line, else a line, a word or a character, in the second half of what is allowed."""
-    for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
-        place = document.rfind(separator, longest_bytes // 2, longest_bytes)
-        if place >= 0:
-            return place + len(separator)
-    end = longest_bytes
-    while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-        end -= 1
-    return end
-
-
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """The text, of a block without blank lines around it; "" if it is blank. `num_lines`: its first line."""
+    """The text; "" if it is blank. `num_lines`: number of its first line, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:
@@ -333,6 +335,7 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
     except UnicodeDecodeError as error:
         line = num_lines + document.count(b"\n", 0, error.start)
         raise BadDocument(path, line, _NOT_UTF8) from error
+    # blank: counted by the caller, not a document
     if not text or text.isspace():
         return ""
     text = text.replace("\r\n", "\n")
@@ -368,10 +371,12 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
                 yield number, batch if columns is None else batch.select(columns)
                 number += batch.num_rows
     except (pyarrow.ArrowException, OSError, EOFError) as error:
+        # of the disk, not of the file's format
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = f"the {kind} file is damaged or ends early ({' '.join(str(error).split())})"
         raise BadDocument(path, number + 1, reason) from error
+    # pyarrow may end early without an error
     if num_rows not in (None, number):
         raise BadDocument(path, number, f"{number} rows were read, the file says that it has {num_rows}")
 
@@ -396,6 +401,7 @@ def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[I
     wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
     num_rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
     num_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+    # by the mean size of a row: documents may have megabytes
     batch_rows = max(1, min(1000, _BATCH_BYTES * num_rows // max(1, num_bytes)))
     return file.iter_batches(batch_rows, use_threads=False, columns=wanted), file.schema_arrow, num_rows
 

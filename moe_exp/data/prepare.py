@@ -8,6 +8,7 @@ DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, con
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
-from moe_exp.data.kinds import PARQUET_SUFFIX, is_compressed
+from moe_exp.data.execution import Execution, num_workers
+from moe_exp.data.kinds import PARQUET_SUFFIX, is_compressed, total_bytes
 from moe_exp.data.shuffle.shuffle import check_settings, shuffle_documents
 from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
-from moe_exp.data.tasks.execution import Execution, num_workers
 from moe_exp.host.files import bytes_text, ending
 from moe_exp.host.progress import print_summary
 
@@ -89,6 +90,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     source = wanted.source()
     chunks, shuffled = _checked_folders(source, wanted)
     settings = replace(wanted.settings, text_field=source.text_field)
+    # a download that is made again may bring other files: all that follows is made again, too
     start_over, raw = wanted.start_over or wanted.download_again, raw_folder(source, wanted)
     if source.is_embedded:
         inputs = [write_stdlib(raw, start_over=start_over)]
@@ -99,8 +101,9 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
             raise ValueError(str(error).replace("--start-over", "--download-again")) from error
     if wanted.clamp_tasks and settings.tasks:
         settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
+    # only before the conversion: when it is done most of the disk is taken already
     if not chunks.exists():
-        there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
+        there = total_bytes(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl"))
         needed_bytes = round(_DISK_RATIO * expected_bytes(inputs))
         check_free_disk(wanted.data_dir, needed_bytes - there, "converting and shuffling")
     converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
@@ -111,7 +114,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     # The chunks may have been made again by an earlier call with --start-over, or by its last SLURM job.
     if converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks)):
         start_over = True
-    is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
+    # one task is fastest for what one process does in minutes
+    is_large = wanted.execution.executor != "local" and total_bytes(outputs) > _LARGE_BYTES
     tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
     run = {"name": chunks.name, "tasks": tasks, "execution": wanted.execution if tasks > 1 else None}
     options: dict[str, Any] = {**run, **wanted.shuffle}
@@ -119,9 +123,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    """Folders of the chunks and of the shards. Refuses what is known to be wrong, before hours of work and
-    before --start-over removes anything.
-    """
+    """Folders of the chunks and of the shards."""
+    # refused before hours of work, and before --start-over removes anything
     name = wanted.output_name or source.name
     made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
     check_settings(name=name, **{key: value for key, value in wanted.shuffle.items() if key != "seed"})
@@ -132,7 +135,6 @@ def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
 
 
 def raw_folder(source: Source, wanted: Preparation) -> Path:
-    """Folder of the downloaded files."""
     return wanted.data_dir / f"{wanted.raw_name or source.name}_raw"
 
 
@@ -165,10 +167,21 @@ def plan(wanted: Preparation) -> None:
     """Prints what `prepare` would do, by the listed size if there are no files yet, and writes nothing."""
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
-    num_files, raw_bytes, text_bytes = _expected(source, wanted)
+    if source.is_embedded:
+        num_files = 1
+        raw_bytes = text_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
+    else:
+        paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)
+        there, num_files = [path for path in paths if path.exists()], len(paths)
+        # 0: not known before the download
+        raw_bytes = total_bytes(paths) if len(there) == num_files else source.num_bytes or 0
+        # 2.5: typical ratio of JSONL to Parquet or .zst
+        ratio = expected_bytes(there) / max(1, total_bytes(there)) if there else 2.5
+        text_bytes = round(ratio * raw_bytes)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
+    # tasks at a time, which the estimate of the time is divided by
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     free = bytes_text(free_disk(wanted.data_dir))
@@ -185,25 +198,8 @@ def plan(wanted: Preparation) -> None:
     print_summary(f"To prepare: {source.name}", rows)
 
 
-def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
-    """Number of input files, their bytes, and about those of the JSONL; 0 if unknown before the download."""
-    if source.is_embedded:
-        num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
-        return 1, num_bytes, num_bytes
-    paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)
-    there = [path for path in paths if path.exists()]
-    raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
-    # 2.5: typical ratio of JSONL to Parquet or .zst
-    ratio = expected_bytes(there) / max(1, _size(there)) if there else 2.5
-    return len(paths), raw_bytes, round(ratio * raw_bytes)
-
-
 def _about(num_bytes: float) -> str:
     return f"about {bytes_text(num_bytes)}" if num_bytes else "a size that is known during the download"
-
-
-def _size(paths: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
 
 
 def _duration(folder: Path, seconds: float) -> str:
@@ -221,21 +217,18 @@ def expected_bytes(inputs: Sequence[Path]) -> int:
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:
+        metadata = None
         if ending(path) == PARQUET_SUFFIX:
-            num_bytes += _parquet_text_bytes(path)
-        else:
+            import pyarrow
+            import pyarrow.parquet
+
+            with suppress(pyarrow.ArrowException, OSError):  # the conversion will name it
+                metadata = pyarrow.parquet.read_metadata(path)
+        if metadata is None:
             num_bytes += path.stat().st_size * (compression_ratio(path) if is_compressed(path) else 1.0)
-    return round(num_bytes / max(1, _size(sampled)) * _size(inputs))
-
-
-def _parquet_text_bytes(path: Path) -> float:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        metadata = pyarrow.parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError):  # the conversion will name it
-        return path.stat().st_size
-    names = sum(len(name) + len('"":,') for name in metadata.schema.names)
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    return metadata.num_rows * names + sum(group.total_byte_size for group in groups)
+            continue
+        # every row becomes an object with the names of all columns
+        names = sum(len(name) + len('"":,') for name in metadata.schema.names)
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        num_bytes += metadata.num_rows * names + sum(group.total_byte_size for group in groups)
+    return round(num_bytes / max(1, total_bytes(sampled)) * total_bytes(inputs))

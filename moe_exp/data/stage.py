@@ -37,7 +37,7 @@ _SAMPLED_BLOCKS = 4
 
 
 @dataclass
-class Stage:
+class CorpusStage:
     """A step that is running, or was done before.
 
     Args:
@@ -71,7 +71,8 @@ class Stage:
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
-        replaced = _replaced(self.output)
+        # a folder cannot replace another in one step: what was there steps aside
+        replaced = self.output.with_name(f".{self.output.name}.replaced")
         if self.output.exists():  # what was there stays until here
             shutil.rmtree(replaced, ignore_errors=True)
             self.output.rename(replaced)
@@ -121,7 +122,7 @@ def run_stage(
     start_over: bool = False,
     mends_outputs: bool = False,
     suffixes: Sequence[str] = (),
-) -> Iterator[Stage]:
+) -> Iterator[CorpusStage]:
     """Opens the step: `stage.was_done` says whether there is anything to do, `stage.folder` where to work.
 
     What the block writes into `stage.folder` is there again when the step is called after a crash. An
@@ -141,6 +142,7 @@ def run_stage(
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
+    # by way of JSON, as they are compared with what a file says
     key = {"stage": name, "settings": json.loads(json.dumps(settings))}
     key |= {"inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
@@ -151,6 +153,7 @@ def run_stage(
         if done is not None and (begun is None or begun.get("id", 0) == done.get("id")):
             shutil.rmtree(folder, ignore_errors=True)
             begun = None
+        # also a start-over that was killed: called without --start-over it continues
         resumes = begun is not None and not start_over and _difference(begun, key) is None
         if done is not None and not start_over and not resumes:
             _check_same(output, done, key, "was made")
@@ -160,10 +163,10 @@ def run_stage(
             if is_folder:
                 # of a call that was killed right at its end, as the next
                 (output / RUNNING).unlink(missing_ok=True)
-                shutil.rmtree(_replaced(output), ignore_errors=True)
+                shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: is there, made by %s with these settings and inputs: nothing to do"
             logger.info(what, output, name)
-            yield Stage(name, output, place, inputs, done, done, was_done=True)
+            yield CorpusStage(name, output, place, inputs, done, done, was_done=True)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
@@ -181,12 +184,13 @@ def run_stage(
         for leftover in folder.glob("*.json.*.tmp"):
             leftover.unlink()
         begun |= key
+        # before any work: a crash from here on is resumed
         write_json(folder / RUNNING, begun)
-        yield Stage(name, output, folder, inputs, begun)
+        yield CorpusStage(name, output, folder, inputs, begun)
 
 
 def _place(output: Path) -> Path:
-    """Absolute; a link's target if OUTPUT itself is one, as it is replaced by a rename."""
+    # a link's target, as a rename would replace the link itself; else only absolute
     return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
 
 
@@ -213,10 +217,6 @@ def locked(output: Path, waits: str = "") -> Iterator[None]:
         lock.release()
 
 
-def _replaced(output: Path) -> Path:
-    return output.with_name(f".{output.name}.replaced")
-
-
 def _manifest_path(output: Path, *, is_folder: bool) -> Path:
     return output / "manifest.json" if is_folder else output.with_name(output.name + ".manifest.json")
 
@@ -232,7 +232,7 @@ def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _check_foreign(output: Path, is_folder: bool, suffixes: Sequence[str]) -> None:
-    """Refuses to replace what has OUTPUT's name and is not of this program."""
+    # what has OUTPUT's name and is not of this program is not replaced
     if is_folder and output.exists() and any(output.iterdir()):
         rule = "is there, without a manifest.json of this program"
         raise input_error(output, rule, "choose another folder, or remove it")

@@ -22,7 +22,7 @@ from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.own_text import find_prepared_text
 from moe_exp.data.tokens.manifests import DocumentTokens, check_ends, documents_of, trained_documents
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, same_tokenizer

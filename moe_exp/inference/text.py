@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_exp.config import Config, setting_error
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.own_text import find_prepared_text
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.manifests import DocumentTokens, trained_documents
 from moe_exp.data.tokens.tokenizer import TextTokenizer

@@ -19,7 +19,7 @@ from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings, warn_of_misspelt
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
+from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,

@@ -22,7 +22,7 @@ from moe_exp.config.checks.checks import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
-from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
+from moe_exp.data.own_text import needs_preparation, text_problems, validation_setting
 from moe_exp.data.tokens.manifests import check_ends, tokenizer_problems
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import (

@@ -17,7 +17,7 @@ from moe_exp.config.data_stages import stages_of
 from moe_exp.config.learning_rate import BEGIN, Start
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text.settings import (
+from moe_exp.data.own_text import (
     already_prepared,
     needs_preparation,
     validation_overlaps,

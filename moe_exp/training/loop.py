@@ -33,7 +33,7 @@ from moe_exp.config.data_stages import stages_of
 from moe_exp.config.loading import given_values, settings_from_launcher
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text.settings import prepared_by_launcher
+from moe_exp.data.own_text import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead

@@ -26,7 +26,7 @@ HELD_OUT = [text for digest, text in _HASHES if int(digest[:8], 16) % 20 == 0]
 
 @pytest.fixture
 def small_corpus(monkeypatch):
-    monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
+    monkeypatch.setattr(embedded, "embedded_documents", lambda: DOCUMENTS)
 
 
 def build(folder):
@@ -65,15 +65,15 @@ def test_all_sources_of_python_and_torch(tmp_path):
     assert tokenizer.get_vocab_size() == 2048
     train, valid = (read_texts(prefix, tokenizer) for prefix in (corpus.train_prefix, corpus.valid_prefix))
     assert len(train) > 1500 and np.fromfile(f"{corpus.train_prefix}.bin", np.uint16).size > 5e6
-    assert set(valid) <= {text for _, text in embedded._documents()}
+    assert set(valid) <= {text for _, text in embedded.embedded_documents()}
 
 
 def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
     monkeypatch.setattr(embedded, "_TEXTS_PER_BPE_TEXT", 1)
     marked = [(path, text + "zqzqzq " * 500 if text in HELD_OUT else text) for path, text in DOCUMENTS]
-    monkeypatch.setattr(embedded, "_documents", lambda: marked)
+    monkeypatch.setattr(embedded, "embedded_documents", lambda: marked)
     with_marks = build(tmp_path / "marked")
-    monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
+    monkeypatch.setattr(embedded, "embedded_documents", lambda: DOCUMENTS)
     without = build(tmp_path / "plain")
     sizes = [np.fromfile(f"{one.valid_prefix}.bin", np.uint16).size for one in (with_marks, without)]
     assert sizes[0] > sizes[1] + 500
@@ -83,7 +83,7 @@ def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
 
 def test_text_that_quotes_the_special_token_is_one_document(monkeypatch, tmp_path):
     quoting = [(path, "x = '<|endoftext|>'\n" + text) for path, text in DOCUMENTS]
-    monkeypatch.setattr(embedded, "_documents", lambda: quoting)
+    monkeypatch.setattr(embedded, "embedded_documents", lambda: quoting)
     corpus = build(tmp_path)
     tokens = np.fromfile(f"{corpus.train_prefix}.bin", np.uint16)
     assert np.count_nonzero(tokens == 0) == 200 - len(HELD_OUT)
@@ -145,7 +145,7 @@ def build_slowly(folder):
         time.sleep(1)
         build_now(*args)
 
-    embedded._build, embedded._documents = slow_build, lambda: DOCUMENTS
+    embedded._build, embedded.embedded_documents = slow_build, lambda: DOCUMENTS
     build(folder)
 
 

@@ -15,8 +15,8 @@ from helpers.whole_runs import Runs
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
-from moe_exp.data.own_text import preparation
-from moe_exp.data.own_text.settings import (
+from moe_exp.data import prepared_text
+from moe_exp.data.own_text import (
     find_prepared_text,
     fitting_vocab_size,
     plan_text,
@@ -116,7 +116,7 @@ def test_an_interrupted_preparation_resumes(place, monkeypatch):
     # the latter is what a full disk or a worker that was killed for memory leaves
     for error, seen in ((KeyboardInterrupt(), KeyboardInterrupt), (Unfinished("a worker died"), ConfigError)):
         with monkeypatch.context() as patch:
-            patch.setattr(preparation, "tokenize_files", Mock(side_effect=error))
+            patch.setattr(prepared_text, "tokenize_files", Mock(side_effect=error))
             with pytest.raises(seen):
                 with_prepared_text(settings())
         (partial,) = place.glob("data/*.partial")

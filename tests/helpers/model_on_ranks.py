@@ -22,7 +22,7 @@ from torch import Tensor
 from helpers.ranks import run_jobs
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
-from moe_exp.data.samples.dataset import Stage
+from moe_exp.data.samples.dataset import DataStage
 
 TINY = {
     **SMALL, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
@@ -63,9 +63,9 @@ class RandomTokens:
     def __init__(self, seq_len: int, vocab_size: int):
         self.seq_len, self.vocab_size = seq_len, vocab_size
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         """The only one."""
-        return Stage(0, self.seq_len)
+        return DataStage(0, self.seq_len)
 
     def batch(self, first: int, count: int) -> Tensor:
         """Tokens [count, S+1]."""

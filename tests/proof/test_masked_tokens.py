@@ -13,7 +13,7 @@ from helpers.model_on_ranks import EOD, Found, assembled_job, parameter_pieces
 from helpers.ranks import run_jobs
 from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.state import Progress
-from moe_exp.data.samples.dataset import Stage, filler_mask
+from moe_exp.data.samples.dataset import DataStage, filler_mask
 from moe_exp.engine import runtime
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
@@ -54,9 +54,9 @@ class Rows:
     """Sample i is row i of `tokens`, [num, S1]."""
 
     def __init__(self, tokens: Tensor, *, has_filler: bool = False):
-        self.tokens, self.stage = tokens, Stage(0, tokens.size(1) - 1, has_filler)
+        self.tokens, self.stage = tokens, DataStage(0, tokens.size(1) - 1, has_filler)
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         return self.stage
 
     def batch(self, first: int, count: int) -> Tensor:

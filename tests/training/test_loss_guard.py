@@ -16,7 +16,7 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.config import Config
-from moe_exp.data.samples.dataset import SampleStream, Stage
+from moe_exp.data.samples.dataset import DataStage, SampleStream
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import IterationEnd
@@ -190,7 +190,7 @@ def test_a_stage_of_other_data_is_no_spike(consumed, tmp_path):
     losses = [2.0 + 0.01 * math.sin(step) for step in range(40)] + [3.0] * 5
     found: dict[int, list[Spike]] = {}
     for first_of_stage in (160, 10**6):
-        samples = Namespace(stage_at=lambda index, first=first_of_stage: Stage(int(index >= first), 64))
+        samples = Namespace(stage_at=lambda index, first=first_of_stage: DataStage(int(index >= first), 64))
         progress = Progress(consumed_samples=consumed)
         if consumed:
             detector = SpikeDetector()

@@ -35,7 +35,7 @@ from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.own_text import find_prepared_text
 from moe_exp.data.tokens.manifests import trained_documents
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command

@@ -55,20 +55,20 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    from moe_exp.data.copies import push
+    from moe_exp.data.download.stores import push
 
     print(f"complete: {push(arguments.path, arguments.url)}")
 
 
 def _pull(arguments: argparse.Namespace) -> None:
-    from moe_exp.data.copies import pull
+    from moe_exp.data.download.stores import pull
 
     paths = pull(arguments.url, arguments.folder)
     print(f"{len(paths)} files are complete in {arguments.folder}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from moe_exp.data.inspect.inspection import inspect_path, print_inspection
+    from moe_exp.data.inspection import inspect_path, print_inspection
 
     options = {"tokenizer": arguments.tokenizer, "text_field": arguments.text_field}
     report = inspect_path(arguments.path, num_samples=arguments.samples, seq_len=arguments.seq_len, **options)
@@ -76,7 +76,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from moe_exp.data.inspect.verification import compare, verify
+    from moe_exp.data.verification import compare, verify
 
     code = 0
     other, field = arguments.against, arguments.text_field

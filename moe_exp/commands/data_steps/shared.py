@@ -53,7 +53,7 @@ def add_execution(group: Any, what_tasks: str) -> None:
 
 def execution_of(arguments: argparse.Namespace) -> Any:
     """`Execution` of the arguments."""
-    from moe_exp.data.tasks.execution import Execution
+    from moe_exp.data.execution import Execution
 
     names = ("executor", "workers", "partition", "qos", "cpus_per_task", "max_array_size")
     given = {name: getattr(arguments, name) for name in names}

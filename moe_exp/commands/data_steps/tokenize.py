@@ -19,13 +19,14 @@ from moe_exp.commands.data_steps.shared import (
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
+from moe_exp.data.execution import num_workers
 from moe_exp.data.kinds import KINDS, TextRule
-from moe_exp.data.tasks.execution import num_workers
 from moe_exp.data.tokens.encoders import BACKENDS
-from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import (
     dry_run,
+    merge_dry_run,
+    merge_token_files,
     summary_rows,
     tokenize_documents,
     tokenized_prefix,
@@ -198,7 +199,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _mix(arguments: argparse.Namespace) -> int:
-    from moe_exp.data.mixture.mix import Mixing, mix, read_mixture
+    from moe_exp.data.mixture import Mixing, mix, read_mixture
     from moe_exp.data.prepare import plan
 
     names = ("data_dir", "tasks", "shuffle_tasks", "start_over", "download_again")

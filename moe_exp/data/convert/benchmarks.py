@@ -41,7 +41,6 @@ class Benchmark:
         return [expanded(self.task or self.given)] if is_file else []
 
     def facts(self) -> dict[str, Any]:
-        """Facts that identify it."""
         found = [fingerprint(path) for path in self.files]
         if not self.task:
             return found[0]
@@ -54,32 +53,27 @@ class Benchmark:
             BadDocument: a line of the file is no document.
             ValueError: lm-evaluation-harness has no such task, or not its data.
         """
-        if self.task:
-            yield from _lm_eval_texts(self)
-        else:
+        if not self.task:
             (path,) = self.files
             for _, text in read_documents(path, Tally()):
                 yield path.name.partition(".")[0], text
+            return
+        try:
+            from lm_eval.tasks import TaskManager
 
-
-def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
-    name = str(expanded(benchmark.task)) if benchmark.files else benchmark.task
-    try:
-        from lm_eval.tasks import TaskManager
-
-        tasks = TaskManager().load([name])["tasks"]
-        for task_name, task in tasks.items():
-            for document in task.eval_docs:
-                for text in _questions_with_answers(task, document):
-                    yield task_name, text
-    # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError):
-            rule, fix = f"needs the package {error.name}", "pip install lm-eval"
-        else:
-            rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
-            fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
-        raise input_error(f"decontaminate={benchmark.given}", rule, fix) from error
+            tasks = TaskManager().load([str(next(iter(self.files), self.task))])["tasks"]
+            for name, task in tasks.items():
+                for document in task.eval_docs:
+                    for text in _questions_with_answers(task, document):
+                        yield name, text
+        # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError):
+                rule, fix = f"needs the package {error.name}", "pip install lm-eval"
+            else:
+                rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
+                fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
+            raise input_error(f"decontaminate={self.given}", rule, fix) from error
 
 
 def _questions_with_answers(task: Any, document: Any) -> list[str]:
@@ -150,6 +144,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
             counts["num_short"] += len(words) < NGRAM_WORDS
             found = hashes.setdefault(task, set())
             found.update(block.hash_func(" ".join(ngram)) for ngram in ngrams(words, NGRAM_WORDS))
+        # a benchmark that finds nothing would look like a clean corpus
         if not any(hashes[task] for task in read):
             num_texts = sum(counts["num_texts"] for counts in read.values())
             rule = f"of its {num_texts} texts none has {NGRAM_WORDS} words or more"
@@ -163,6 +158,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
         np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
     totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
     totals["num_ngrams"] = len(set().union(*hashes.values()))
+    # last: with it the index is complete
     write_json(summary, facts := {**totals, "tasks": tasks})
     return facts
 

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,10 +47,10 @@ from moe_exp.data.convert.filters import (
 )
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
-from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
-from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
-from moe_exp.data.tasks.jobs import check_no_jobs, merge_stats, run_passes
+from moe_exp.data.execution import Execution, Pass, bytes_through
+from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
+from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error, total_bytes
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, run_stage
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of
@@ -127,7 +127,6 @@ class ConvertSettings:
         )
 
     def benchmark_files(self) -> list[Path]:
-        """Files of the benchmarks."""
         return [path for one in self.decontaminate for path in one.files]
 
 
@@ -172,6 +171,7 @@ def convert(
     # as before there could be several
     key["decontaminate"] = benchmarks if len(benchmarks) > 1 else next(iter(benchmarks), None)
     key["filters"] = [one.facts() for one in settings.filters] or None
+    # `TextRule.facts` has what differs from the default
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
@@ -185,7 +185,12 @@ def convert(
                 if counts["num_short"]:
                     what = "%s: %d of %d texts are too short to be found"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
-        with _progress(stage, passes, inputs, execution):
+        # a bar over the input bytes of all passes that read, from the files that the tasks write them into
+        firsts = [one.pipeline[0] for one in passes]
+        reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
+        total = len(reading) * total_bytes(inputs)  # about: what is filtered is smaller
+        bar = progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
+        with nullcontext() if execution.executor == "slurm" else bar:
             done = run_passes(passes, execution, name=stage.output.name)
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
@@ -209,6 +214,7 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
     if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
         rule = "datatrove takes *, ? and [ for a pattern, and would find none of its own files"
         raise input_error(f"output={output}", rule, "give another folder")
+    # checked before hours of work, not when the finder runs out of them
     needed = 3 * num_tasks + 64  # open in a finder: of each task a signature file, two of duplicates
     if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
         rule = f"a task that compares their signatures has {needed} files open, and may have {most} here"
@@ -217,13 +223,9 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
 
 
 def _passes(
-    stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
+    stage: CorpusStage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
-    """The pipelines, and the folders of the counts of those that write documents.
-
-    If there are named filters and passes after them, their result is written first: they are slower than
-    reading it again.
-    """
+    """The pipelines, and the folders of the counts of those that write documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
 
@@ -238,6 +240,7 @@ def _passes(
         pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
         passes.append(Pass(pipeline, num_tasks, logs))
 
+    # written first, as named filters are slower than reading their result again in each pass below
     if settings.filters and (settings.dedup or settings.near_dedup):
         write(temporary / "filtered", "filtered", logs / "filter", filters)
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
@@ -257,6 +260,7 @@ def _passes(
         passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
         pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
         passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
+        # one task: clusters go across all documents
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
@@ -288,48 +292,13 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
     return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
 
-def _progress(
-    stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution
-) -> AbstractContextManager[None]:
-    """A bar over the input bytes of all passes that read, from the files that the tasks write them into."""
-    if execution.executor == "slurm":
-        return nullcontext()
-    firsts = [one.pipeline[0] for one in passes]
-    reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
-    total = len(reading) * sum(path.stat().st_size for path in inputs)  # about: what is filtered is smaller
-    return progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
-
-
 def _publish(
-    stage: Stage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
+    stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]
     outputs = [stage.folder / f"{stage.output.name}.chunk.{name}l" for name in names]
-    _check_files(stage, inputs, of_tasks, outputs)
-    total, tasks = Counts(), list[dict[str, Any]]()
-    for task, passes in enumerate(of_tasks):
-        counts = Counts.from_json(passes[0])
-        for following in passes[1:]:
-            counts = counts.then(Counts.from_json(following))
-        total += counts
-        shown = {"task": task, "files": passes[0]["files"]}
-        tasks.append(shown | {name: counts.to_json()[name] for name in ("read", "filtered", "written")})
-    merge_stats(main)
-    shutil.rmtree(stage.folder / _TEMPORARY, ignore_errors=True)
-    for left in stage.folder.glob(".*.tmp"):
-        left.unlink()
-    totals = total.to_json()
-    if samples := totals.pop("samples"):
-        write_json(main.folder / "samples.json", samples)
-    hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
-    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
-
-
-def _check_files(
-    stage: Stage, inputs: Sequence[Path], of_tasks: Sequence[list[dict[str, Any]]], outputs: Sequence[Path]
-) -> None:
     fix = "Fix: call it again with --start-over, and check the disk."
     if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
@@ -339,3 +308,22 @@ def _check_files(
         found, written = path.stat().st_size, passes[-1]["bytes"]
         if found != written:
             raise ValueError(f"{path}: has {found} bytes, its task wrote {written}. {fix}")
+    total, tasks = Counts(), list[dict[str, Any]]()
+    for task, passes in enumerate(of_tasks):
+        counts = Counts.from_json(passes[0])
+        for following in passes[1:]:
+            # what one pass wrote, the next has to have read
+            counts = counts.then(Counts.from_json(following))
+        total += counts
+        shown = {"task": task, "files": passes[0]["files"]}
+        tasks.append(shown | {name: counts.to_json()[name] for name in ("read", "filtered", "written")})
+    merge_stats(main)
+    shutil.rmtree(stage.folder / _TEMPORARY, ignore_errors=True)
+    for left in stage.folder.glob(".*.tmp"):
+        left.unlink()
+    totals = total.to_json()
+    # beside the manifest, which stays small
+    if samples := totals.pop("samples"):
+        write_json(main.folder / "samples.json", samples)
+    hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
+    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)

@@ -20,8 +20,8 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_exp.data.convert.filters import Filter, word_tokenizer
+from moe_exp.data.execution import complete_files, task_stats
 from moe_exp.data.kinds import input_error
-from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import allow_open_files
 
@@ -96,7 +96,6 @@ class NearDuplicates:
                 raise input_error("near_dedup", rule, f"the default is {getattr(type(self), name)}")
 
     def config(self) -> Any:
-        """datatrove's settings."""
         from datatrove.pipeline.dedup.minhash import MinhashConfig
 
         return MinhashConfig(self.n_grams, self.num_buckets, self.hashes_per_bucket, self.seed)
@@ -137,7 +136,8 @@ class SignNearDuplicates:
         block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
         block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
         self.stats = block.stats
-        with complete_files([_ranks(self.folder, rank)]) as (path,), path.open("wb") as file:
+        ranks = Path(self.folder, "ranks", f"{rank:05d}")
+        with complete_files([ranks]) as (path,), path.open("wb") as file:
 
             def ranked() -> Iterator[Any]:
                 for document in data:
@@ -154,6 +154,7 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
         parts = [signature(shingles[start : start + _SHINGLES_AT_ONCE]) for start in starts]
+        # the minimum of minima is that of all shingles
         if len(parts) == 1:
             return parts[0]
         return [
@@ -162,10 +163,6 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
         ]
 
     return in_parts
-
-
-def _ranks(folder: str, task: int) -> Path:
-    return Path(folder, "ranks", f"{task:05d}")
 
 
 def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
@@ -188,12 +185,14 @@ class ClusterNearDuplicates:
         self.stats = task_stats("🫂 - DEDUP: clusters")
         files = sorted(Path(self.folder, "pairs").iterdir())
         pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
+        # both halves in one number, for np.unique
         found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # the task of a document, and its place there
         nodes, of_pairs = np.unique(found, return_inverse=True)
         order = self._order(nodes)
         position = np.empty(len(order), dtype=np.int64)
         position[order] = np.arange(len(order))
         ends = position[of_pairs.reshape(-1, 2)]
+        # nodes are numbered in the order in which they stay: the smallest of a cluster does
         labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
         nodes = nodes[order]
         self._write(nodes, labels)
@@ -207,7 +206,7 @@ class ClusterNearDuplicates:
         tasks = (nodes >> np.uint64(32)).astype(np.int64)
         for task in np.unique(tasks).tolist():
             mine = tasks == task
-            of_task = np.memmap(_ranks(self.folder, task), dtype=_RANK, mode="r")
+            of_task = np.memmap(Path(self.folder, "ranks", f"{task:05d}"), dtype=_RANK, mode="r")
             ranks[mine] = of_task[(nodes[mine] & np.uint64(2**32 - 1)).astype(np.int64)]
         return np.lexsort((ranks["hash"], np.uint32(2**32 - 1) - ranks["num_chars"]))
 
@@ -231,6 +230,7 @@ def smallest_labels(
     labels = np.arange(num_nodes)
     while True:
         smallest = np.minimum(labels[firsts], labels[seconds])
+        # every label that an edge reaches is hooked to the smallest one, then paths are shortened
         hooked = labels.copy()
         for ends in (labels[firsts], labels[seconds], firsts, seconds):
             np.minimum.at(hooked, ends, smallest)

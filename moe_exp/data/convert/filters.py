@@ -70,6 +70,7 @@ class Filter:
                 self._reason = NOTHING_LEFT
                 continue
             self._inside = None
+            # identity first: most blocks hand on the same text
             if document.text is not self._text and document.text != self._text:
                 self.before.add(self._text.encode())
                 self.after.add(document.text.encode())
@@ -79,9 +80,11 @@ class Filter:
         for document in data:
             self._inside, self._text, self._reason = document, document.text, ""
             yield document
+            # the block asks for the next document only when it is done with this one
             if self._inside is None:  # the block has forwarded it
                 continue
             self.dropped.add(self._text.encode())
+            # a reason may name the document, and then there are as many
             if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
                 self._reason = OTHER
             self.reasons[self._reason] += 1
@@ -117,6 +120,7 @@ class Counts:
     def check(self, who: str) -> None:
         """Raises ValueError unless what was read is what was filtered and written, as a multiset of texts."""
         before, after = Tally(), Tally()
+        # an edited document comes in as its old text and leaves as its new one
         for tally in (self.read, *(new for _, new in self.edited.values())):
             before += tally
         for tally in (self.written, *self.filtered.values(), *(old for old, _ in self.edited.values())):
@@ -275,6 +279,7 @@ class NamedFilter:
         if not isinstance(name, str) or not isinstance(options or {}, dict):
             raise input_error(f"filter={given}", "must be NAME or 'NAME: {option: value}'", "write it so")
         chosen = cls(name, options or {})
+        # an error now, not in the first task
         chosen.build()
         return chosen
 
@@ -303,6 +308,7 @@ class NamedFilter:
         parameters = inspect.signature(block.__init__).parameters
         known = [one for one in parameters if one not in ("self", "exclusion_writer", "batch_size")]
         self._check_options(known)
+        # datatrove's own tokenizer for English needs spaCy
         more = {"language": word_tokenizer(sentences=sentences_of)} if "language" in known else {}
         built = block(**more | self.options)
         if self.name == "url":
@@ -313,8 +319,7 @@ class NamedFilter:
 
     def _check_options(self, known: Sequence[str]) -> None:
         if unknown := [one for one in self.options if one not in known]:
-            fix = f"its options are {', '.join(known) or 'none'}"
-            raise self._error(f"has no option {unknown[0]}", fix)
+            raise self._error(f"has no option {unknown[0]}", f"its options are {', '.join(known) or 'none'}")
 
     def _check_packages(self, names: Sequence[str]) -> None:
         missing = [_WHEELS.get(one, one) for one in names if importlib.util.find_spec(one) is None]
@@ -346,7 +351,16 @@ class NamedFilter:
             raise self._error(f"threshold={threshold}: must be from 0 to 1", "0.65 is what FineWeb used")
         if "model" not in self.options:
             self._check_packages(("py3langid",))
-            return _langid_block(languages, threshold)
+            identifier = language_identifier()
+
+            def keeps(document: Any) -> bool | tuple[bool, str]:
+                language, score = identifier.classify(document.text)
+                document.metadata |= {"language": language, "language_score": round(float(score), 4)}
+                if language not in languages:
+                    return False, language
+                return (True, "") if score > threshold else (False, f"{language}, unsure")
+
+            return filter_by(keeps)
         self._check_packages(("fasttext", "fasteners"))
         model = Path(str(self.options["model"]))
         if not model.is_file():
@@ -365,20 +379,6 @@ def language_identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
-
-def _langid_block(languages: list[str], threshold: float) -> Any:
-    """A filter by py3langid, whose model is part of the package; writes language and language_score."""
-    identifier = language_identifier()
-
-    def keeps(document: Any) -> bool | tuple[bool, str]:
-        language, score = identifier.classify(document.text)
-        document.metadata |= {"language": language, "language_score": round(float(score), 4)}
-        if language not in languages:
-            return False, language
-        return (True, "") if score > threshold else (False, f"{language}, unsure")
-
-    return filter_by(keeps)
 
 
 def sentences_of(text: str) -> list[str]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
+from moe_exp.data.execution import Through, complete_files, task_stats
 from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, is_stream, read_table
-from moe_exp.data.tasks.execution import Through, complete_files, task_stats
 from moe_exp.host.files import ending, file_hash, write_json
 
 
@@ -50,56 +50,47 @@ class ReadFiles:
         self.tally = Tally()
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        self.stats, self.tally = task_stats("📖 - READER: checked"), Tally()
-        return self._documents(rank)
-
-    def task_files(self, rank: int) -> list[str]:
-        """Input files of task `rank`."""
-        return self.files[rank :: self.num_tasks]
-
-    def _documents(self, rank: int) -> Iterator[Any]:
         from datatrove.data import Document
 
-        limit = None
+        self.stats, self.tally, limit = task_stats("📖 - READER: checked"), Tally(), None
         if self.limit is not None:
+            # dealt evenly: the first tasks take the remainder
             limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
         through = Through(self.progress_folder, rank)
         for name in self.task_files(rank):
             path = Path(self.root, name)
             first = self.tally.num_documents
-            if limit == self.tally.num_documents:
+            if limit == first:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
-                document_id = f"{name}/{number}" if found_id is None else found_id
-                yield Document(text, document_id, metadata=_metadata(row))
+                if "metadata" in row:  # its fields are among the others, as in datatrove's BaseReader
+                    nested = row.pop("metadata")
+                    if isinstance(nested, str):
+                        with contextlib.suppress(json.JSONDecodeError):
+                            nested = json.loads(nested)
+                    row = (nested if isinstance(nested, dict) else {"metadata": nested}) | row
+                yield Document(text, f"{name}/{number}" if found_id is None else found_id, metadata=row)
                 if limit == self.tally.num_documents:
                     break
             through.end_file(path.stat().st_size)
             self.stats["input_files"].update(1)
             self.stats["documents"].update(self.tally.num_documents - first, "input_file")
 
+    def task_files(self, rank: int) -> list[str]:
+        return self.files[rank :: self.num_tasks]
+
     def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
         if ending(path) in TABLE_SUFFIXES:
             yield from read_rows(path, self.tally, **options, advance=through.advance)
             return
+        # lines of a stream have other bytes than the file
         is_read_as_it_is = not is_stream(path)
         for line, document in read_objects(path, self.tally, **options, rule=self.rule):
             yield document
             if is_read_as_it_is:
                 through.advance(len(line) + 1)
-
-
-def _metadata(row: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the text, the fields of a column `metadata` among it, as in datatrove's BaseReader."""
-    if "metadata" not in row:
-        return row
-    metadata = row.pop("metadata")
-    if isinstance(metadata, str):
-        with contextlib.suppress(json.JSONDecodeError):
-            metadata = json.loads(metadata)
-    return (metadata if isinstance(metadata, dict) else {"metadata": metadata}) | row
 
 
 def read_rows(
@@ -128,6 +119,7 @@ def read_rows(
                 skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
                 continue
             tally.add(text.encode())
+            # most tables have no such column
             yield row | {name: _plain(row[name]) for name in odd} if odd else row
         if advance:
             advance(min(batch.nbytes, path.stat().st_size))
@@ -201,29 +193,26 @@ class WriteChunk:
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
-            counts = self._counts(temporary, rank)
+            # read back from the disk: what the manifest says is what the next step will find
+            written = Tally()
+            for _ in read_documents(temporary, written):
+                pass
+            counts = Counts(
+                self.reader.tally,
+                written,
+                {one.name: one.dropped for one in self.filters},
+                {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
+                {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
+                [sample for one in self.filters for sample in one.samples],
+            )
+            counts.check(f"task {rank}")
+            facts = {"task": rank, "files": self.reader.task_files(rank)}
+            facts |= {"bytes": temporary.stat().st_size, "hash": file_hash(temporary)}
         self.counts_folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.counts_folder / f"{rank:05d}.json", counts)
-
-    def _counts(self, path: Path, rank: int) -> dict[str, Any]:
-        written = Tally()
-        for _ in read_documents(path, written):
-            pass
-        counts = Counts(
-            self.reader.tally,
-            written,
-            {one.name: one.dropped for one in self.filters},
-            {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
-            {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
-            [sample for one in self.filters for sample in one.samples],
-        )
-        counts.check(f"task {rank}")
-        files = {"task": rank, "files": self.reader.task_files(rank)}
-        files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
-        return files | counts.to_json()
+        write_json(self.counts_folder / f"{rank:05d}.json", facts | counts.to_json())
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:
-    """The same line as DiskWriter's own adapter makes, without its deep copy of the metadata."""
+    # the same line as DiskWriter's own adapter makes, without its deep copy of the metadata
     line = {"text": document.text, "id": document.id}
     return {**line, "metadata": document.metadata} if document.metadata else line

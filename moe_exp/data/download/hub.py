@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.data.download.from_store import LISTING, download_from_store, has_size
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
+from moe_exp.data.download.stores import LISTING, download_from_store, has_size
 from moe_exp.data.kinds import input_error
-from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
+from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.object_store import first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
@@ -114,10 +114,7 @@ def download(
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     settings |= {"patterns": list(source.patterns)}
     if dry_run:
-        known = None if start_over else _known_listing(folder, settings)
-        listing, place = known or (_list_files(source, max_failures), folder)
-        _print_plan(source, folder, place, listing, bytes_per_second)
-        return [folder / file.name for file in listing.files]
+        return _plan(source, folder, None if start_over else settings, max_failures, bytes_per_second)
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
@@ -132,6 +129,7 @@ def download(
                 check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
                 write_json(stage.folder / LISTING, asdict(listing))
             except Exception:
+                # nothing is lost, as nothing is fetched yet
                 shutil.rmtree(stage.folder)  # which refuses calls with other patterns
                 raise
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
@@ -146,7 +144,7 @@ def download(
     return [folder / file.name for file in listing.files]
 
 
-def _finish(stage: Stage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
+def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
     facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": _size(listing.files)}
     facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
@@ -173,6 +171,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     api = HfApi(endpoint=endpoint())
 
     def list_once() -> Listing:
+        # a branch is looked up once, so that all files are of one commit
         commit: str | None = source.revision
         if not re.fullmatch(r"[0-9a-f]{40}", source.revision):
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
@@ -181,6 +180,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         for name in files:  # also of those that are not wanted: an error may name them
             check_inside(name, endpoint())
         sizes = {name: file.size for name, file in files.items()}
+        # the choice is ours, as the library's patterns do not say when they match nothing
         names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
         chosen = [
             HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
@@ -191,19 +191,28 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     return _asked(list_once, source, max_failures)
 
 
-def _known_listing(folder: Path, settings: dict[str, Any]) -> tuple[Listing, Path] | None:
-    """Listing of a finished or interrupted download, and the folder of its files."""
-    manifest = read_json(folder / "manifest.json")
-    if manifest and manifest["settings"] == settings:
-        return Listing.of_manifest(manifest), folder
-    partial = folder.with_name(folder.name + ".partial")
-    begun, listed = read_json(partial / RUNNING), read_json(partial / LISTING)
-    if begun and listed and begun["settings"] == settings:
-        return Listing.from_json(listed), partial
-    return None
-
-
-def _print_plan(source: Source, folder: Path, place: Path, listing: Listing, bytes_per_second: float) -> None:
+def _plan(
+    source: Source,
+    folder: Path,
+    settings: dict[str, Any] | None,
+    max_failures: int,
+    bytes_per_second: float,
+) -> list[Path]:
+    """Prints what is left to download, and returns the paths that there would be. `settings`: of a download
+    that it may continue.
+    """
+    listing, place = None, folder
+    if settings is not None:  # a finished or an interrupted one knows its files
+        partial = folder.with_name(folder.name + ".partial")
+        if (manifest := read_json(folder / "manifest.json")) and manifest["settings"] == settings:
+            listing = Listing.of_manifest(manifest)
+        elif (
+            (begun := read_json(partial / RUNNING))
+            and begun["settings"] == settings
+            and (listed := read_json(partial / LISTING))
+        ):
+            listing, place = Listing.from_json(listed), partial
+    listing = listing or _list_files(source, max_failures)
     left = [file for file in listing.files if not has_size(place / file.name, file.bytes)]
     left_bytes, free_bytes = _size(left), free_disk(folder)
     room = f"{bytes_text(free_bytes)} at {folder}{', too little' if free_bytes < left_bytes else ''}"
@@ -217,6 +226,7 @@ def _print_plan(source: Source, folder: Path, place: Path, listing: Listing, byt
         "licence": source.licence,
     }
     print_summary(f"To download: {source.name}", rows)
+    return [folder / file.name for file in listing.files]
 
 
 # Fetching and checking
@@ -237,10 +247,17 @@ class _Fetcher:
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
         """Gets the missing ones of `files`, compares all with the listing, and returns their hashes."""
+        # once more, as a proxy or a disk may have damaged what the hub has
         for attempt in (1, 2):
             if missing := self.missing(files):
                 self._get(missing)
-            hashes = self._hash(files)
+            hashes, workers = dict[str, _Hashes](), min(self.max_workers, os.cpu_count() or 1)
+            with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
+                hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
+                for file, found in zip(files, hashed, strict=True):
+                    advance(file.bytes)
+                    if found is not None:
+                        hashes[file.name] = found
             wrong = [file.name for file in files if file.name not in hashes]
             if not wrong:
                 return hashes
@@ -263,16 +280,16 @@ class _Fetcher:
             (self.folder / file.name).unlink(missing_ok=True)
         total = _size(missing)
         check_free_disk(self.folder, total, f"the download of {self.source.name}")
-        with progress_of(lambda: self._bytes_so_far(missing), "download", total):
-            get, num_left = lambda: self._get_once(missing), lambda: len(self.missing(missing))
-            _asked(get, self.source, self.max_failures, num_left)
 
-    def _get_once(self, files: Sequence[HubFile]) -> None:
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+        def get() -> None:
+            from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        disable_progress_bars()  # of each file
-        with ThreadPoolExecutor(self.max_workers) as pool:
-            list(pool.map(self._get_file, self.missing(files)))
+            disable_progress_bars()  # of each file
+            with ThreadPoolExecutor(self.max_workers) as pool:
+                list(pool.map(self._get_file, self.missing(missing)))
+
+        with progress_of(lambda: bytes_there(self.folder, missing), "download", total):
+            _asked(get, self.source, self.max_failures, lambda: len(self.missing(missing)))
 
     def _get_file(self, file: HubFile) -> None:
         from huggingface_hub import hf_hub_download
@@ -280,39 +297,31 @@ class _Fetcher:
         place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
         place |= {"repo_type": "dataset", "local_dir": self.folder}
         path = Path(hf_hub_download(self.source.repository or "", file.name, **place))
+        # the library compares with what the server says now, not with our listing
         if (size := path.stat().st_size) != file.bytes:
             path.unlink()
             rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
             raise input_error(file.name, rule, "try again later, or another HF_ENDPOINT")
 
-    def _bytes_so_far(self, files: Sequence[HubFile]) -> int:
-        """Bytes of complete files, and of those that still grow in the library's folder."""
-        total = _size(files) - _size(self.missing(files))
-        for path in (self.folder / ".cache").rglob("*.incomplete"):
-            with suppress(FileNotFoundError):
-                total += path.stat().st_size
-        return total
 
-    def _hash(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
-        """Hashes of the files that are what the listing says."""
-        found, workers = {}, min(self.max_workers, os.cpu_count() or 1)
-        with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
-            hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
-            for file, hashes in zip(files, hashed, strict=True):
-                advance(file.bytes)
-                if hashes is not None:
-                    found[file.name] = hashes
-        return found
+def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
+    """Bytes of complete files, and of those that still grow in the library's folder."""
+    total = _size([file for file in files if has_size(folder / file.name, file.bytes)])
+    for path in (folder / ".cache").rglob("*.incomplete"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
-    """Hashes of a file from one pass; None if they are not what the listing says."""
+    """Hashes of a file; None if they are not what the listing says."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     with (folder / file.name).open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             content.update(chunk)
             whole.update(chunk)
+            # git's hash is compared where the hub knows no SHA-256
             if file.sha256 is None:
                 blob.update(chunk)
     found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
@@ -328,6 +337,7 @@ def endpoint() -> str:
 
 
 def _check_online(why: str) -> None:
+    # by both variables of the library, which would say less
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             fix = "unset it, or bring the whole folder with its manifest.json"
@@ -344,6 +354,7 @@ def _asked(
         return 2 if is_unreachable else None  # the library has tried for half a minute each time
 
     def wait_of(error: Exception) -> float:
+        # in seconds; a date is left to the usual waits
         seconds = getattr(_response(error), "headers", {}).get("Retry-After", "")
         return min(float(seconds), 900.0) if seconds.isdigit() else 0.0
 
@@ -351,9 +362,29 @@ def _asked(
         waits: dict[str, Any] = {"limit_of": limit_of, "wait_of": wait_of}
         return patiently(action, max_failures, passes=passes, num_left=num_left, **waits)
     except Exception as error:
-        if (explained := _explained(error, source)) is None:
-            raise
-        raise explained from error
+        kinds, response, name = _kinds(error), _response(error), source.repository
+        status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
+        if "RevisionNotFoundError" in kinds:
+            what, rule = f"revision={source.revision}", f"{name} has none of that name"
+            raise input_error(what, rule, f"--revision main, or one of {page}") from error
+        if "GatedRepoError" in kinds or status == 403:
+            fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
+            raise input_error(f"source={name}", "its owner gives access on request", fix) from error
+        # the hub answers the same for a private dataset and for none
+        if status in (401, 404):
+            rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
+            fix = (
+                "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
+            )
+            raise input_error(f"source={name}", rule, f"{fix} that may read it") from error
+        if passes(error):
+            fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
+            rule = f"{endpoint()} keeps failing ({first_line(error)})"
+            raise ConnectionError(f"{name}: {rule}. Fix: {fix}.") from error
+        if status is not None:
+            rule = f"{endpoint()} answers {status} ({first_line(error)})"
+            raise input_error(f"source={name}", rule, "check HF_ENDPOINT") from error
+        raise
 
 
 def passes(error: BaseException) -> bool:
@@ -369,30 +400,8 @@ def passes(error: BaseException) -> bool:
     return isinstance(error, (OSError, RuntimeError)) or package in _HTTP_PACKAGES
 
 
-def _explained(error: Exception, source: Source) -> Exception | None:
-    kinds, response, name = _kinds(error), _response(error), source.repository
-    status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
-    if "RevisionNotFoundError" in kinds:
-        fix = f"--revision main, or one of {page}"
-        return input_error(f"revision={source.revision}", f"{name} has none of that name", fix)
-    if "GatedRepoError" in kinds or status == 403:
-        fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
-        return input_error(f"source={name}", "its owner gives access on request", fix)
-    if status in (401, 404):
-        rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
-        return input_error(f"source={name}", rule, f"{fix} may read it")
-    if passes(error):
-        fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
-        return ConnectionError(f"{name}: {endpoint()} keeps failing ({first_line(error)}). Fix: {fix}.")
-    if status is not None:
-        rule = f"{endpoint()} answers {status} ({first_line(error)})"
-        return input_error(f"source={name}", rule, "check HF_ENDPOINT")
-    return None
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from; the library wraps what the server said."""
+    # the library wraps what the server said
     while error is not None:
         yield error
         error = error.__cause__

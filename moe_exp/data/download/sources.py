@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from rich.table import Table
 
 from moe_exp.data.documents import data_among, files_below, files_in
-from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error
+from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error, without_ending
 from moe_exp.host.exit_codes import printable
 from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url
 from moe_exp.host.progress import table_console
@@ -148,11 +148,26 @@ def resolve_source(
     if not name_or_path.strip():
         fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
         raise input_error("source=", "is empty", fix)
-    source = SOURCES.get(name_or_path) or _source_of(name_or_path)
-    if source is None:
+    if name_or_path in SOURCES:
+        source = SOURCES[name_or_path]
+    elif is_url(name_or_path):
+        url = name_or_path.rstrip("/")
+        file_name = url.rpartition("/")[2]
+        if "*" in url:
+            fix = f"give the folder, and --pattern '{file_name}'"
+            raise input_error(f"source={name_or_path}", "has a pattern in the URL", fix)
+        source = Source(without_ending(file_name), url, url=url, licence="yours to know")
+    elif expanded(name_or_path).exists():
+        path = Path(os.path.abspath(expanded(name_or_path)))  # noqa: PTH100  # resolve() names a link's target
+        source = Source(without_ending(path.name), f"{path}", path=path, licence="yours to know")
+    elif _REPOSITORY.fullmatch(name_or_path):
+        what, name = f"{name_or_path} on the hub", name_or_path.partition("/")[2]
+        source = Source(name, what, repository=name_or_path, licence="see its page")
+    else:
         if "/" in name_or_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
             raise input_error(f"source={name_or_path}", rule, "correct the path")
+        # most likely a name of `moe-exp data list` that was misspelt
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
         fix = f"did you mean {nearest}? `moe-exp data list` shows all"
@@ -163,28 +178,10 @@ def resolve_source(
         raise input_error(f"pattern={patterns[0]}", f"{source.name} is no set of files", "leave it out")
     given = {"patterns": tuple(patterns), "text_field": text_field, "revision": revision}
     changes: dict[str, object] = {name: value for name, value in given.items() if value}
+    # what is known of the source's own files does not hold for others
     if patterns or (revision and revision != source.revision):
         changes |= {"num_bytes": None, "num_tokens": None, "is_exact": False, "note": ""}
     return replace(source, **changes)  # type: ignore[arg-type]
-
-
-def _source_of(name: str) -> Source | None:
-    if is_url(name):
-        url = name.rstrip("/")
-        if "*" in url:
-            fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
-            raise input_error(f"source={name}", "has a pattern in the URL", fix)
-        return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
-    if expanded(name).exists():
-        path = Path(os.path.abspath(expanded(name)))  # noqa: PTH100  # resolve() would name a link's target
-        return Source(_stem(path.name), f"{path}", path=path, licence="yours to know")
-    if _REPOSITORY.fullmatch(name):
-        return Source(name.partition("/")[2], f"{name} on the hub", repository=name, licence="see its page")
-    return None
-
-
-def _stem(name: str) -> str:
-    return name[: len(name) - len(ending(name))]
 
 
 def local_files(source: Source) -> list[Path]:
@@ -212,6 +209,7 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
         patterns: of names; in what they match, records have precedence over text.
         where: folder or URL, for messages.
     """
+    # a folder may have a million files
     some = ", ".join(sorted(sizes)[:4]) or "nothing"
     chosen: set[str] = set()
     for pattern in patterns:
@@ -241,6 +239,7 @@ def check_names(names: Collection[str], server: str, reserved: Collection[str]) 
     known, fix = set(names), "leave it out by --pattern, or choose another dataset"
     for name in names:
         check_inside(name, server)
+        # names come from a server: nothing of it may reach another place or our own files
         if (first := name.partition("/")[0]) in reserved:
             raise _refused(name, f"{first} is what the download itself keeps there", server, fix)
         if above := known & {str(folder) for folder in PurePosixPath(name).parents}:
@@ -259,6 +258,7 @@ def check_inside(name: str, server: str) -> None:
 
 
 def _refused(name: str, rule: str, server: str, fix: str = "choose another dataset") -> ValueError:
+    # it goes to a terminal, where control characters could do harm
     shown = ascii(name)[1:-1]
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     return input_error(shown, f"{server} lists a file of this name, and {rule}", fix)
@@ -313,6 +313,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
         root = Path(found.submodule_search_locations[0])
     num_bytes, paths = 0, []
     for path in sorted(_python_files(root), key=path_hash):
+        # stops at the first that does not fit: what is chosen does not depend on the later ones
         num_bytes += (root / path).stat().st_size
         if num_bytes > max_bytes:
             break
@@ -344,6 +345,7 @@ def _read_files(root: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 def _python_files(root: Path) -> list[str]:
     found = []
     for folder, subfolders, names in os.walk(root):
+        # in place: os.walk does not descend into what is taken out
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         found += [path.relative_to(root).as_posix() for path in paths]

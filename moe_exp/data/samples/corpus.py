@@ -22,7 +22,7 @@ _FEISTEL_ROUNDS = 6
 _BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
 
 
-class Piece(NamedTuple):
+class CorpusPiece(NamedTuple):
     """Tokens `begin` to `end - 1` of the file, all of one document."""
 
     document: int
@@ -57,7 +57,7 @@ class Corpus:
         if (windows := self._count_windows()) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
             part = f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
-            part = "" if share == (0.0, 1.0) else part
+            part = part if share != (0.0, 1.0) else ""
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
@@ -76,10 +76,11 @@ class Corpus:
         """Numbers in the file of the documents that window `index` has tokens of."""
         return tuple(piece.document for piece in self._place(index))
 
-    def _place(self, index: int) -> Iterable[Piece]:
+    def _place(self, index: int) -> Iterable[CorpusPiece]:
         number, index = divmod(index, self.num_windows)
         epoch = self._epoch(number)
         if self.shuffle:
+            # windows are shuffled without a table of them
             index = permuted(index, self.num_windows, epoch.key)
         return self._pieces(epoch, index)
 
@@ -99,8 +100,7 @@ class Corpus:
     # Overridden where windows are made otherwise.
 
     def _filler_of(self, files: TokenFiles) -> int:
-        """The token of places in a window that no piece fills; here there are none."""
-        return 0
+        return 0  # of places that no piece fills: here there are none
 
     def _count_windows(self) -> int:
         return (int(self._bounds[self._end] - self._bounds[self._first]) - 1) // self.seq_len
@@ -108,7 +108,7 @@ class Corpus:
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
         return Epoch(documents, np.cumsum(self._bounds[documents + 1] - self._bounds[documents]), window_key)
 
-    def _pieces(self, epoch: Epoch, window: int) -> Iterable[Piece]:
+    def _pieces(self, epoch: Epoch, window: int) -> Iterable[CorpusPiece]:
         """Pieces of a window of an epoch, in order."""
         start = window * self.seq_len
         stop = start + self.seq_len + 1
@@ -116,8 +116,9 @@ class Corpus:
         for place in range(int(first), int(last) + 1):
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             count = min(stop, end) - start
+            # `end - start` tokens of the document are still to come
             begin = int(self._bounds[document + 1]) - (end - start)
-            yield Piece(document, begin, begin + count)
+            yield CorpusPiece(document, begin, begin + count)
             start += count
 
 
@@ -153,6 +154,7 @@ def permuted(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half_bits, index & mask
         for turn in range(_FEISTEL_ROUNDS):
+            # whatever the round function, a Feistel round can be undone: the network permutes
             left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
         index = left << half_bits | right
         if index < size:
@@ -242,6 +244,7 @@ class PackedCorpus(Corpus):
         lengths = np.diff(self._bounds[self._first : self._end + 1])
         counts = piece_counts(lengths, self.seq_len)
         self._num_full = int(counts[-1])
+        # full samples are not packed
         counts[-1] = 0
         self._groups = best_fit(counts, self.seq_len + 1)
         self._group_ends = list(accumulate(group.count for group in self._groups))
@@ -250,16 +253,17 @@ class PackedCorpus(Corpus):
 
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
         num_full, rest = _cut(self._bounds[documents + 1] - self._bounds[documents], self.seq_len)
+        # stable: of one length in the order of the epoch
         by_length = documents[np.argsort(rest, kind="stable")][int((rest == 0).sum()) :]
         return Epoch(documents, np.cumsum(num_full), window_key, by_length)
 
-    def _pieces(self, epoch: Epoch, window: int) -> list[Piece]:
+    def _pieces(self, epoch: Epoch, window: int) -> list[CorpusPiece]:
         if window < self._num_full:
             place = int(np.searchsorted(epoch.ends, window, side="right"))
             document = int(epoch.documents[place])
             before = int(epoch.ends[place - 1]) if place else 0
             begin = int(self._bounds[document]) + (window - before) * self.seq_len
-            return [Piece(document, begin, begin + self.seq_len + 1)]
+            return [CorpusPiece(document, begin, begin + self.seq_len + 1)]
         sample = window - self._num_full
         number = bisect_right(self._group_ends, sample)
         group = self._groups[number]
@@ -269,7 +273,7 @@ class PackedCorpus(Corpus):
             begin = int(self._class_begins[length]) + first + sample * each
             for document in epoch.by_length[begin : begin + each].tolist():
                 end = int(self._bounds[document + 1])
-                pieces.append(Piece(document, end - length, end))
+                pieces.append(CorpusPiece(document, end - length, end))
         if not self.shuffle:
             return pieces
         return [pieces[place] for place in shuffled(len(pieces), hash_of(f"{epoch.key}/{window}"))]
@@ -295,7 +299,7 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
     longer than a sample. `filler`: share of the tokens that fill samples up by best fit.
     """
     counts = piece_counts(lengths, seq_len)
-    num_samples = _num_samples(counts)
+    num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
     num_filled = int((counts * np.arange(len(counts))).sum())
     return {
         "seq_len": seq_len,
@@ -305,20 +309,20 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
     }
 
 
-def _num_samples(counts: Int64Array) -> int:
-    return sum(group.count for group in best_fit(counts, len(counts) - 1))
-
-
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Pairs of a query and a key in one document over all pairs in a sample, mean over samples, 0 to 1.
 
     Of samples that are cut from the documents in the order of the file. Shuffled ones have nearly the same,
     and so has a part of very many documents.
     """
-    lengths = _some_lengths(files.document_bounds)
+    bounds = files.document_bounds
+    firsts, block = np.array([0]), len(bounds) - 1
+    if block > _BLOCKS * _BLOCK:  # too many, as each costs 50 bytes: blocks evenly over the file
+        firsts, block = np.linspace(0, block - _BLOCK, _BLOCKS, dtype=np.int64), _BLOCK
+    lengths = np.concatenate([np.diff(bounds[first : first + block + 1]) for first in firsts])
     if packing == "best_fit":
         counts = piece_counts(lengths, seq_len)
-        num_samples = _num_samples(counts)
+        num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
         squares = np.minimum(np.arange(len(counts)), seq_len).astype(np.float64) ** 2
         return float((counts * squares).sum() / (num_samples * seq_len**2)) if num_samples else 1.0
     ends = np.cumsum(lengths)
@@ -326,11 +330,3 @@ def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate"
     cuts = np.union1d(ends[ends < num_tokens], np.arange(seq_len, num_tokens + 1, seq_len))
     inside = np.diff(cuts, prepend=0).astype(np.float64)
     return float((inside**2).sum() / (num_tokens * seq_len)) if num_tokens else 1.0
-
-
-def _some_lengths(bounds: Int64Array) -> Int64Array:
-    """Lengths of all documents; of very many those in blocks evenly over them: each costs 50 bytes."""
-    if len(bounds) - 1 <= _BLOCKS * _BLOCK:
-        return np.diff(bounds)
-    firsts = np.linspace(0, len(bounds) - 1 - _BLOCK, _BLOCKS, dtype=np.int64)
-    return np.concatenate([np.diff(bounds[first : first + _BLOCK + 1]) for first in firsts])

@@ -28,7 +28,7 @@ Range = tuple[int, int]
 _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
-class Stage(NamedTuple):
+class DataStage(NamedTuple):
     """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
     (`PackedCorpus`).
     """
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
 class Samples(Protocol):
     """Samples of a run by number, in an order that does not change during the run."""
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         """The stage of DATA_STAGES that sample number `index` belongs to."""
 
     def batch(self, first: int, count: int) -> torch.Tensor:
@@ -130,6 +130,7 @@ class SampleStream:
         weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
         names: list[tuple[str, int, int]] = []
         for position, (_, prefix) in enumerate(blend):
+            # a file that comes twice in a blend is read by two corpora, each with its own order
             times = sum(name[0] == prefix for name in names)
             names.append(name := (prefix, seq_len, times))
             if name not in self._given:
@@ -139,9 +140,9 @@ class SampleStream:
         corpora, taken = zip(*(self._given[name] for name in names), strict=True)
         self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
-        return Stage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
+        return DataStage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
@@ -149,7 +150,6 @@ class SampleStream:
         return corpus.window(window)
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
         corpus, window = self._place(index)
         return Origin(corpus.prefix, corpus.documents(window))
 
@@ -165,6 +165,7 @@ class SampleStream:
         ValueError if these numbers are not those of whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
+        # a longer sample stands for several numbers
         factor = seq_len // self.seq_len
         inside = (first - self._stages[number].first_sample) % factor
         if inside or count % factor or self.stage_at(first + count - 1).number != number:
@@ -222,6 +223,7 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
         middle = (low + high) // 2
         left = cumulative_weights[middle] - cumulative_weights[low]
         total = cumulative_weights[high] - cumulative_weights[low]
+        # round(n * p) in integers; the left half got this sample if its count grows with it
         before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
         if after > before:
             high, index = middle, before
@@ -364,7 +366,7 @@ class SkippingSamples:
         # Without skips a stream that has come to its end says so itself.
         self._samples, self._length = samples, length if self.skipped else None
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
 
     def batch(self, first: int, count: int) -> torch.Tensor:
@@ -376,7 +378,6 @@ class SkippingSamples:
         return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
         return self._samples.origin(self._within(stream_number(index, self.skipped)))
 
     def _within(self, number: int) -> int:

@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 
 from moe_exp.config import setting_error
-from moe_exp.data.samples.dataset import Origin, Stage, fingerprint_of
+from moe_exp.data.samples.dataset import DataStage, Origin, fingerprint_of
 from moe_exp.data.tokens.tokens import Int64Array, TokenFiles, parse_blend, parse_split, part_tokens
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -47,8 +47,8 @@ class MegatronSamples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def stage_at(self, index: int) -> Stage:
-        return Stage(0, int(self._dataset[0]["tokens"].numel()))
+    def stage_at(self, index: int) -> DataStage:
+        return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index`: int64 token ids of shape [S1]; ValueError if there are not that many, as a
@@ -103,7 +103,20 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
         ValueError: a file is missing or damaged, a part is smaller than a sample, or prefixes without weights
             hold too few samples.
     """
-    _check_parts(order)
+    shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
+    if order.split and order.num_valid_samples and shares[1] is None:
+        fix = "set EVAL_INTERVAL=0, or for instance SPLIT=99,1"
+        raise setting_error("split", order.split, "leaves nothing for validation", fix)
+    # checked here, as Megatron would look for samples of an empty part without end
+    for position, share in enumerate(shares):
+        if share is None or (position and not order.num_valid_samples):
+            continue
+        for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
+            num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
+            if num_tokens <= order.seq_len:
+                rule = f"has {num_tokens} tokens for {'validation' if position else 'training'}"
+                rule += f", one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
+                raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
     train, valid = _in_cache(order, cache_dir)
     for name, text, dataset, num_samples in (
         ("TRAIN_DATA", order.train, train, order.num_train_samples),
@@ -115,23 +128,6 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
             fix = "give each prefix a weight, or set DATA_ORDER=stream"
             raise ValueError(f"{name}={text}: {rule}. Fix: {fix}.")
     return MegatronSamples(train), None if valid is None else MegatronSamples(valid)
-
-
-def _check_parts(order: MegatronOrder) -> None:
-    """Megatron itself would look for samples of an empty part without end."""
-    shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
-    if order.split and order.num_valid_samples and shares[1] is None:
-        fix = "set EVAL_INTERVAL=0, or for instance SPLIT=99,1"
-        raise setting_error("split", order.split, "leaves nothing for validation", fix)
-    for position, share in enumerate(shares):
-        if share is None or (position and not order.num_valid_samples):
-            continue
-        for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
-            num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
-            if num_tokens <= order.seq_len:
-                rule = f"has {num_tokens} tokens for {'validation' if position else 'training'}"
-                rule += f", one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
-                raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
 
 
 def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
@@ -157,9 +153,9 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
             if is_first:
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
-            barrier()
+            barrier()  # the folder is there
             _build(order, building)
-            barrier()
+            barrier()  # all have read what rank 0 wrote
             if is_first:
                 for path in building.iterdir():
                     with path.open("rb") as file:

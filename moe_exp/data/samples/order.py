@@ -105,6 +105,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
         blend = ensure_embedded_corpus(Path(config.data_dir)).train_prefix
     blends = [blend, *(stage.train_data or blend for stage in stages_of(config)[1:])]
     prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
+    # lengths of documents and tokens: the order depends on the former, the text on the latter
     first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
     together = [hashlib.blake2b(" ".join(prints).encode(), digest_size=8).hexdigest() for prints in later]
     documents = documents_of(config.train_data) if config.train_data else None
@@ -122,6 +123,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
     differing -= {"stages", "eod_id", "bos_id"}  # stages: those to come may change, see `order_changes`
     if same_fingerprint(facts.get("tokenizer") or "none", saved.get("tokenizer") or ""):
         differing.discard("tokenizer")
+    # not known on one side is no difference
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 
@@ -232,6 +234,7 @@ def _other_stage(
     """How the first stage that has begun differs from that of a checkpoint; empty if none does."""
     past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
     for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
+        # only what has begun is compared: later stages may be changed
         rule = f"stage {number} has begun before sample {next_sample}, where {checkpoint} is, and"
         if ours is None or theirs is None:
             what, stage = ("it", theirs) if ours is None else ("no such stage", ours)
@@ -267,6 +270,7 @@ def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
     if not train_data:
         return ["1"]
     blend = parse_blend(train_data)
+    # prefixes without weights, which Megatron reads one after the other
     if is_megatrons and len(train_data.split()) == len(blend):
         return []
     fractions = [Fraction(str(weight)) for weight, _ in blend]

@@ -12,7 +12,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.samples.dataset import Origin, Samples, Stage
+from moe_exp.data.samples.dataset import DataStage, Origin, Samples
 from moe_exp.host.processes import end_with_parent, signals_blocked
 
 _PLACED = 64  # samples, of the files of a blend
@@ -81,7 +81,7 @@ class ReadAhead:
         self._expected: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
 
-    def stage_at(self, index: int) -> Stage:
+    def stage_at(self, index: int) -> DataStage:
         return self._samples.stage_at(index)
 
     def origin(self, index: int) -> Origin:
@@ -90,6 +90,7 @@ class ReadAhead:
     def batch(self, first: int, count: int) -> torch.Tensor:
         """As `Samples.batch`; RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
+            # not where the schedule has a batch: read in the rank itself
             if next(self._starts(first)) != (first, count):
                 return self._samples.batch(first, count)
             self._start(first)
@@ -125,12 +126,17 @@ class ReadAhead:
             multiprocessing_context="fork",
             worker_init_fn=partial(_end_with_rank, os.getpid()),
         )
+        before = signal.getsignal(signal.SIGCHLD)
         # Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank
         # that finishes its step and saves a checkpoint still needs its workers.
-        with warnings.catch_warnings(), _handler_kept(signal.SIGCHLD), signals_blocked():
+        with warnings.catch_warnings(), signals_blocked():
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
+            # torch's handler raises wherever the rank is when a worker dies, in the middle of a checkpoint
+            # for instance. Without it the next batch does.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, before)
         # Otherwise multiprocessing sends SIGTERM at exit, which the processes block, and joins them forever.
         atexit.register(self.close)
 
@@ -145,21 +151,9 @@ class ReadAhead:
         atexit.unregister(self.close)
 
 
-@contextmanager
-def _handler_kept(number: signal.Signals) -> Iterator[None]:
-    """Takes back a signal handler that the block sets: torch's handler of SIGCHLD raises wherever the rank is
-    when a worker dies, in the middle of a checkpoint for instance. Without it the next batch does.
-    """
-    before = signal.getsignal(number)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, before)
-
-
 def _end_with_rank(rank_pid: int, worker: int) -> None:
-    """Has the system end this worker with its rank: by itself it would look every five seconds whether its
-    parent is another than at its start, and stay if the rank ended before that.
-    """
+    # By itself a worker looks every five seconds whether its parent is another than at its start, and stays
+    # if the rank ended before that.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)

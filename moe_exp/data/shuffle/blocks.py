@@ -61,7 +61,13 @@ class LineBlocks:
         """
         kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
-            while num_bytes := self._fill(readinto, kept, left):
+            while True:
+                # behind what is kept of the last block; a stream may give less than it is asked for
+                free, num_bytes = self.view[kept:-1][:left], 0
+                while num_bytes < len(free) and (count := readinto(free[num_bytes:])):
+                    num_bytes += count
+                if not num_bytes:
+                    break
                 left -= num_bytes
                 filled = kept + num_bytes
                 lines_end = self.buffer.rfind(b"\n", kept, filled) + 1
@@ -70,29 +76,20 @@ class LineBlocks:
                     at_start = False
                     self.view[: filled - lines_end] = self.view[lines_end:filled].tobytes()
                 kept = filled - lines_end
-                if kept == len(self.buffer) - 1:
-                    self._grow(path)
+                if kept == len(self.buffer) - 1:  # no line ends in it
+                    if kept >= self.longest_bytes:
+                        rule = f"a line is longer than the {kept} bytes that are there for lines"
+                        raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
+                    full = self.view
+                    self._allocate(min(2 * kept, self.longest_bytes))
+                    self.view[:kept] = full[:-1]
+                    del full, free  # of the old buffer
         if kept:
             self.buffer[kept] = _LF
             yield self._after_bom(at_start), kept + 1
 
-    def _fill(self, readinto: Callable[[memoryview], int], kept: int, most_bytes: int) -> int:
-        free = self.view[kept:-1][:most_bytes]
-        filled = 0
-        while filled < len(free) and (num_bytes := readinto(free[filled:])):
-            filled += num_bytes
-        return filled
-
     def _after_bom(self, at_start: bool) -> int:
         return len(BOM) if at_start and self.buffer.startswith(BOM) else 0
-
-    def _grow(self, path: Path) -> None:
-        full, num_bytes = self.view, len(self.buffer) - 1
-        if num_bytes >= self.longest_bytes:
-            rule = f"a line is longer than the {self.longest_bytes} bytes that are there for lines"
-            raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
-        self._allocate(min(2 * num_bytes, self.longest_bytes))
-        self.view[:num_bytes] = full[:-1]
 
 
 @contextmanager
@@ -121,8 +118,6 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
 @dataclass
 class Documents:
-    """The documents of a block."""
-
     begins: NDArray[np.int64]  # of their lines in the buffer, without BOM
     ends: NDArray[np.int64]  # with the LF, without CR
     text_digests: bytes  # XXH3-128
@@ -132,9 +127,10 @@ class Documents:
     num_lines: int
     start: int = 0  # of the buffer in the decompressed file
 
-    def tally(self) -> Tally:
-        """Counts of the texts."""
-        return Tally(len(self.ends), int(self.text_bytes.sum()), sum_digests(self.text_digests))
+    def tally(self, chosen: NDArray[np.bool_] | slice = slice(None)) -> Tally:
+        """Counts of the texts, or of some of them."""
+        digests = np.frombuffer(self.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
+        return Tally(len(digests), int(self.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
 
 class DocumentBlocks:
@@ -178,6 +174,7 @@ class DocumentBlocks:
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
         begins, ends, text_bytes = list[int](), list[int](), list[int]()
         text_digests, line_digests = list[bytes](), list[bytes]()
+        # loops over bytes would cost more than parsing: what can be asked of the whole block is asked once
         has_cr = find(b"\r", begin, end) >= 0  # in JSON only between tokens: there are none in most blocks
         position, number, last_number = begin, num_lines, num_lines + self.most_lines
         while position < end and number < last_number:
@@ -193,8 +190,10 @@ class DocumentBlocks:
             except (ValueError, TypeError, KeyError, AttributeError):
                 text = b""
             if not text:
-                text = self._text_of(path, number, line)
-                if not text:
+                try:  # the slow way, which says what is wrong
+                    text = text_of(bytes(line), self.text_field).encode()
+                except ValueError as error:
+                    skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
                     position = following
                     continue
             text_digests.append(digest(text))
@@ -206,14 +205,6 @@ class DocumentBlocks:
         sizes = [np.array(values, dtype=np.int64) for values in (begins, ends, text_bytes)]
         digests = b"".join(text_digests), b"".join(line_digests)
         return Documents(sizes[0], sizes[1], *digests, sizes[2], position, number - num_lines)
-
-    def _text_of(self, path: Path, number: int, line: memoryview) -> bytes:
-        """The text of a line by the slow way, which raises; empty if the line is skipped."""
-        try:
-            return text_of(bytes(line), self.text_field).encode()
-        except ValueError as error:
-            skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
-            return b""
 
 
 def sum_digests(digests: bytes) -> int:
@@ -270,6 +261,7 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
     """
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
+    # a cut may lie inside a line, which belongs to the task where it begins (`_line_start`)
     slices: list[list[Slice]] = [[] for _ in range(num_tasks)]
     first = 0
     for path, size in zip(paths, sizes, strict=True):
@@ -291,6 +283,7 @@ def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
     try:
         yield from reader.read(one.path, start=start, end=end)
     except BadDocument as error:
+        # counted only now, as it takes another pass over the file
         number = error.line_number + lines_before(one.path, start)
         raise BadDocument(one.path, number, error.reason) from error
 
@@ -300,6 +293,7 @@ def _line_start(path: Path, place: int) -> int:
     if not place:
         return 0
     with path.open("rb", buffering=0) as file:
+        # from the byte before: if that is an LF, the line starts right here
         position = file.seek(place - 1)
         while chunk := file.read(_SEARCH_BYTES):
             if (found := chunk.find(b"\n")) >= 0:

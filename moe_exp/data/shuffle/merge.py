@@ -11,9 +11,10 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.documents import Tally, estimate_line_bytes, files_in
+from moe_exp.data.kinds import total_bytes, without_ending
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.host.files import bytes_text, ending, read_json, write_json
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
+from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 2**20
@@ -47,10 +48,9 @@ def merge(
             see `run_stage`.
         BadDocument: a line is no document, or a compressed file is damaged.
     """
-    output = _without_suffix(output)
-    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
-    _check_output(input_dir, output)
-    valid_name = _without_suffix(Path(valid_file_name)).name
+    output = output.with_name(without_ending(output.name))
+    shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
+    valid_name = without_ending(Path(valid_file_name).name)
     settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
     what: dict[str, Any] = {"settings": settings, "inputs": shards, "start_over": start_over}
     with run_stage("merge", output, **what, is_folder=False, suffixes=(".jsonl",)) as stage:
@@ -66,22 +66,24 @@ def estimate_merge(
     input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text"
 ) -> dict[str, int]:
     """Estimate of a merge: num_shards, disk_bytes and seconds."""
-    _check_output(input_dir, output)
-    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
+    shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)
     seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
     return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": seconds}
 
 
 def find_shards(
-    input_dir: Path, valid_file_name: str, text_field: str
+    input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
     """The files to merge, in order, and the manifest of the shuffle that made them, or None."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
+    if input_dir.resolve() == output.parent.resolve():
+        rule = "is in the folder that is merged"
+        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
     files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
-    valid_name = _without_suffix(Path(valid_file_name)).name
-    shards = [path for path in files if _without_suffix(path).name != valid_name]
+    valid_name = without_ending(Path(valid_file_name).name)
+    shards = [path for path in files if without_ending(path.name) != valid_name]
     if len(shards) == len(files):
         similar = [path.name for path in files if ".val" in path.name] or ["the name of the validation file"]
         rule = f"there is no such file in {input_dir}"
@@ -89,40 +91,27 @@ def find_shards(
     if not shards:
         rule = "there is only the validation file"
         raise ValueError(f"input_dir={input_dir}: {rule}. Fix: a folder with shards.")
-    return shards, _checked_manifest(input_dir, files, valid_name)
-
-
-def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> dict[str, Any] | None:
     path = input_dir / "manifest.json"
     manifest: dict[str, Any] = read_json(path, fix="shuffle again, or remove it") if path.exists() else {}
     if manifest.get("stage") != "shuffle":
-        return None
+        return shards, None
     if manifest["valid_file"] != f"{valid_name}.jsonl":
         rule = f"the validation file is {manifest['valid_file']}, its documents would be in the merged file"
         raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
     listed = {one["name"] for one in manifest["outputs"]}
     found = {str(file.relative_to(input_dir)) for file in files}
+    # a file more or less than the shuffle made
     for name in sorted(listed ^ found):
         rule = "is missing, and is" if name in listed else "is there, and is not"
         fix = "shuffle again, or move the file" if name in found else "shuffle again"
         raise ValueError(f"{input_dir / name}: {rule} in manifest.json. Fix: {fix}.")
-    return manifest
-
-
-def _check_output(input_dir: Path, output: Path) -> None:
-    if input_dir.resolve() == output.parent.resolve():
-        rule = "is in the folder that is merged"
-        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
-
-
-def _without_suffix(path: Path) -> Path:
-    return path.with_name(path.name[: len(path.name) - len(ending(path.name))])
+    return shards, manifest
 
 
 class Merging:
     """A merge that is running in the folder of its stage."""
 
-    def __init__(self, stage: Stage, shards: list[Path], manifest: dict[str, Any] | None):
+    def __init__(self, stage: CorpusStage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest
         self.path = stage.folder / f"{stage.output.name}.jsonl"
         self.state_path = stage.folder / "state.json"
@@ -140,8 +129,8 @@ class Merging:
 
     def run(self) -> dict[str, Any]:
         """Everything that is left to do; returns the manifest."""
-        done = sum(path.stat().st_size for path in self.shards[: len(self.parts)])
-        num_bytes = sum(path.stat().st_size for path in self.shards)
+        done = total_bytes(self.shards[: len(self.parts)])
+        num_bytes = total_bytes(self.shards)
         with progress("merge", num_bytes, done=done) as advance, self.path.open("ab", 0) as file:
             for shard in self.shards[len(self.parts) :]:
                 self.parts.append(self._write(shard, file.fileno()))
@@ -162,7 +151,7 @@ class Merging:
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
         """Writes a shard; returns its bytes, hash and documents, which are those of the manifest."""
         digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
-        for slices, count in self._copied(shard) if self.manifest else self._checked(shard):
+        for slices, count in self._blocks(shard):
             for one in slices:
                 digest.update(one)
             num_bytes += write_all(descriptor, slices, self.path)
@@ -176,16 +165,15 @@ class Merging:
                 raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
-    def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Blocks of a shard as they are, each with its number of lines."""
-        buffer = bytearray(_BLOCK_BYTES)
-        view = memoryview(buffer)
-        with shard.open("rb", buffering=0) as file:
-            while num_bytes := file.readinto(view):
-                yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
-
-    def _checked(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Lines of the documents of each block of a shard, and their number."""
+    def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
+        """What is written of each block of a shard, and the number of its documents."""
+        if self.manifest:  # as it is: its hash is compared with the manifest's at the end
+            buffer = bytearray(_BLOCK_BYTES)
+            view = memoryview(buffer)
+            with shard.open("rb", buffering=0) as file:
+                while num_bytes := file.readinto(view):
+                    yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
+            return
         lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
         options = {name: self.stage.key["settings"][name] for name in ("text_field", "skip_bad")}
         for documents in DocumentBlocks(lines, self.read, **options).read(shard):
@@ -194,7 +182,7 @@ class Merging:
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
 
     def _check_written(self) -> str:
-        """Reads the file back: each part has to be what was written. Returns its hash."""
+        """Hash of the file, which is read back: each part has to be what was written."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
         num_bytes = self.path.stat().st_size
         with progress("merge, check", num_bytes) as advance, self.path.open("rb", buffering=0) as file:
@@ -213,7 +201,6 @@ class Merging:
 
 
 def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Rows of the table at the end."""
     file = manifest["outputs"][0]
     counts = {"documents": manifest["read"]["num_documents"], "shards": len(manifest["num_documents"])}
     skipped = {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}

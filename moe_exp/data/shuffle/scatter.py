@@ -3,48 +3,49 @@
 A key depends on how many documents there are before, so `index` finds, checks and hashes them first.
 `scatter` then copies lines: it reads a block of its inputs, and appends the lines, sorted by bucket, to one
 file, and their records to a second. A task that is alone does both at once (`index_and_scatter`). A bucket is
-a range of keys, of training or of validation documents; `Scattered` finds one in the files of all tasks. So a
-task has two files open, however many buckets there are.
+a range of keys, of training or of validation documents, so a task has two files open, however many buckets
+there are.
+
+Every document gets a 64-bit key from the seed and its place among all documents that were read. The shuffled
+order is the order of the keys, so it is the same however many buckets there are and however much memory. Keys
+differ: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) is a
+bijection of its counter.
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from moe_exp.data.documents import Tally
+from moe_exp.data.execution import Through, complete_files
 from moe_exp.data.kinds import TextRule
 from moe_exp.data.shuffle.blocks import (
     LINE_BYTES,
     DocumentBlocks,
+    Documents,
     LineBlocks,
     Slice,
     read_slice,
     sum_digests,
     write_all,
 )
-from moe_exp.data.shuffle.buckets import (
-    NUM_KEYS,
-    Keys,
-    ValidTally,
-    bucket_bounds,
-    document_keys,
-    first_key,
-    text_choices,
-)
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import read_json, write_json
 
+NUM_KEYS = 2**64
+_GAMMA = 0x9E3779B97F4A7C15
 TEMPORARY = "temporary"
 # Of memory per document while a piece is put in order: its record, three places, its part of the sort, and a
 # slice of the buffer now and then.
@@ -52,14 +53,85 @@ DOCUMENT_BYTES = 96
 BUCKET_FILL = 0.85  # random keys: buckets differ
 
 _DOCUMENT = np.dtype([("begin", "<u8"), ("num_bytes", "<u8"), ("choice", "<u8")])
-_RECORD = np.dtype([("key", "<u8"), ("num_bytes", "<u8")])
+RECORD = np.dtype([("key", "<u8"), ("num_bytes", "<u8")])
 _FEW_BUCKETS = 256
 _BLOCK_BYTES = 2**21  # small enough for a core's cache
 _BYTES_PER_SEGMENT = 2**15  # of a bucket in a block, on average
 _LF = 10
 
+Keys = NDArray[np.uint64]
 # Documents of a block (_DOCUMENT), where their lines begin in the buffer, and the buffer.
 _Block = tuple[NDArray[Any], NDArray[np.int64], memoryview]
+
+
+def mix(values: Keys) -> Keys:
+    """splitmix64's output function: a bijection of 64 bits in which every bit depends on every other."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def document_keys(seed: int, first: int, count: int) -> Keys:
+    """Keys of documents `first`, `first + 1`, ...: splitmix64's outputs from a hash of the seed."""
+    # a counter with the step _GAMMA: any document's key is found without those before
+    start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
+    return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
+
+
+def text_choices(seed: int, text_digests: bytes) -> Keys:
+    """A number for each text that depends on it and the seed alone: the smallest ones are for validation."""
+    start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
+    return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
+
+
+@dataclass
+class ValidTally:
+    """Counts the documents with a choice under `threshold`, or if there are none, with the smallest one."""
+
+    threshold: int  # the wanted fraction of 2**64
+    below: Tally = field(default_factory=Tally)
+    smallest: int = NUM_KEYS  # choice so far
+    at_smallest: Tally = field(default_factory=Tally)  # one text and its duplicates
+
+    def add(self, choices: Keys, documents: Documents) -> None:
+        if not len(choices):
+            return
+        smallest = int(choices.min())
+        if smallest < self.smallest:
+            self.smallest, self.at_smallest = smallest, Tally()
+        if smallest == self.smallest:
+            self.at_smallest += documents.tally(choices == np.uint64(smallest))
+        if smallest < self.threshold:
+            self.below += documents.tally(choices < np.uint64(self.threshold))
+
+    def limit(self) -> int:
+        """Documents with a smaller choice are for validation."""
+        return self.threshold if self.below.num_documents else self.smallest + 1
+
+    def __iadd__(self, other: ValidTally) -> ValidTally:
+        self.below += other.below
+        if other.smallest < self.smallest:
+            self.smallest, self.at_smallest = other.smallest, Tally()
+        if other.smallest == self.smallest:
+            self.at_smallest += other.at_smallest
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"below": self.below.to_json(), "at_smallest": self.at_smallest.to_json()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> ValidTally:
+        tallies = {name: Tally.from_json(content[name]) for name in ("below", "at_smallest")}
+        return cls(**content | tallies)
+
+    def total(self) -> Tally:
+        return self.below if self.below.num_documents else self.at_smallest
+
+
+def first_key(bucket: int, num_buckets: int) -> int:
+    """The smallest key of a bucket; of the one after the last, 2**64."""
+    # rounded up, so that ranges neither overlap nor leave a key out
+    return -(-bucket * NUM_KEYS // num_buckets)
 
 
 def most_buckets(longest_bytes: int) -> int:
@@ -69,7 +141,7 @@ def most_buckets(longest_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class TaskShuffle:
-    """A shuffle by tasks; it travels to them by pickle."""
+    """A shuffle by tasks, to which it travels by pickle."""
 
     folder: Path  # of the stage
     settings: dict[str, Any]  # of `shuffle`: name, seed, num_shards, valid_fraction, text_field, skip_bad
@@ -88,12 +160,12 @@ class TaskShuffle:
 
     @property
     def threshold(self) -> int:
-        """Documents with a smaller choice are for validation, if there are any."""
+        # documents with a smaller choice are for validation, if there are any
         return int(self.settings["valid_fraction"] * NUM_KEYS)
 
     @property
     def most_lines(self) -> int:
-        """Lines of a block: as much memory for short ones as two buffers."""
+        # of a block: as much memory for short ones as two buffers
         return max(1, 2 * self.longest_bytes // LINE_BYTES)
 
     @property
@@ -101,7 +173,6 @@ class TaskShuffle:
         return self.folder / TEMPORARY
 
     def place(self, folder: str, task: int, suffix: str = ".json") -> Path:
-        """File of a task."""
         return self.temporary / folder / f"{task:05d}{suffix}"
 
     def through(self, folder: str, task: int) -> Through:
@@ -131,12 +202,16 @@ class Buckets:
         return self.num_train + self.num_valid
 
     def block_bytes(self, longest_bytes: int) -> int:
-        """Size of blocks that are worth being sorted."""
+        # of blocks that are worth being sorted
         return min(longest_bytes, max(_BLOCK_BYTES, _BYTES_PER_SEGMENT * self.number))
 
     @cached_property
     def _bounds(self) -> tuple[Keys, Keys]:
-        return bucket_bounds(self.num_train), bucket_bounds(self.num_valid)
+        train, valid = (
+            np.array([first_key(bucket, number) for bucket in range(number)], dtype=np.uint64)
+            for number in (self.num_train, self.num_valid)
+        )
+        return train, valid
 
     def of(self, keys: Keys, choices: Keys) -> NDArray[np.int64]:
         """Bucket of each document."""
@@ -155,7 +230,6 @@ class _Found:
         self.line_hash, self.num_bytes, self.of_slices = 0, 0, list[int]()
 
     def blocks(self, block_bytes: int) -> Iterator[_Block]:
-        """Yields blocks of documents."""
         settings, through = self.job.settings, self.job.through("indexed", self.rank)
         options = {name: settings[name] for name in ("text_field", "skip_bad")}
         lines = self.job.lines(block_bytes)
@@ -177,7 +251,7 @@ class _Found:
             self.of_slices.append(self.read.num_documents - before)
 
     def save(self) -> None:
-        """Writes what `Indexed` reads."""
+        # for `Indexed`
         facts = {"slices": self.of_slices, "num_bytes": self.num_bytes, "read": self.read.to_json()}
         facts |= {"valid": self.valid.to_json(), "line_hash": f"{self.line_hash % 2**128:032x}"}
         write_json(self.job.place("indexed", self.rank), facts)
@@ -248,10 +322,11 @@ def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: 
         index_path.open("wb") as index,
     ):
         for found, begins, view in blocks:
-            records = np.empty(len(found), dtype=_RECORD)
+            records = np.empty(len(found), dtype=RECORD)
             records["key"] = document_keys(job.settings["seed"], first + num_documents, len(found))
             records["num_bytes"] = found["num_bytes"]
             of_bucket = buckets.of(records["key"], found["choice"])
+            # stable: within a bucket the documents stay in the order of the inputs
             order = np.argsort(of_bucket, kind="stable")
             ends = (begins + records["num_bytes"].astype(np.int64))[order].tolist()
             places = zip(begins[order].tolist(), ends, strict=True)
@@ -299,77 +374,6 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
                 fix = "leave it alone, and give --start-over"
                 raise ValueError(f"{one.path}: changed while shuffle read it. Fix: {fix}.")
             through.end_file(one.num_bytes)
-
-
-class Placed(NamedTuple):
-    """Records, the task that each document comes from, and where its line is in the task's file."""
-
-    records: NDArray[Any]
-    tasks: NDArray[np.int32]
-    places: NDArray[np.int64]
-
-
-class Scattered:
-    """The files that the second pass has written, of all tasks; ValueError if one has another length."""
-
-    def __init__(self, job: TaskShuffle):
-        self.job, self.indexed = job, Indexed(job)
-        total = np.zeros((self.indexed.buckets.number, 2), dtype=np.int64)
-        for task in range(job.num_tasks):
-            sizes = np.array(read_json(job.place("scattered", task), fix=MAKE_AGAIN), dtype=np.int64)
-            num_documents, num_bytes = sizes.sum(axis=0).tolist()
-            check_size(job.place("scattered", task, ".lines"), num_bytes)
-            check_size(job.place("scattered", task, ".records"), num_documents * _RECORD.itemsize)
-            total += sizes
-        self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
-
-    def pieces(self, bucket: int) -> Iterator[Placed]:
-        """Documents of a bucket, in ranges of keys that follow one another and fit the memory.
-
-        A single document is a piece, however large it is.
-        """
-        buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
-        is_valid = bucket >= buckets.num_train
-        number = bucket - is_valid * buckets.num_train
-        count = buckets.num_valid if is_valid else buckets.num_train
-        num_documents, num_bytes = self.sizes[bucket]
-        needed = num_bytes + DOCUMENT_BYTES * num_documents
-        num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
-        bounds = [first_key(number * num_parts + part, count * num_parts) for part in range(num_parts + 1)]
-        ranges = list(pairwise(bounds))[::-1]
-        while ranges:
-            low, end = ranges.pop()
-            placed = self._documents(bucket, low, end)
-            needed = int(placed.records["num_bytes"].sum()) + DOCUMENT_BYTES * len(placed.records)
-            if needed > memory_bytes and len(placed.records) > 1:
-                middle = (low + end) // 2
-                ranges += [(middle, end), (low, middle)]
-            else:
-                yield placed
-
-    def _documents(self, bucket: int, low: int, end: int) -> Placed:
-        """Documents of a bucket with a key in [low, end)."""
-        parts = [Placed(np.empty(0, _RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
-        for task in range(self.job.num_tasks):
-            with self.job.place("scattered", task, ".records").open("rb") as file:
-                for place, count, begin, _ in self._segments(task, bucket):
-                    file.seek(place * _RECORD.itemsize)
-                    records = np.fromfile(file, dtype=_RECORD, count=count)
-                    sizes = records["num_bytes"].astype(np.int64)
-                    begins = begin + np.cumsum(sizes) - sizes
-                    inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
-                    found = records[inside]
-                    parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
-        return Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-    def _segments(self, task: int, bucket: int) -> list[list[int]]:
-        """First record, records, first byte and bytes of a bucket in each block that has some."""
-        path = self.job.place("scattered", task, ".index")
-        if not path.stat().st_size:  # a task without documents
-            return []
-        index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
-        of_bucket: NDArray[np.int64] = np.array(index[:, bucket])
-        return list(of_bucket[of_bucket[:, 1] > 0].tolist())
 
 
 def check_size(path: Path, num_bytes: int) -> None:

@@ -24,7 +24,9 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
-from moe_exp.data.kinds import FILES, TextRule
+from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
+from moe_exp.data.jobs import check_no_jobs, run_stage_passes
+from moe_exp.data.kinds import FILES, TextRule, total_bytes
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
@@ -38,9 +40,7 @@ from moe_exp.data.shuffle.scatter import (
     scatter,
 )
 from moe_exp.data.shuffle.write import write
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Step, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
 from moe_exp.host.devices import available_memory_bytes
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress_of
@@ -67,7 +67,10 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
-        """The usual division."""
+        """The usual division; ValueError if the budget is too small."""
+        if budget_bytes < SMALLEST_MEMORY_BYTES:
+            size = f"{budget_bytes / 2**20:g}MB"
+            raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
         return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
@@ -134,7 +137,8 @@ def shuffle_documents(
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     if is_local and not execution.workers:
-        worth = 1 + sum(path.stat().st_size for path in inputs) // _BYTES_PER_WORKER
+        worth = 1 + total_bytes(inputs) // _BYTES_PER_WORKER
+        # of small inputs fewer processes are faster
         execution = replace(execution, workers=min(worth, num_workers(execution)))
     memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
     if start_over or is_local:
@@ -151,9 +155,7 @@ def shuffle_documents(
         needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
         check_free_disk(stage.folder, needed_bytes, "the shuffle")
         num_writing = min(tasks, num_shards + 1)
-        if is_local and job.num_buckets:
-            _run_here(job)
-        elif not _run_passes(job, execution, stage, num_writing):
+        if not _run(job, execution, stage, num_writing):
             return None
         manifest = _publish(job, stage, num_writing)
         _clean(stage.output)
@@ -165,19 +167,11 @@ def _default_memory(execution: Execution, tasks: int) -> int:
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
-    num_bytes = int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
-    _check_memory(num_bytes)
-    return num_bytes
-
-
-def _check_memory(num_bytes: int) -> None:
-    if num_bytes < SMALLEST_MEMORY_BYTES:
-        size = f"{num_bytes / 2**20:g}MB"
-        raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
+    return int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
 
 
 def _begin(
-    stage: Stage,
+    stage: CorpusStage,
     settings: dict[str, Any],
     rule: TextRule,
     inputs: Sequence[Path],
@@ -198,6 +192,7 @@ def _begin(
         rule_text = f"{stage.output} was begun by {begun['tasks']} tasks"
         fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"
         raise ValueError(f"tasks={tasks}: {rule_text}. Fix: {fix}.")
+    # kept, as the scattered files of the first call were sorted by it
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
     buffers = memory.longest_bytes, memory.piece_bytes
@@ -206,38 +201,39 @@ def _begin(
     )
     if not path.exists():
         if is_alone:
+            # by an estimate: documents are not counted before they are scattered
             numbers = job.buckets_for(estimate_line_bytes(inputs), settings["valid_fraction"])
             begun["num_buckets"], job = numbers, replace(job, num_buckets=numbers)
         write_json(path, begun)
     return job
 
 
-def _run_here(job: TaskShuffle) -> None:
-    """Runs the only task in this process."""
-    steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
-    steps["written"] = partial(write, job, 1, 0)
-    through = [job.temporary / folder / "through" for folder in steps]
-    total = len(steps) * sum(one.num_bytes for one in job.slices[0])
-    with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
-        for folder, step in steps.items():
-            if not job.place(folder, 0).exists():
-                step()
-
-
-def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
-    """Runs all tasks by an executor; whether they are done."""
-    steps = [
+def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing: int) -> bool:
+    """Runs all tasks; whether they are done."""
+    # the only task in this process, which needs no datatrove
+    if execution.executor == "local" and job.num_buckets:
+        steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
+        steps["written"] = partial(write, job, 1, 0)
+        through = [job.temporary / folder / "through" for folder in steps]
+        total = len(steps) * sum(one.num_bytes for one in job.slices[0])
+        with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
+            for folder, step in steps.items():
+                # else an earlier call has done it
+                if not job.place(folder, 0).exists():
+                    step()
+        return True
+    passes = [
         (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
         (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
         (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     ]
-    by_pass = dict(zip(_PASSES, steps, strict=True))
+    by_pass = dict(zip(_PASSES, passes, strict=True))
     return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
 
 
-def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
+def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
     """Publishes the validation file and the shards, and returns the manifest."""
-    indexed, made = Indexed(job), dict[str, dict[str, Any]]()
+    indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by name, the validation file first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
     for name, facts in made.items():
@@ -264,7 +260,7 @@ def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]
 
 
 def _clean(output: Path) -> None:
-    """Removes what was needed until the output was published, so that a crash before that loses nothing."""
+    # not before the output is published, so that a crash loses nothing
     rmtree(output / TEMPORARY, ignore_errors=True)
     (output / TASKS).unlink(missing_ok=True)
 
@@ -308,7 +304,7 @@ def check_settings(
 ) -> None:
     """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`."""
     if memory_bytes is not None:
-        _check_memory(memory_bytes)
+        Memory.of(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
@@ -319,7 +315,6 @@ def check_settings(
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Rows of the table at the end."""
     train, valid = manifest["train"], manifest["valid"]
     rows: dict[str, object] = {"training documents": train["num_documents"]}
     rows |= {"validation documents": valid["num_documents"]}

@@ -1,9 +1,12 @@
 """Last pass of a shuffle: each task makes some of the output files, and reads back what it has written."""
 
+from __future__ import annotations
+
 import logging
+import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +16,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from moe_exp.data.execution import Through, complete_files
 from moe_exp.data.shuffle.blocks import LineBlocks, sum_digests, write_all
-from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES, Placed, Scattered, TaskShuffle
-from moe_exp.data.tasks.execution import Through, complete_files
-from moe_exp.host.files import write_json
+from moe_exp.data.shuffle.scatter import (
+    BUCKET_FILL,
+    DOCUMENT_BYTES,
+    RECORD,
+    Indexed,
+    TaskShuffle,
+    check_size,
+    first_key,
+)
+from moe_exp.data.stage import MAKE_AGAIN
+from moe_exp.host.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +39,8 @@ Places = NDArray[np.int64]
 
 
 class _Output(NamedTuple):
-    """An output file and the ranks of its first document and of the one after its last."""
-
     path: Path
-    first: int
+    first: int  # rank of its first document, and of the one after its last
     end: int
     is_valid: bool
 
@@ -72,8 +82,7 @@ def _outputs(scattered: Scattered) -> list[_Output]:
         what = "%s: 1 of %d documents is for validation: its loss says little about other texts"
         logger.warning(what, name, read.num_documents)
     if num_train < num_shards:
-        what = "%d documents for training in %d shards: some are empty"
-        logger.warning(what, num_train, num_shards)
+        logger.warning("%d documents for training in %d shards: some are empty", num_train, num_shards)
     outputs = [_Output(job.folder / f"{name}.val.jsonl", 0, valid.num_documents, is_valid=True)]
     width = max(2, len(str(num_shards - 1)))
     # shards differ by one document at most
@@ -85,11 +94,8 @@ def _outputs(scattered: Scattered) -> list[_Output]:
 
 
 def _read_back(output: _Output) -> dict[str, Any]:
-    """num_documents, bytes, hash (as `file_hash` gives it) of a file that was written, and line_hash, the sum
-    of the XXH3-128 of its lines modulo 2**128.
-    """
+    """Counts and hashes of a file that was written, for the manifest."""
     num_bytes = output.path.stat().st_size
-    # What is kept of a line is gone with its block.
     lines = LineBlocks(_READ_BACK_BYTES, num_bytes + 1)
     whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
     for begin, end in lines.read(output.path):
@@ -101,7 +107,77 @@ def _read_back(output: _Output) -> dict[str, Any]:
             begin = line_end + 1
         num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
     facts = {"num_documents": num_lines, "bytes": num_bytes, "hash": whole.hexdigest()}
+    # a sum, as the order of the lines is not that of the inputs, which it is compared with
     return facts | {"line_hash": f"{line_hash % 2**128:032x}"}
+
+
+class Placed(NamedTuple):
+    """Records, the task that each document comes from, and where its line is in the task's file."""
+
+    records: NDArray[Any]
+    tasks: NDArray[np.int32]
+    places: NDArray[np.int64]
+
+
+class Scattered:
+    """The files that the second pass has written, of all tasks; ValueError if one has another length."""
+
+    def __init__(self, job: TaskShuffle):
+        self.job, self.indexed = job, Indexed(job)
+        total = np.zeros((self.indexed.buckets.number, 2), dtype=np.int64)
+        for task in range(job.num_tasks):
+            sizes = np.array(read_json(job.place("scattered", task), fix=MAKE_AGAIN), dtype=np.int64)
+            num_documents, num_bytes = sizes.sum(axis=0).tolist()
+            check_size(job.place("scattered", task, ".lines"), num_bytes)
+            check_size(job.place("scattered", task, ".records"), num_documents * RECORD.itemsize)
+            total += sizes
+        self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
+
+    def pieces(self, bucket: int) -> Iterator[Placed]:
+        """Documents of a bucket, in ranges of keys that follow one another and fit the memory.
+
+        A single document is a piece, however large it is.
+        """
+        buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
+        is_valid = bucket >= buckets.num_train
+        number = bucket - is_valid * buckets.num_train
+        count = buckets.num_valid if is_valid else buckets.num_train
+        num_documents, num_bytes = self.sizes[bucket]
+        needed = num_bytes + DOCUMENT_BYTES * num_documents
+        num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
+        bounds = [first_key(number * num_parts + part, count * num_parts) for part in range(num_parts + 1)]
+        ranges = list(pairwise(bounds))[::-1]
+        while ranges:
+            low, end = ranges.pop()
+            placed = self._documents(bucket, low, end)
+            needed = int(placed.records["num_bytes"].sum()) + DOCUMENT_BYTES * len(placed.records)
+            if needed > memory_bytes and len(placed.records) > 1:
+                middle = (low + end) // 2
+                ranges += [(middle, end), (low, middle)]
+            else:
+                yield placed
+
+    def _documents(self, bucket: int, low: int, end: int) -> Placed:
+        """Documents of a bucket with a key in [low, end)."""
+        parts = [Placed(np.empty(0, RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
+        for task in range(self.job.num_tasks):
+            path = self.job.place("scattered", task, ".index")
+            if not path.stat().st_size:  # a task without documents: nothing to map
+                continue
+            index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
+            # first record, records, first byte and bytes of the bucket in each block that has some
+            segments: NDArray[np.int64] = np.array(index[:, bucket])
+            with self.job.place("scattered", task, ".records").open("rb") as file:
+                for place, count, begin, _ in segments[segments[:, 1] > 0].tolist():
+                    file.seek(place * RECORD.itemsize)
+                    records = np.fromfile(file, dtype=RECORD, count=count)
+                    sizes = records["num_bytes"].astype(np.int64)
+                    begins = begin + np.cumsum(sizes) - sizes
+                    # `end` may be 2**64, which no uint64 holds
+                    inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
+                    found = records[inside]
+                    parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
+        return Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 class _Writer:
@@ -117,33 +193,29 @@ class _Writer:
         if not outputs:
             return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
-        buckets, rank = self.scattered.indexed.buckets, 0
+        buckets, rank = self.scattered.indexed.buckets, 0  # rank: of the next document in the order of all
         # those of validation documents are the last
         numbers = range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
         for bucket in numbers:
             count, _ = self.scattered.sizes[bucket]
-            if first < rank + count and rank < end:
-                self._write_bucket(bucket, rank, outputs)
-            rank += count
-
-    def _write_bucket(self, bucket: int, rank: int, outputs: Sequence[_Output]) -> None:
-        """Writes the documents of a bucket, whose first has the rank, that belong to the outputs."""
-        first, end = outputs[0].first, outputs[-1].end
-        for placed in self.scattered.pieces(bucket):
-            count = len(placed.records)
-            order = np.argsort(placed.records["key"])[max(0, first - rank) : max(0, end - rank)]
-            if len(order) < count:  # the others belong to other tasks
-                chosen = np.sort(order)
-                placed = Placed._make(column[chosen] for column in placed)
-                order = np.searchsorted(chosen, order)
-            if len(order):
-                self._write_piece(placed, order, max(first, rank), outputs)
-            rank += count
+            if first >= rank + count or rank >= end:  # of other tasks
+                rank += count
+                continue
+            for placed in self.scattered.pieces(bucket):
+                count = len(placed.records)
+                order = np.argsort(placed.records["key"])[max(0, first - rank) : max(0, end - rank)]
+                if len(order) < count:  # the others belong to other tasks
+                    chosen = np.sort(order)
+                    placed = Placed._make(column[chosen] for column in placed)
+                    order = np.searchsorted(chosen, order)
+                if len(order):
+                    self._write_piece(placed, order, max(first, rank), outputs)
+                rank += count
 
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]
     ) -> None:
-        """Reads the lines and writes them in `order`; `rank`: of the first one in the order of all."""
+        # `rank`: of the first one in the order of all
         ends = np.cumsum(placed.records["num_bytes"].astype(np.int64))
         begins = ends - placed.records["num_bytes"].astype(np.int64)
         if len(self.lines.view) + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:
@@ -181,6 +253,7 @@ class LineBuffer:
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
         """Reads lines at `places` of a file to [begins, ends) of the buffer, neighbours with one call."""
+        # neighbours in the file are as far from their places in the buffer
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True
         firsts = np.flatnonzero(is_first)
@@ -191,14 +264,12 @@ class LineBuffer:
                 some_ends = run_ends[first : first + _LINES_AT_ONCE].tolist()
                 runs = zip(places[some].tolist(), begins[some].tolist(), some_ends, strict=True)
                 for place, begin, end in runs:
-                    self._read_run(file.fileno(), path, place, begin, end)
-
-    def _read_run(self, descriptor: int, path: Path, place: int, begin: int, end: int) -> None:
-        while begin < end:
-            num_bytes = os.preadv(descriptor, [self.view[begin : min(end, begin + _READ_BYTES)]], place)
-            if not num_bytes:
-                raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
-            begin, place = begin + num_bytes, place + num_bytes
+                    while begin < end:  # Linux reads at most 2 GB at once
+                        some_bytes = self.view[begin : min(end, begin + _READ_BYTES)]
+                        num_bytes = os.preadv(file.fileno(), [some_bytes], place)
+                        if not num_bytes:
+                            raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
+                        begin, place = begin + num_bytes, place + num_bytes
 
     def append_to(self, path: Path, begins: Places, ends: Places, order: Places) -> None:
         """Appends the lines at [begins, ends) of the buffer, in `order`, to a file."""

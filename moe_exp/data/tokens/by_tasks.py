@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Step, Through
-from moe_exp.data.tasks.jobs import check_no_jobs, run_stage_passes
+from moe_exp.data.execution import Execution, Step, Through
+from moe_exp.data.jobs import check_no_jobs, run_stage_passes
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.data.tokens.encoders import one_thread
 from moe_exp.data.tokens.parts import CHECKED_BYTES, NOT_WRITTEN, Part, PartEncoder, PartSettings, is_complete
 from moe_exp.host.files import BlockHash, read_json, write_json
@@ -55,11 +55,9 @@ class TaskTokens:
         return all(self.place("joined", task).exists() for task in range(self.num_tasks))
 
     def place(self, folder: str, task: int) -> Path:
-        """File with what a task has done."""
         return self.folder / folder / f"{task:05d}.json"
 
     def facts(self, folder: str) -> list[Any]:
-        """Contents of the files of all tasks."""
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:
@@ -96,38 +94,37 @@ def make_parts(job: TaskTokens, rank: int) -> int:
 
 
 class _Placed(NamedTuple):
-    """A part, the task that made it, hashes of its blocks, and where it begins and ends in the .bin."""
-
     part: Part
-    task: int
-    hashes: list[str]
-    start: int
+    task: int  # that made it
+    hashes: list[str]  # of its blocks
+    start: int  # where it begins and ends in the .bin
     end: int
-
-
-def _placed(job: TaskTokens) -> list[_Placed]:
-    made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
-    bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
-    found = zip(job.parts, made, bounds, strict=True)
-    return [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
     """Second pass: copies what lies in a task's blocks of the .bin there, and checks every part it reads;
     returns the bytes.
     """
-    placed = _placed(job)
+    made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
+    bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
+    found = zip(job.parts, made, bounds, strict=True)
+    placed = [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
     num_bytes = placed[-1].end if placed else 0
+    # whole blocks of the .bin, so that each task knows the hashes of its own
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
     share = job.num_input_bytes / max(1, num_bytes)
     through, blocks_hash = job.through("joined", rank), BlockHash(job.block_bytes)
+    # not truncated: other tasks write into it
     descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for one in placed if low < end else []:
             if one.start < end and low < one.end:
                 for chunk in _chunks(job, one, low, end):
-                    low += _write_at(descriptor, chunk, low)
+                    written = 0
+                    while written < len(chunk):  # less on a disk that is almost full
+                        written += os.pwrite(descriptor, chunk[written:], low + written)
+                    low += written
                     blocks_hash.update(chunk)
                     through.advance(len(chunk) * share)
         os.fsync(descriptor)
@@ -140,10 +137,11 @@ def join_parts(job: TaskTokens, rank: int) -> int:
 
 
 def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-    """Bytes of a part that lie in [low, end) of the .bin; every block that it reads is checked."""
+    """Bytes of a part that lie in [low, end) of the .bin."""
     path = job.folder / f"{one.part.stem}.bin"
     low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
     with path.open("rb", buffering=0) as file:
+        # whole blocks are read, as a hash is of a whole one
         for block in range(low // CHECKED_BYTES, -(-end // CHECKED_BYTES)):
             place, digest = block * CHECKED_BYTES, xxhash.xxh3_128()
             block_end = place + CHECKED_BYTES
@@ -153,6 +151,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 if some := chunk[max(0, low - place) : max(0, end - place)]:
                     yield some
                 place += len(chunk)
+            # an empty list, where an earlier version made the part, is no hash either
             if [digest.hexdigest()] != one.hashes[block : block + 1]:
                 # the task that made it runs again
                 done = job.folder / "datatrove" / PASSES[0] / "completions" / f"{one.task:05d}"
@@ -162,14 +161,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 raise ValueError(f"{path}: {NOT_WRITTEN}")
 
 
-def _write_at(descriptor: int, content: memoryview, place: int) -> int:
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], place + written)
-    return written
-
-
-def run_tasks(job: TaskTokens, execution: Execution, stage: Stage) -> str | None:
+def run_tasks(job: TaskTokens, execution: Execution, stage: CorpusStage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are under way."""
     made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
     joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks

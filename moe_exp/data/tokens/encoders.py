@@ -79,11 +79,8 @@ class Encoders:
             ModuleNotFoundError: gigatoken or sentencepiece is not installed.
         """
         if backend not in self._loaded:
-            if backend == "gigatoken":
-                self._loaded[backend] = CheckedGigatoken(self)
-            else:
-                makers = {"huggingface": _huggingface, "sentencepiece": _sentencepiece, "bytes": _bytes}
-                self._loaded[backend] = makers[self.tokenizer.kind](self.tokenizer)
+            is_gigatoken = backend == "gigatoken"
+            self._loaded[backend] = CheckedGigatoken(self) if is_gigatoken else _own_package(self.tokenizer)
         return self._loaded[backend]
 
 
@@ -97,7 +94,7 @@ class CheckedGigatoken:
         self._same: set[str] = set()
         self._other: set[str] = set()
         probe = _splitting_tokenizer(encoders.tokenizer)
-        self._splitters = (_gigatoken(probe), _huggingface(probe)) if probe else None
+        self._splitters = (_gigatoken(probe), _own_package(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         """Encodes texts; counts in `num_rerouted` the documents that went to the other package."""
@@ -115,6 +112,7 @@ class CheckedGigatoken:
     def _is_split_otherwise(self, text: str) -> bool:
         if self._splitters is None or text.isascii():
             return False
+        # each character is tried once a process
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
             texts = [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
@@ -149,35 +147,33 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
     `auto` is gigatoken if it is installed, loads the tokenizer and gives the same ids. ValueError if
     gigatoken was asked for and cannot be used.
     """
-    backend, reason = _choose(encoders, requested, [*probe_texts(encoders.tokenizer), *sample])
+    backend, reason = "tokenizers", "as asked for"
+    if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
+        reason = "bytes need no package"
+    elif requested != "tokenizers":
+        texts = [*probe_texts(encoders.tokenizer), *sample]
+        try:
+            why = ""
+            if wrong := find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts):
+                why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
+        except ModuleNotFoundError as error:
+            if error.name != "gigatoken":
+                raise
+            why = "it is not installed (pip install gigatoken)"
+        except ValueError as error:
+            why = str(error)
+        if why and requested == "gigatoken":
+            fix = "give --backend tokenizers"
+            raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
+        backend = "tokenizers" if why else "gigatoken"
+        same = f"the ids of {len(texts)} texts are those of the tokenizer's own package"
+        reason = f"not gigatoken: {why}" if why else same
+    # of this process, as others may use the machine
     started = time.process_time()
     num_tokens = len(encoders.get(backend)(sample)[0]) if sample else 0
     seconds = time.process_time() - started
     num_bytes = sum(len(text.encode()) for text in sample)
     return Probe(backend, reason, num_tokens / max(1, num_bytes), num_bytes / max(seconds, 1e-3))
-
-
-def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[str, str]:
-    if requested == "tokenizers":
-        return "tokenizers", "as asked for"
-    if encoders.tokenizer.kind == "bytes":
-        return "tokenizers", "bytes need no package"
-    try:
-        why = None
-        if wrong := find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts):
-            why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
-    except ModuleNotFoundError as error:
-        if error.name != "gigatoken":
-            raise
-        why = "it is not installed (pip install gigatoken)"
-    except ValueError as error:
-        why = str(error)
-    if why is None:
-        return "gigatoken", f"the ids of {len(texts)} texts are those of the tokenizer's own package"
-    if requested == "gigatoken":
-        fix = "give --backend tokenizers"
-        raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
-    return "tokenizers", f"not gigatoken: {why}"
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
@@ -186,6 +182,7 @@ def probe_texts(tokenizer: TextTokenizer) -> list[str]:
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []
         pieces += [token["content"] for token in added[:64]]
+    # the same texts at every call, so that a resumed run chooses the same backend
     choice = random.Random(0)
     return ["".join(choice.choices(pieces, k=choice.randrange(1, 30))) for _ in range(_NUM_PROBES)]
 
@@ -197,33 +194,34 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
     if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
         return []
     sides = [(ids, lengths), (reference_ids, reference_lengths)]
+    # only where something differs: text by text
     pairs = zip(*(np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in sides), strict=True)
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
 
-def _huggingface(tokenizer: TextTokenizer) -> Encoder:
-    from tokenizers import Tokenizer
+def _own_package(tokenizer: TextTokenizer) -> Encoder:
+    backend: Any = None  # bytes need none
+    if tokenizer.kind == "huggingface":
+        from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_str(tokenizer.content.decode())
-    backend.encode_special_tokens = not tokenizer.allow_special
+        backend = Tokenizer.from_str(tokenizer.content.decode())
+        backend.encode_special_tokens = not tokenizer.allow_special
+    elif tokenizer.kind == "sentencepiece":
+        backend = tokenizer.processor()
 
     def encode(texts: Sequence[str]) -> Encoded:
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _joined([encoding.ids for encoding in encodings])
-
-    return encode
-
-
-def _sentencepiece(tokenizer: TextTokenizer) -> Encoder:
-    processor = tokenizer.processor()
-    return lambda texts: _joined(processor.encode(list(texts), out_type=int, num_threads=1))
-
-
-def _bytes(tokenizer: TextTokenizer) -> Encoder:
-    def encode(texts: Sequence[str]) -> Encoded:
-        encoded = [text.encode() for text in texts]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return np.frombuffer(b"".join(encoded), np.uint8), lengths
+        if tokenizer.kind == "bytes":
+            encoded = [text.encode() for text in texts]
+            lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+            return np.frombuffer(b"".join(encoded), np.uint8), lengths
+        ids: Sequence[Sequence[int]]
+        if tokenizer.kind == "sentencepiece":
+            ids = backend.encode(list(texts), out_type=int, num_threads=1)
+        else:
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            ids = [encoding.ids for encoding in encodings]
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
 
     return encode
 
@@ -268,13 +266,9 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
     merges = [pair for first, second in pairs for pair in ((first, second), (second, first))]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
+    # they would be split off before the classes of characters are seen
     content["added_tokens"] = []
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": None, "ignore_merges": False}
     return replace(
         tokenizer, content=orjson.dumps(content), vocab_size=len(vocab), eod_id=None, eod_token=None
     )
-
-
-def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths

@@ -12,7 +12,7 @@ from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.loading import recorded_settings
 from moe_exp.config.setting_types import blend_members, is_text, names_text
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import find_prepared_text, fitting_vocab_size
+from moe_exp.data.own_text import find_prepared_text, fitting_vocab_size
 from moe_exp.data.samples.corpus import attended_share
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import (
@@ -43,6 +43,7 @@ class DocumentTokens:
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
         """The tokenizer `name` with these tokens; ValueError if it is no tokenizer, or lacks the end."""
         found = load_named_tokenizer(name, allow_special=allow_special)
+        # its files may name another one than the training used
         if self.eod_id not in (None, found.eod_id):
             if (token := found.token(self.eod_id)) is None:
                 rule = f"has no token {self.eod_id}, with which the documents of the training end"
@@ -77,6 +78,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
     """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
+    # another check names a tokenizer that does not exist
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
         own = embedded_folder(Path(config.data_dir)) / "tokenizer.json"
@@ -93,6 +95,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
+        # all data so far, so that the first setting that differs is named
         if wrong := other_tokenizer([*prefixes, *members]):
             yield problem(name, getattr(config, name), wrong, fix)
             return
@@ -114,11 +117,13 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
         eod_id, how = files.end_of_document
         if eod_id is None:
             problems.append(problem(name, "true", f"{prefix} has no end-of-document token: {how}", _FIX))
+        # few: the files were tokenized without it, and it stands in texts
         elif (share := files.share_ending_with(eod_id)) < 0.5:
             rule = f"{share:.0%} of the documents of {prefix} end with the end-of-document token {eod_id}"
             problems.append(problem(name, "true", rule, _FIX))
         else:
             found[prefix] = eod_id
+    # one token has to mark the ends in all data
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{eod_id} in {prefix}" for prefix, eod_id in found.items())
         rule = f"documents end with different tokens: {listed}"
@@ -147,9 +152,31 @@ def with_vocab_size(
         given: names of the settings that do not come from a preset or a default.
         recorded: config.yaml of the run folder; if it exists, its VOCAB_SIZE is used, as the run resumes.
     """
-    if "vocab_size" in given or (found := _of_data(config)) is None:
+    if "vocab_size" in given:
         return config, ""
-    size, reason = found[0], f"vocabulary of {found[1]}"
+    if (size := fitting_vocab_size(config) or 0) > 0:
+        place = f"the tokenizer for {config.train_data}"
+    else:
+        blends = [one for one in (config.train_data, config.valid_data) if one and not names_text(one)]
+        try:
+            prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
+            facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
+            sizes = {prefix: found for prefix, found in facts.items() if found}
+            if config.tokenizer:
+                sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
+            elif len(sizes) < len(facts):
+                return config, ""
+        except ConnectionError as error:  # else it would be another model
+            raise ConfigError([str(error)]) from None
+        except (OSError, ValueError):
+            return config, ""  # the checks of files name it
+        if sizes and not config.train_data:
+            sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
+        place = max(sizes, key=lambda one: sizes[one], default="")
+        size = sizes.get(place, 0)
+        if not 0 < size <= 10**9:
+            return config, ""
+    reason = f"vocabulary of {place}"
     if recorded is not None:
         with suppress(ValueError):  # a new run, or the checks of the run folder name it
             if isinstance(before := recorded_settings(recorded).get("vocab_size"), int) and before:
@@ -157,28 +184,3 @@ def with_vocab_size(
     config = config.model_copy(update={"vocab_size": size})
     padding = f", {config.padded_vocab_size} with padding" if config.padded_vocab_size > size else ""
     return config, reason + padding
-
-
-def _of_data(config: Config) -> tuple[int, str] | None:
-    """The largest vocabulary of the data and TOKENIZER, and which has it; None if one is unknown."""
-    if size := fitting_vocab_size(config):
-        return size, f"the tokenizer for {config.train_data}"
-    try:
-        blends = [
-            blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
-        ]
-        prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
-        facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
-        sizes = {place: size for place, size in facts.items() if size}
-        if config.tokenizer:
-            sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
-        elif len(sizes) < len(facts):
-            return None
-    except ConnectionError as error:  # else it would be another model
-        raise ConfigError([str(error)]) from None
-    except (OSError, ValueError):
-        return None  # the checks of files name it
-    if sizes and not config.train_data:
-        sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
-    place = max(sizes, key=lambda one: sizes[one], default="")
-    return (sizes[place], place) if place and 0 < sizes[place] <= 10**9 else None

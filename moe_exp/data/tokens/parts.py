@@ -16,7 +16,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
-from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
+from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
@@ -53,8 +53,6 @@ class Part(Slice):
 
 @dataclass
 class PartCounts:
-    """Counts of a part."""
-
     tally: Tally = field(default_factory=Tally)
     num_tokens: int = 0  # end-of-document tokens included
     num_eods: int = 0  # end-of-document tokens, those in texts included
@@ -79,7 +77,7 @@ class PartCounts:
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
     """Enough parts for many workers; by the inputs alone, as a resumed run needs the same parts."""
-    num_bytes = sum(path.stat().st_size for path in paths)
+    num_bytes = total_bytes(paths)
     return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, num_bytes // NUM_PARTS))
 
 
@@ -88,6 +86,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
+        # a stream can only be read from its beginning
         whole = is_stream(path)
         for start in range(0, size, max(1, size) if whole else part_bytes):
             parts.append(Part(path, start, None if whole else min(start + part_bytes, size), len(parts)))
@@ -154,6 +153,7 @@ class PartEncoder:
         self._encoder = encoders.get(backend)
         self._special_tokens = settings.tokenizer.special_tokens()
         self._is_special = np.zeros(settings.tokenizer.vocab_size, bool)
+        # a table, so that a batch is looked through at once
         self._is_special[list(self._special_tokens)] = True
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
@@ -184,6 +184,7 @@ class PartEncoder:
             temporary.replace(folder / f"{part.stem}.lengths")
         finally:
             temporary.unlink(missing_ok=True)
+        # last: with its counts a part is complete
         counts.token_hash = digest.hexdigest()
         counts.block_hashes = [block.hex() for block in blocks.digests()]
         write_json(folder / f"{part.stem}.json", counts.to_json())
@@ -196,8 +197,13 @@ class PartEncoder:
         batch_bytes = line_bytes = 0
         for number, line in part_lines(part, text_field=self.settings.json_key, rule=self.settings.rule):
             line_bytes += len(line) + 1
-            text = self._text(part, number, line, tally)
-            if text is None:
+            try:
+                text = text_of(line, self.settings.json_key)
+            except ValueError as error:
+                reason = str(error)
+                if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
+                    raise BadDocument(part.path, line_number(part, number), reason) from error
+                tally.skipped[reason] += 1
                 continue
             encoded = text.encode()
             if batch and batch_bytes + len(encoded) > BATCH_BYTES:
@@ -213,16 +219,6 @@ class PartEncoder:
         if batch:
             yield batch
         advance(line_bytes if part.end is not None else part.num_bytes)
-
-    def _text(self, part: Part, number: int, line: bytes, tally: Tally) -> str | None:
-        try:
-            return text_of(line, self.settings.json_key)
-        except ValueError as error:
-            reason = str(error)
-            if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                raise BadDocument(part.path, line_number(part, number), reason) from error
-            tally.skipped[reason] += 1
-            return None
 
     def _tokens(
         self, part: Part, batch: Sequence[tuple[int, str]], counts: PartCounts
@@ -240,6 +236,7 @@ class PartEncoder:
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if tokenizer.bos_id is not None:
+            # before each document
             ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths) - lengths, tokenizer.bos_id)
             lengths = lengths + 1
         if self.settings.append_eod and tokenizer.eod_id is not None:
@@ -259,10 +256,10 @@ class PartEncoder:
     ) -> Encoded:
         """The batch without the documents whose text gave special tokens."""
         found = np.flatnonzero(self._is_special[ids])
-        if not len(found):
+        if not len(found):  # as for nearly all batches
             return ids, lengths
         ends = np.cumsum(lengths)
-        # The first such token of each such document.
+        # the first such token of each such document
         documents, firsts = np.unique(np.searchsorted(ends, found, side="right"), return_index=True)
         for document, token in zip(documents, ids[found[firsts]], strict=True):
             number, text = batch[document]
@@ -296,6 +293,7 @@ class _Sample:
         self.chosen, self.odd = list[tuple[int, str]](), list[tuple[int, str]]()
 
     def add(self, number: int, text: str) -> None:
+        # reservoir sampling
         place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
         self._num_documents += 1
         if len(self.chosen) < self._num_sampled:
@@ -343,12 +341,13 @@ class JoinedParts:
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
+                # what a crash left is compared with what was written
                 counts, digest = self.read_counts(part), xxhash.xxh3_128()
                 left = counts.num_tokens * self.settings.dtype.itemsize
                 while left and (chunk := file.read(min(_COPY_BYTES, left))):
                     digest.update(chunk)
                     left -= len(chunk)
-                if counts.token_hash != digest.hexdigest():
+                if counts.token_hash != digest.hexdigest():  # cut off by a crash: from here on joined again
                     break
                 self.add(counts)
             file.truncate(self._num_bytes)
@@ -394,7 +393,6 @@ class JoinedParts:
         write_index(self.idx_path, lengths, self.settings.dtype)
 
     def read_counts(self, part: Part) -> PartCounts:
-        """Counts of a part that is complete."""
         return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
 
     def add(self, counts: PartCounts) -> None:

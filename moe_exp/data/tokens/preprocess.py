@@ -14,14 +14,15 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+import numpy as np
+
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
-from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream
+from moe_exp.data.execution import Execution, Through, bytes_through, num_workers
+from moe_exp.data.jobs import WorkerPool, check_no_jobs
+from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
-from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Through, bytes_through, num_workers
-from moe_exp.data.tasks.jobs import check_no_jobs
-from moe_exp.data.tasks.pool import WorkerPool
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
 from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
 from moe_exp.data.tokens.parts import (
@@ -35,14 +36,27 @@ from moe_exp.data.tokens.parts import (
     part_lines,
     plan_parts,
 )
+from moe_exp.data.tokens.ranged import read_ranges
+from moe_exp.data.tokens.tokens import (
+    bin_idx_problem,
+    bin_idx_tokens,
+    manifest_of,
+    order_problem,
+    other_tokenizer,
+    read_index,
+    tokenizer_fact,
+    tokenizer_facts,
+    write_index,
+)
 from moe_exp.host.devices import num_cores
 from moe_exp.host.files import bytes_text, read_json, write_json
-from moe_exp.host.progress import print_summary, progress_of
+from moe_exp.host.progress import print_summary, progress, progress_of
 
 logger = logging.getLogger(__name__)
 
 _SAMPLED_PLACES, _SAMPLE_BYTES, _DRY_RUN_SAMPLE_BYTES = 8, 2**16, 2**20
 _INDEX_BYTES_PER_DOCUMENT = 20
+_COPY_BYTES = 2**22
 
 
 def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
@@ -123,7 +137,7 @@ def tokenize_documents(
             joined.resume(parts, published)
             _make_parts(_PartMaker(settings, chosen, stage.folder, encoders), workers, parts, joined)
         else:
-            sizes = tasks, block_bytes, sum(path.stat().st_size for path in stage.inputs)
+            sizes = tasks, block_bytes, total_bytes(stage.inputs)
             job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, *sizes)
             job.begin(jobs_folder)
             if job.is_joined():
@@ -141,7 +155,7 @@ def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
     return settings.facts() | {"part_bytes": part_bytes}
 
 
-def _check_same_way(stage: Stage, tasks: int | None) -> None:
+def _check_same_way(stage: CorpusStage, tasks: int | None) -> None:
     """What processes have begun, tasks do not continue, and the other way round."""
     if tasks is not None and (stage.folder / JOINED).exists():
         rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or give --start-over"
@@ -153,18 +167,17 @@ def _check_same_way(stage: Stage, tasks: int | None) -> None:
 
 
 def _publish(
-    stage: Stage,
+    stage: CorpusStage,
     joined: JoinedParts,
     parts: Sequence[Part],
     *,
     backend: str,
     hashes: Mapping[Path, str] | None,
 ) -> dict[str, Any]:
-    """Writes the index of all parts, which are joined, and finishes the stage; returns the manifest."""
+    """Writes the index of the joined parts, and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
-        rule = "the inputs have no documents"
-        raise setting_error("input", stage.inputs[0], rule, "give files with text")
+        raise setting_error("input", stage.inputs[0], "the inputs have no documents", "give files with text")
     joined.write_index(parts)
     return stage.finish_files(
         [joined.bin_path, joined.idx_path],
@@ -195,14 +208,14 @@ def usable(workers: int) -> int:
 
 
 def _pinned_backend(
-    stage: Stage,
+    stage: CorpusStage,
     encoders: Encoders,
     requested: str,
     inputs: Sequence[Path],
     settings: PartSettings,
     num_apart: int,
 ) -> str:
-    """The backend of the call that began; chosen, and the disk checked, where this is the first."""
+    """The backend of the call that began, or if this is the first, one by a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
@@ -275,10 +288,7 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
 
 
 class _Estimate:
-    """The backend, and tokens, disk and time of a run with it, by a sample of the texts.
-
-    `num_apart`: parts that are on the disk before they are joined.
-    """
+    """The backend, and tokens, disk and time of a run with it, by a sample of the texts."""
 
     def __init__(
         self,
@@ -289,12 +299,14 @@ class _Estimate:
         num_apart: int,
         sample_bytes: int,
     ):
+        # measured in one thread, as workers are
         sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
         with one_thread():
             self.probe = probe = probe_backend(encoders, backend, sample)
         text = b"\n".join(one.encode() for one in sample)
+        # how far a compressed input shrinks, as gzip does it
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
-        self.input_bytes = sum(path.stat().st_size for path in inputs)
+        self.input_bytes = total_bytes(inputs)
         # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
         sizes = (path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
         self.text_bytes = int(sum(sizes))
@@ -302,7 +314,7 @@ class _Estimate:
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
         bin_bytes = self.num_tokens * settings.dtype.itemsize
-        # While it works, parts that are not joined yet and the one that is are on the disk as well.
+        # `num_apart` parts that are not joined yet, and the one that is, are on the disk as well.
         share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
         self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
@@ -369,3 +381,82 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
         rows["documents compared"] = manifest["num_checked"]
         rows["documents left to the slower package"] = manifest["num_rerouted"]
     return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}
+
+
+# Token files of shards, joined into those that one run over all of them would have made
+
+
+def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
+    """Joins token files of shards, those of other programs too, in order, and returns the manifest.
+
+    Raises:
+        ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
+    """
+    dtype, needed_bytes = _check_shards(prefixes, output)
+    inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
+    what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
+    with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
+        if stage.was_done:
+            return stage.manifest or {}
+        check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
+        paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
+        with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:
+            for prefix in prefixes:
+                index = read_index(prefix)
+                lengths = index.sizes.astype(np.int64) * index.dtype.itemsize
+                if order_problem(prefix) is None:  # one after the other: in large pieces
+                    starts = range(0, end := int(lengths.sum()), _COPY_BYTES)
+                    ranges = [(start, min(start + _COPY_BYTES, end)) for start in starts]
+                else:  # in the order of the sequences, as Megatron follows the pointers of an index
+                    ends = (index.pointers + lengths).tolist()
+                    ranges = list(zip(index.pointers.tolist(), ends, strict=True))
+                for chunk in read_ranges(str(prefix), ranges):
+                    file.write(chunk)
+                    advance(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+        indices = [read_index(prefix) for prefix in prefixes]
+        sizes = np.concatenate([index.sizes for index in indices])
+        firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
+        last = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
+        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *last]))
+        first = manifest_of(str(prefixes[0]))
+        facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
+        known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
+        if not other_tokenizer(map(str, prefixes)):
+            known["tokenizer"] = tokenizer_facts(first)
+        known |= {"num_documents": sum(map(len, last)), "num_tokens": int(sizes.sum(dtype=np.int64))}
+        known["dtype"] = dtype
+        return stage.finish_files(paths, **known)
+
+
+def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
+    """Prints documents, tokens, bytes and free disk; writes nothing. Raises as `merge_token_files`."""
+    dtype, needed_bytes = _check_shards(prefixes, output)
+    rows = {
+        "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
+        "documents": sum(len(read_index(prefix).documents) - 1 for prefix in prefixes),
+        "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
+        "disk": f"{bytes_text(needed_bytes)}, of {bytes_text(free_disk(output.parent))} free",
+        "output": f"{output}.bin, {output}.idx",
+    }
+    print_summary("merge: what it would do", rows)
+    check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
+
+
+def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
+    """The type of the tokens, and the bytes of all files."""
+    for prefix in prefixes:
+        if wrong := bin_idx_problem(prefix, in_order=False):
+            raise setting_error("merge", prefix, wrong, "tokenize that shard again")
+        if prefix.absolute() == output.absolute():
+            raise setting_error("output_prefix", output, "is one of the shards", "give another prefix")
+    dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
+    if len(dtypes) > 1:
+        places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
+        fix = "merge shards of one tokenizer"
+        raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
+    if wrong := other_tokenizer(map(str, prefixes)):
+        logger.warning("merge: %s", wrong)
+    tokens = sum(bin_idx_tokens(prefix) * read_index(prefix).dtype.itemsize for prefix in prefixes)
+    return next(iter(dtypes)), tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)

@@ -155,6 +155,7 @@ class RemoteTokens:
             if (part := self._kept(block, low, high)) is None:
                 data = self._store.read(self._name, start, start + self._size(block))
                 found = self._store.find(self._name)
+                # after the read, as the file may have been replaced meanwhile
                 if found is None or found.version != self._version:
                     rule = "is another file than when this process began to read it"
                     fix = "start again; the run continues if the tokens are the same"
@@ -184,6 +185,7 @@ class RemoteTokens:
         start = block * _BLOCK_BYTES
         if block not in self._sound:
             known = os.pread(hashes, _HASH_BYTES, block * _HASH_BYTES)
+            # compared once a process: a block does not change later
             if not any(known) or _hash(os.pread(blocks, self._size(block), start)) != known:
                 return None
             self._sound.add(block)
@@ -196,6 +198,7 @@ class RemoteTokens:
             if disk.f_frsize * disk.f_bavail < left_free:
                 raise OSError(errno.ENOSPC, f"less than {left_free / 2**30:.3g} GiB of the disk is free")
             os.pwrite(self._files[0], data, block * _BLOCK_BYTES)
+            # after the block: a hash without it would be wrong, a block without hash is read again
             os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
         except OSError as error:
             self._keeps = False
@@ -204,6 +207,7 @@ class RemoteTokens:
 
 
 def _hash(data: bytes) -> bytes:
+    # 0 stands for a block that is not there
     return max(1, xxhash.xxh3_64_intdigest(data)).to_bytes(_HASH_BYTES, "little")
 
 

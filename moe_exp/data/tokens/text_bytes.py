@@ -45,12 +45,20 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
+        self.inside_V, self.first_V = np.zeros((2, tokenizer.vocab_size), dtype=np.int64)
         if tokenizer.kind == "bytes":
-            self.inside_V = (np.arange(tokenizer.vocab_size) < _NUM_BYTES).astype(np.int64)
-            self.first_V = self.inside_V.copy()
+            self.inside_V[:_NUM_BYTES] = self.first_V[:_NUM_BYTES] = 1
+        elif tokenizer.kind == "huggingface":
+            self.inside_V, self.first_V = _of_huggingface(tokenizer)
         else:
-            makers = {"sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}
-            self.inside_V, self.first_V = makers[tokenizer.kind](tokenizer)
+            processor = tokenizer.processor()
+            for token in range(tokenizer.vocab_size):
+                if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
+                    continue
+                is_byte = processor.is_byte(token)
+                whole = "a" if is_byte else processor.id_to_piece(token).replace(_SPACE, " ")
+                self.inside_V[token] = len(whole.encode())
+                self.first_V[token] = 1 if is_byte else len(processor.decode([token]).encode())
         self.eod_id, self.bos_id = tokenizer.eod_id, tokenizer.bos_id
         for index in (self.eod_id, self.bos_id):
             if index is not None and index < tokenizer.vocab_size:
@@ -59,13 +67,14 @@ class TokenBytes:
         self.note = self._probe(tokenizer, unknown)
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
-        """Encodes some texts and compares their bytes; also finds whether a document begins with a space."""
+        """Says what of a text the tokenizer does not keep."""
         encode, lost = Encoders(tokenizer).get("tokenizers"), []
 
         def ids_of(text: str) -> Int64Array:
             return np.asarray(encode([text])[0], dtype=np.int64)
 
         if self._space is not None:
+            # 0 where the tokenizer itself puts a space before every document
             self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
         for what, text in _CHANGES.items():
             ids = ids_of(text)
@@ -111,9 +120,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the three byte tokens that stand for a space, where the vocabulary has no piece for it, and the
-    id of what is unknown.
-    """
+    """Ids of the byte tokens of a space that has no piece of its own; and the unknown token's."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":
@@ -134,28 +141,25 @@ def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int
     return np.array(tokens, dtype=np.int64), unknown
 
 
-def _of_sentencepiece(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
-    processor = tokenizer.processor()
-    inside, first = np.zeros((2, tokenizer.vocab_size), dtype=np.int64)
-    for token in range(tokenizer.vocab_size):
-        if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):
-            continue
-        if processor.is_byte(token):
-            inside[token] = first[token] = 1
-            continue
-        inside[token] = len(processor.id_to_piece(token).replace(_SPACE, " ").encode())
-        first[token] = len(processor.decode([token]).encode())
-    return inside, first
-
-
 def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
     content = orjson.loads(tokenizer.content)
-    pieces = pieces_of(content)
-    if "ByteLevel" in _decoders(content):
-        inside, first = _of_byte_level(content, pieces, tokenizer.vocab_size)
+    pieces, decoder = pieces_of(content), content.get("decoder") or {}
+    decoders = {decoder.get("type"), *(part["type"] for part in decoder.get("decoders") or [])}
+    if "ByteLevel" in decoders:  # every character of a piece is a byte; that of an added token is itself
+        inside = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        for piece, token in pieces.items():
+            inside[token] = len(piece)
+        for added in content.get("added_tokens") or []:
+            inside[added["id"]] = len(added["content"].encode())
+        first = inside.copy()
+        pre_tokenizer = content.get("pre_tokenizer") or {}
+        parts = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+        # it puts a space before a text that begins with none
+        if any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts):
+            first[[token for piece, token in pieces.items() if piece.startswith(_BYTE_SPACE)]] -= 1
     else:
         inside, first = _of_decoded(tokenizer, pieces)
-    if "ByteFallback" in _decoders(content):
+    if "ByteFallback" in decoders:
         for piece, token in pieces.items():
             if _BYTE_PIECE.fullmatch(piece):
                 inside[token] = first[token] = 1
@@ -164,29 +168,6 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
         if token["special"] or token["content"] == unknown:
             inside[token["id"]] = first[token["id"]] = 0
     return inside, first
-
-
-def _decoders(content: dict[str, Any]) -> set[str]:
-    decoder = content.get("decoder") or {}
-    return {decoder.get("type", ""), *(part["type"] for part in decoder.get("decoders") or [])}
-
-
-def _of_byte_level(
-    content: dict[str, Any], pieces: dict[str, int], vocab_size: int
-) -> tuple[Int64Array, Int64Array]:
-    """Every character of a piece is a byte; that of an added token is itself."""
-    lengths = np.zeros(vocab_size, dtype=np.int64)
-    for piece, token in pieces.items():
-        lengths[token] = len(piece)
-    for added in content.get("added_tokens") or []:
-        lengths[added["id"]] = len(added["content"].encode())
-    first = lengths.copy()
-    pre_tokenizer = content.get("pre_tokenizer") or {}
-    parts = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    # it puts a space before a text that begins with none
-    if any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts):
-        first[[token for piece, token in pieces.items() if piece.startswith(_BYTE_SPACE)]] -= 1
-    return lengths, first
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
@@ -200,6 +181,7 @@ def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64
         return np.array([len(text.encode()) for text in texts], dtype=np.int64)
 
     alone, two = lengths(backend.decode_batch([[word], [word, word]], skip_special_tokens=False))
+    # between words, as decoders change the beginning of a text
     between = [[word, token, word] for token in ids]
     inside = lengths(backend.decode_batch(between, skip_special_tokens=False)) - two
     first = lengths(backend.decode_batch([one[1:] for one in between], skip_special_tokens=False))

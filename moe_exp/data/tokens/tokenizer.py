@@ -74,7 +74,6 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
-        """The SentencePieceProcessor of `content`."""
         import sentencepiece
 
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
@@ -202,13 +201,14 @@ def same_fingerprint(one: str, other: str) -> bool:
 
 
 def _ids_hash(content: Mapping[str, Any]) -> str:
-    """16 hex digits of what decides the ids of a text. Neither what is left out here when text is tokenized
-    (dropout, post-processor) does, nor which added tokens are special, nor how the file is written.
-    """
+    """16 hex digits of what decides the ids of a text."""
+    # without dropout and post-processor, which are left out here when text is tokenized, and whatever the way
+    # in which the file is written: null and false are the defaults
     given = {name: value for name, value in content["model"].items() if name != "dropout"}
     model = {name: value for name, value in given.items() if value is not None and value is not False}
     if merges := model.get("merges"):  # pairs, in older files with a space between
         model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+    # which of them are special does not matter: special tokens in a text are text
     added = [{**token, "special": None} for token in content.get("added_tokens") or []]
     added.sort(key=lambda token: token["id"])
     return _json_hash([content.get("normalizer"), content.get("pre_tokenizer"), model, added])
@@ -265,6 +265,7 @@ def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
     try:
         file = path / "tokenizer.json" if path.is_dir() else path
         content: dict[str, Any] = orjson.loads(file.read_bytes())
+        # fails where it is other JSON
         _vocab_size(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
@@ -310,6 +311,7 @@ def _from_json(
     else:
         named = (token for token in _named(files, "bos_token") if token_id(content, token) is not None)
         bos_token, adds_bos = next(named, None), False
+    # BOS and the end of a document are added here, not by the tokenizer
     content["post_processor"] = None
     if eod_token is None:
         candidates = _eod_candidates(content, files)

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, read_documents
-from moe_exp.data.kinds import FILES, TextRule
+from moe_exp.data.kinds import FILES, TextRule, total_bytes
 from moe_exp.data.stage import run_stage
-from moe_exp.host.progress import progress
+from moe_exp.host.progress import Advance, progress
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +94,21 @@ def train_tokenizer(
         if stage.was_done and stage.manifest is not None:
             return stage.manifest
         tally = Tally()
-        with progress("reading", min(max_bytes, sum(path.stat().st_size for path in inputs))) as advance:
-            reading: dict[str, Any] = {"text_field": json_key, "skip_bad": skip_bad, "rule": rule}
-            texts = _limited_texts(inputs, tally, max_bytes, reading, advance)
-            tokenizer = train_bpe(texts, vocab_size, special_tokens=special_tokens)
+
+        def limited_texts(advance: Advance) -> Iterator[str]:
+            for index, path in enumerate(inputs):
+                # What earlier files have left over of their shares is for the later ones.
+                limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
+                reading = read_documents(path, tally, text_field=json_key, skip_bad=skip_bad, rule=rule)
+                for line, text in reading:
+                    advance(len(line) + 1)
+                    for start in range(0, len(text), _PIECE_CHARACTERS):
+                        yield text[start : start + _PIECE_CHARACTERS]
+                    if tally.num_text_bytes >= limit:
+                        break
+
+        with progress("reading", min(max_bytes, total_bytes(inputs))) as advance:
+            tokenizer = train_bpe(limited_texts(advance), vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
             raise setting_error("input", inputs[0], "the inputs have no documents", "give files with text")
         tokenizer.save(str(stage.folder / "tokenizer.json"))
@@ -109,17 +120,3 @@ def train_tokenizer(
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         outputs[1].write_text(text, encoding="utf-8")
         return stage.finish_folder(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
-
-
-def _limited_texts(
-    inputs: Sequence[Path], tally: Tally, max_bytes: int, reading: dict[str, Any], advance: Any
-) -> Iterator[str]:
-    for index, path in enumerate(inputs):
-        # What earlier files have left over of their shares is for the later ones.
-        limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
-        for line, text in read_documents(path, tally, **reading):
-            advance(len(line) + 1)
-            for start in range(0, len(text), _PIECE_CHARACTERS):
-                yield text[start : start + _PIECE_CHARACTERS]
-            if tally.num_text_bytes >= limit:
-                break

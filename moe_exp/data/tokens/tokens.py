@@ -15,7 +15,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -55,11 +55,8 @@ class BinIdxWriter:
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
-        self.prefix = str(prefix)
-        self.vocab_size = vocab_size
-        self.eod_id = eod_id
-        self.dtype = token_dtype(vocab_size)
-        self.num_tokens = 0
+        self.prefix, self.vocab_size, self.eod_id = str(prefix), vocab_size, eod_id
+        self.dtype, self.num_tokens = token_dtype(vocab_size), 0
         # array, not list: 4 bytes a document instead of about 36.
         self._sizes = array("i")
 
@@ -117,6 +114,7 @@ def write_index(
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with path.open("wb") as file:
+        # in pieces, as a corpus may have billions of documents
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
         file.write(np.ascontiguousarray(sizes).data)
         for pointers in _pointers_in_order(sizes, dtype):
@@ -183,12 +181,9 @@ def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
     """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
-    if not Path(f"{prefix}.idx").is_file():
+    path = Path(f"{prefix}.idx")
+    if not path.is_file():
         return f"{prefix}.idx is missing"
-    return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix), in_order)
-
-
-def _header_problem(path: Path) -> str | None:
     actual_bytes = path.stat().st_size
     if actual_bytes < _HEADER.size:
         return f"{path} is truncated: {actual_bytes} bytes, its header alone has {_HEADER.size}"
@@ -203,14 +198,15 @@ def _header_problem(path: Path) -> str | None:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
     # A multimodal index continues with one byte per sequence, so more is fine.
-    if actual_bytes >= expected_bytes:
-        return None
-    return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
+    if actual_bytes < expected_bytes:
+        return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
+    return _size_problem(str(prefix), in_order)
 
 
 def _size_problem(prefix: str, in_order: bool) -> str | None:
     dtype, sizes, begins, documents = read_index(prefix)
     actual_bytes = bin_bytes(prefix) or 0
+    # every sequence has to belong to a document
     if documents[0] != 0 or documents[-1] != len(sizes):
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
@@ -236,10 +232,9 @@ def bin_idx_tokens(prefix: str | Path) -> int:
     return int(read_index(prefix).sizes.sum(dtype=np.int64))
 
 
-def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
+def _read_header(path: Path) -> tuple[Any, ...]:
     with path.open("rb") as file:
-        found: tuple[bytes, int, int, int, int] = _HEADER.unpack(file.read(_HEADER.size))
-    return found
+        return _HEADER.unpack(file.read(_HEADER.size))
 
 
 # Blends
@@ -338,6 +333,7 @@ class TokenFiles:
             return None, "no document has tokens"
         ids, counts = np.unique(self._last_tokens, return_counts=True)
         best = int(counts.argmax())
+        # a guess needs a majority
         if 2 * counts[best] <= len(self._last_tokens):
             return None, "no token ends most documents"
         return int(ids[best]), "the last token of most documents"
@@ -393,6 +389,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
         if not isinstance(facts.get("hash"), str):
             continue
         first, expected = next(iter(known.items()), (prefix, facts))
+        # any: two files of one tokenizer may differ in their bytes
         if known and not any(same_tokenizer(facts, one) for one in known.values()):
             rule = f"{first} and {prefix} were tokenized with different tokenizer.json files"
             return f"{rule}: unless both give the same ids, the model learns two meanings of each"
@@ -421,18 +418,14 @@ def parse_split(text: str) -> list[Share | None]:
     Raises:
         ValueError: `text` is not one to three numbers, or the first is 0.
     """
-    try:
-        weights = [float(word) for word in text.split(",")]
-    except ValueError:
-        weights = []
-    are_finite = all(0 <= weight < float("inf") for weight in weights)
-    if not 0 < len(weights) <= _MOST_PARTS or weights[0] == 0 or not are_finite:
+    # -1: no number, which is refused below
+    weights = [-1.0 if (weight := _number(word)) is None else weight for word in text.split(",")]
+    are_finite = all(0 <= weight < math.inf for weight in weights)
+    if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
         rule = "must be up to three numbers for training, validation and test, the first over 0"
         raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
     total = sum(weights)
-    bounds = [0.0]
-    for weight in weights:
-        bounds.append(bounds[-1] + weight / total)
+    bounds = [*accumulate((weight / total for weight in weights), initial=0.0)]
     parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
     return parts + [None] * (_MOST_PARTS - len(parts))
 

@@ -22,7 +22,7 @@ import pytest
 from helpers import wait_for
 from helpers.jsonl import read_jsonl, read_texts
 from helpers.ranks import start_process
-from moe_exp.data import kinds, stage
+from moe_exp.data import jobs, kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
 from moe_exp.data.convert.benchmarks import _questions_with_answers, benchmarks_of, write_contamination_index
@@ -31,9 +31,8 @@ from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.convert.filters import Counts, Filter, filter_by
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.tasks import jobs
-from moe_exp.data.tasks.execution import Execution
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")
@@ -466,13 +465,14 @@ def test_inputs_that_cannot_be(tmp_path):
 
 
 def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, monkeypatch):
-    def spoil(*arguments: Any) -> Any:
+    def spoil(*arguments: Any, **options: Any) -> bool:
+        is_done = run(*arguments, **options)
         with (tmp_path / "x.partial/x.chunk.00000.jsonl").open("ab") as file:
             file.write(line("more"))
-        return check(*arguments)
+        return is_done
 
-    check = convert_module._check_files
-    monkeypatch.setattr(convert_module, "_check_files", spoil)
+    run = convert_module.run_passes
+    monkeypatch.setattr(convert_module, "run_passes", spoil)
     with pytest.raises(ValueError, match=r"chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "):
         convert(three_files(tmp_path / "in"), tmp_path / "x", ConvertSettings(), ONE)
     assert not (tmp_path / "x").exists()

@@ -14,8 +14,8 @@ from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.convert.filters import NOTHING_LEFT, Counts, NamedFilter
 from moe_exp.data.documents import Tally
-from moe_exp.data.inspect.inspection import inspect_path, print_inspection
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
+from moe_exp.data.inspection import inspect_path, print_inspection
 
 pytest.importorskip("datatrove")
 

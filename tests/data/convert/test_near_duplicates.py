@@ -11,7 +11,7 @@ from moe_exp.data.convert import duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.duplicates import NearDuplicates, near_duplicates, smallest_labels
 from moe_exp.data.convert.filters import word_tokenizer
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 
 pytest.importorskip("datatrove")
 

@@ -196,7 +196,7 @@ def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, differe
 def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monkeypatch):
     """Right size, wrong content: the second fetch mends it, or it is an error."""
     fetched = []
-    snapshot = hub._Fetcher._get_once
+    snapshot = hub._Fetcher._get
 
     def get_and_damage(fetcher, files):
         snapshot(fetcher, files)
@@ -205,7 +205,7 @@ def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monk
             path = fetcher.folder / NAMES[0]
             path.write_bytes(bytes(1) + path.read_bytes()[1:])
 
-    monkeypatch.setattr(hub._Fetcher, "_get_once", get_and_damage)
+    monkeypatch.setattr(hub._Fetcher, "_get", get_and_damage)
     damaged = 1
     download(source(), tmp_path / "mended")
     assert contents(tmp_path / "mended") == contents(dataset)
@@ -238,8 +238,7 @@ def test_progress_counts_bytes_on_disk(tmp_path):
     (tmp_path / ".cache/huggingface/download/xyz.incomplete").write_bytes(bytes(30))
     (tmp_path / "a.parquet").write_bytes(bytes(100))
     files = [hub.HubFile(name, size, None, "") for name, size in (("a.parquet", 100), ("b.parquet", 200))]
-    fetcher = hub._Fetcher(source(), hub.Listing("", tuple(files)), tmp_path, 1, 1)
-    assert fetcher._bytes_so_far(files) == 130
+    assert hub.bytes_there(tmp_path, files) == 130
 
 
 def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):

@@ -19,12 +19,12 @@ from data.shuffle.test_shuffle import expected_files, some_texts, write_jsonl
 from helpers import ROOT
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import scatter, write
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.shuffle import Memory, shuffle, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
-from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
 

@@ -21,10 +21,9 @@ from moe_exp.commands.data import main
 from moe_exp.commands.data_steps.shared import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.shuffle import buckets, scatter, shuffle
+from moe_exp.data.shuffle import scatter, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks
-from moe_exp.data.shuffle.buckets import text_choices
-from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES
+from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES, text_choices
 from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.host.devices import available_memory_bytes
@@ -66,7 +65,7 @@ def expected_files(inputs, name="x", seed=0, num_shards=32, valid_fraction=0.005
     choices = text_choices(seed, b"".join(map(xxhash.xxh3_128_digest, texts))).tolist()
     limit = int(valid_fraction * 2**64)
     limit = limit if min(choices) < limit else min(choices) + 1
-    order = np.argsort(buckets.document_keys(seed, 0, len(lines))).tolist()
+    order = np.argsort(scatter.document_keys(seed, 0, len(lines))).tolist()
     train = [lines[place] for place in order if choices[place] >= limit]
     files = {f"{name}.val.jsonl": b"".join(lines[place] for place in order if choices[place] < limit)}
     for shard in range(num_shards):
@@ -163,9 +162,10 @@ def chi_square(orders):
 
 @pytest.mark.parametrize("first", [0, 10**6])
 def test_every_order_of_keys_is_equally_likely(first):
-    keys = np.stack([buckets.document_keys(seed, first, 4) for seed in range(12_000)])
+    keys = np.stack([scatter.document_keys(seed, first, 4) for seed in range(12_000)])
     assert chi_square(map(tuple, np.argsort(keys, axis=1).tolist())) < 49.7
-    of_bucket = np.searchsorted(buckets.bucket_bounds(3), keys.ravel(), side="right") - 1
+    bounds = np.array([scatter.first_key(bucket, 3) for bucket in range(3)], dtype=np.uint64)
+    of_bucket = np.searchsorted(bounds, keys.ravel(), side="right") - 1
     shares = np.bincount(of_bucket) / keys.size
     assert (abs(shares - 1 / 3) < 0.01).all()  # sigma is 0.002
 
@@ -173,10 +173,10 @@ def test_every_order_of_keys_is_equally_likely(first):
 def test_keys_are_those_of_splitmix64_and_none_is_there_twice():
     # The first outputs for a state of 1234567, as published with the reference implementation.
     state = np.uint64(1234567) + np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert buckets.mix(state).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    keys = np.concatenate([buckets.document_keys(7, first, 1000) for first in range(0, 10_000, 1000)])
-    assert (keys == buckets.document_keys(7, 0, 10_000)).all() and len(np.unique(keys)) == 10_000
-    assert not (keys == buckets.document_keys(8, 0, 10_000)).any()
+    assert scatter.mix(state).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    keys = np.concatenate([scatter.document_keys(7, first, 1000) for first in range(0, 10_000, 1000)])
+    assert (keys == scatter.document_keys(7, 0, 10_000)).all() and len(np.unique(keys)) == 10_000
+    assert not (keys == scatter.document_keys(8, 0, 10_000)).any()
 
 
 def test_duplicates_are_on_one_side(tmp_path):
@@ -373,7 +373,7 @@ def test_the_memory_stays_in_the_budget(tmp_path, text, count, budget_mb, tasks)
 import sys
 from pathlib import Path
 from moe_exp.data.shuffle.shuffle import shuffle_documents
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 tasks = int(sys.argv[4])
 if tasks > 1:
     import datatrove.executor, datatrove.utils.stats

@@ -18,8 +18,8 @@ from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.config import Config, load_config
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import with_prepared_text
-from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.own_text import with_prepared_text
+from moe_exp.data.tokens.preprocess import merge_token_files
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import TokenFiles, other_tokenizer

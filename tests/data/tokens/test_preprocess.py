@@ -29,9 +29,8 @@ from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
-from moe_exp.data.tokens.preprocess import dry_run, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.preprocess import dry_run, merge_token_files, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 from moe_exp.data.tokens.tokens import TokenFiles

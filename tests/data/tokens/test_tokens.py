@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.token_files import write_tokens
-from moe_exp.data.inspect.inspection import inspect_path
+from moe_exp.data.inspection import inspect_path
 from moe_exp.data.tokens import tokens
-from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.tokens.preprocess import merge_token_files
 from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset

@@ -16,8 +16,8 @@ from helpers import ROOT
 from helpers.jsonl import write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens import by_tasks, preprocess
 from moe_exp.data.tokens import parts as token_parts
 from moe_exp.data.tokens.parts import PartEncoder, PartSettings
@@ -100,7 +100,7 @@ def test_a_bad_line_stops(workers, how, inputs, tmp_path):
 
 def stopped(at, tokenize, monkeypatch):
     """A call that fails where it would join or publish."""
-    names = {"join": (by_tasks, "join_parts"), "write": (by_tasks, "_write_at")}
+    names = {"join": (by_tasks, "join_parts"), "write": (by_tasks, "_chunks")}
     owner, name = names.get(at, (preprocess, "_publish"))
 
     def fail(*arguments, **options):

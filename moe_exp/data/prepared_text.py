@@ -24,7 +24,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import estimate_line_bytes
-from moe_exp.data.kinds import BadDocument, TextRule
+from moe_exp.data.kinds import BadDocument, TextRule, total_bytes
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.stage import Unfinished, locked
 from moe_exp.data.tokens.parts import PartSettings
@@ -87,7 +87,6 @@ class TextSource:
         return place_of(self.name)
 
     def listing(self) -> list[dict[str, Any]]:
-        """Name, size and time of each file."""
         root = os.path.commonpath([path.absolute().parent for path in self.files])
         names = [os.path.relpath(path.absolute(), root) for path in self.files]
         stats = [path.stat() for path in self.files]
@@ -130,6 +129,7 @@ class Prepared:
 def folder_name(source: TextSource) -> str:
     """The same on every node: of the name, the options and the files."""
     parts = [source.options, source.listing()]
+    # not of contents, as every node looks for the folder
     key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
     stem = Path(source.place).name.split(".")[0]
     if any(one in stem for one in "*?["):
@@ -140,6 +140,7 @@ def folder_name(source: TextSource) -> str:
 
 def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
     for path in data_dir.glob(f"*/{FACTS}"):
+        # one that another process is removing or writing
         with suppress(ValueError, OSError):
             if isinstance(facts := read_json(path), dict):
                 yield Prepared(path.parent, facts)
@@ -166,6 +167,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
             continue
         pairs = list(zip(source.files, listing, before, strict=True))
         touched = [(path, old["hash"]) for path, new, old in pairs if new["mtime_ns"] != old["mtime_ns"]]
+        # a copy or a checkout changes times, not contents
         if all(file_hash(path) == content for path, content in touched):
             if touched:
                 files = [{**old, "mtime_ns": new["mtime_ns"]} for _, new, old in pairs]
@@ -204,7 +206,23 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
     with locked(folder, f"{source.name}: waiting for the process that prepares {folder}"):
         if found := matching(source, data_dir):
             return found
-        _log_changes(source, data_dir)
+        # why the text is prepared again
+        if earlier := next(
+            (one for one in _known(source, data_dir) if one.facts["source"] == source.place), None
+        ):
+            before = {file["name"]: file for file in earlier.facts["files"]}
+            now = {file["name"]: file for file in source.listing()}
+            kinds = {
+                "changed": [
+                    name for name in now if name in before and now[name].items() - before[name].items()
+                ],
+                "new": [name for name in now if name not in before],
+                "gone": [name for name in before if name not in now],
+            }
+            parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
+            if parts:
+                what = "%s: prepared again, files differ from those of %s: %s"
+                logger.warning(what, source.name, earlier.folder, "; ".join(parts))
         started = time.monotonic()
         made = _build_again(source, folder)
     logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)
@@ -220,27 +238,8 @@ def _summary(made: Prepared) -> str:
     return f"{text}{own}, in {made.folder}"
 
 
-def _log_changes(source: TextSource, data_dir: Path) -> None:
-    """Says why the text is prepared again."""
-    earlier = next((one for one in _known(source, data_dir) if one.facts["source"] == source.place), None)
-    if earlier is None:
-        return
-    before = {file["name"]: file for file in earlier.facts["files"]}
-    now = {file["name"]: file for file in source.listing()}
-    kept = [name for name in now if name in before]
-    kinds = {
-        "changed": [name for name in kept if now[name].items() - before[name].items()],
-        "new": [name for name in now if name not in before],
-        "gone": [name for name in before if name not in now],
-    }
-    parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
-    if parts:
-        what = "%s: prepared again, files differ from those of %s: %s"
-        logger.warning(what, source.name, earlier.folder, "; ".join(parts))
-
-
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Resumes what an interrupted start has left, or begins anew if that cannot be used."""
+    """Resumes what an interrupted start has left."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:
@@ -248,6 +247,7 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
     except Unfinished:
         raise
     except ValueError as error:
+        # what is left may be of other files or settings: once more without it
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, BadDocument) or not resumes:
             raise
@@ -256,7 +256,7 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
 
 def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     work.mkdir(exist_ok=True)
-    size = sum(path.stat().st_size for path in source.files)
+    size = total_bytes(source.files)
     logger.info("%s: preparing %d files, %s", source.name, len(source.files), bytes_text(size))
     files = source.listing()
     with progress("hashing", size) as advance:
@@ -271,6 +271,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
     tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
+    # 16 MB are worth the start of a process
     workers = min(os.cpu_count() or 1, 1 + size // 2**24)
     facts: dict[str, Any] = {}
     for part, paths in documents.items():
@@ -283,7 +284,9 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     for left in work.glob(".*.lock"):
         left.unlink()
     write_json(work / FACTS, facts)
+    # of an earlier preparation that has lost text.json
     shutil.rmtree(folder, ignore_errors=True)
+    # last: a folder of that name is complete
     work.rename(folder)
     return Prepared(folder, facts)
 

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.jsonl import read_texts, write_jsonl
 from moe_exp.commands.data import main
-from moe_exp.data.mixture.mix import MixedSource, Mixing, Mixture, effective_weights, read_mixture
+from moe_exp.data.mixture import MixedSource, Mixing, Mixture, effective_weights, read_mixture
 from moe_exp.data.prepare import raw_folder
 from moe_exp.data.tokens.tokens import TokenFiles
 
@@ -133,7 +133,7 @@ def test_a_start_over_that_was_killed_continues_without_the_flag(mixture, monkey
             with pytest.raises(ZeroDivisionError):
                 main("mix", [*MIX, "--start-over"])
     with monkeypatch.context() as patch:
-        patch.setattr("moe_exp.data.mixture.mix.tokenize_files", lambda *_, **__: 1 / 0)
+        patch.setattr("moe_exp.data.mixture.tokenize_files", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main("mix", [*MIX, "--start-over"])
     assert main("mix", MIX) == 0

@@ -4,29 +4,39 @@ On this machine by our own pool: that of LocalPipelineExecutor.run waits forever
 What has a file in `completions/` is done, wherever it ran.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import islice
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from moe_exp.data.stage import MAKE_AGAIN, Stage
-from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
-from moe_exp.data.tasks.pool import AGAIN, WorkerPool
+from moe_exp.data.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
+from moe_exp.data.kinds import total_bytes
+from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.host.files import read_json, write_json
+from moe_exp.host.processes import worker_context
 from moe_exp.host.progress import progress_of
 from moe_exp.host.slurm_queue import job_environment, still_there
 
 logger = logging.getLogger(__name__)
 
+AGAIN = "call the same command again, it continues with the tasks that are left"
+T = TypeVar("T")
 _JOBS = "slurm_jobs.json"
 _LAUNCHER = "launch_pickled_pipeline"
 
@@ -47,9 +57,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
     if execution.executor == "slurm":
         submit(passes, execution, name, follows=follows)
         return False
-    if execution.executor == "local":
-        _run_local(passes, num_workers(execution))
-    else:
+    if execution.executor == "ray":
         for one in passes:
             if one.left():
                 ray_executor(one, execution).run()
@@ -57,11 +65,33 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
                 rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
                 log = f"{one.folder}/logs/task_{left[0]:05d}.log"
                 raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
+        return True
+    from datatrove.executor import LocalPipelineExecutor
+
+    workers, executors = num_workers(execution), list[Any]()
+    for one in passes:
+        options: dict[str, Any] = {"tasks": one.num_tasks, "workers": workers, "logging_dir": str(one.folder)}
+        executors.append(LocalPipelineExecutor(list(one.pipeline), **options))
+        executors[-1].save_executor_as_json()
+
+    def describe(call: tuple[int, int]) -> tuple[str, str]:
+        executor, task = executors[call[0]], call[1]
+        log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
+        return f"task {task} of {executor.world_size}", f". Log: {log}"
+
+    # the same processes for all passes, as each imports datatrove first
+    number, run = min(workers, max(len(one.left()) for one in passes)), partial(_run_task, executors)
+    with WorkerPool(run, number, preload="datatrove.executor", describe=describe) as pool:
+        for index, one in enumerate(passes):
+            if left := one.left():
+                for _ in pool.run([(index, task) for task in left]):
+                    pass
+                merge_stats(one)
     return True
 
 
 def run_stage_passes(
-    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: Stage, verb: str, working: Path
+    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
     """`run_passes` of a stage that follows others, with a progress bar where its tasks end here.
 
@@ -73,42 +103,17 @@ def run_stage_passes(
     if execution.executor == "slurm":
         return run_passes(passes, execution, name=name, follows=True)
     through = [working / key / "through" for key in steps]
-    total = len(through) * sum(path.stat().st_size for path in stage.inputs)
+    total = len(through) * total_bytes(stage.inputs)
     with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
         return run_passes(passes, execution, name=name, follows=True)
 
 
-def _run_local(passes: Sequence[Pass], workers: int) -> None:
-    from datatrove.executor import LocalPipelineExecutor
-
-    executors = []
-    for one in passes:
-        executor = LocalPipelineExecutor(
-            list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder)
-        )
-        executor.save_executor_as_json()
-        executors.append(executor)
-
-    def describe(call: tuple[int, int]) -> tuple[str, str]:
-        executor, task = executors[call[0]], call[1]
-        log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
-        return f"task {task} of {executor.world_size}", f". Log: {log}"
-
-    number = min(workers, max(len(one.left()) for one in passes))
-    run = partial(_run_task, executors)
-    with WorkerPool(run, number, preload="datatrove.executor", describe=describe) as pool:
-        for index, one in enumerate(passes):
-            if left := one.left():
-                for _ in pool.run([(index, task) for task in left]):
-                    pass
-                merge_stats(one)
-
-
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
-    """Runs a task of a pass. Its log is in logs/; datatrove's copy on stderr is left out."""
     from datatrove.utils.logging import logger as datatrove_logger
 
+    # steps keep counts: each task begins with its own
     executor, task = deepcopy(executors[call[0]]), call[1]
+    # datatrove's copy of the log, which is in logs/
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
         try:
             executor._run_for_rank(task, local_rank=1)
@@ -174,6 +179,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
         logger.info(what, name, num_left, ", ".join(there))
         return
+    # a failed job would submit itself again without end
     if "SLURM_JOB_ID" in os.environ and (jobs_file.exists() or not follows):
         left = passes[-1].left()
         rule = f"inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see"
@@ -210,6 +216,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         rule = f"exit code {error.returncode}, its message is above{submitted}"
         raise ValueError(f"sbatch: {rule}. Fix: change what it names.") from error
     finally:
+        # also of an sbatch that failed: those before it are in the queue
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, ids)
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(ids))
@@ -240,3 +247,118 @@ def slurm_executor(
         job_id_retriever=job_ids,
         logging_dir=str(one.folder),
     )
+
+
+# Worker processes, which get calls one by one: so the call of one that is killed is known at once
+
+
+class WorkerPool:
+    """Processes that call a function, or this one if one is enough; for a `with` statement.
+
+    Args:
+        function: takes one argument, a call; travels to the processes by pickle.
+        number: of processes.
+        preload: module that they have imported, see `worker_context`.
+        describe: names a call in an error, and adds a sentence to its fix.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], object],
+        number: int,
+        *,
+        preload: str,
+        describe: Callable[[Any], tuple[str, str]],
+    ):
+        self._function, self._describe = function, describe
+        self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
+
+    def run(self, calls: Sequence[T]) -> Iterator[T]:
+        """Runs the calls, and yields each when it is done. Raises what one raises, and ChildProcessError if a
+        process was killed.
+        """
+        if not self._workers:
+            for call in calls:
+                self._function(call)
+                yield call
+            return
+        left, free = iter(calls), list(self._workers)
+        busy: dict[Any, _Worker] = {}
+        done: list[T] = []
+        while True:
+            for call in islice(left, len(free)):
+                worker = free.pop()
+                worker.call = call
+                worker.send((call,))
+                busy[worker.pipe] = worker
+            # after the free workers have got work, as the caller may take long with what it gets
+            yield from done
+            if not busy:
+                return
+            ended = [busy.pop(pipe) for pipe in wait(list(busy))]
+            done = [worker.end(self._describe) for worker in ended]
+            free += ended
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        for worker in self._workers:
+            # after an error their calls are of no use; else they end by themselves
+            worker.process.terminate() if kind else worker.send(None)
+        for worker in self._workers:
+            worker.process.join(5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.pipe.close()
+
+
+class _Worker:
+    def __init__(self, function: Callable[[Any], object], preload: str):
+        context = worker_context(preload)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(function, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # else its end would not be seen
+        self.call: Any = None
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: `end` finds out
+            self.pipe.send(message)
+
+    def end(self, describe: Callable[[Any], tuple[str, str]]) -> Any:
+        try:
+            error = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended by exit code {code}"
+            name, hint = describe(self.call)
+            rule = f"{name} was {how}; SIGKILL may be the kernel's, when memory is short"
+            fix = f"{AGAIN}; fewer --workers need less memory{hint}"
+            raise ChildProcessError(f"{rule}. Fix: {fix}.") from None
+        if error is not None:
+            raise error
+        return self.call
+
+
+def _work(function: Callable[[Any], object], pipe: Connection) -> None:
+    """A worker process: answers each call with None or what it raised."""
+
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
+    while (message := pipe.recv()) is not None:
+        try:
+            function(*message)
+            pipe.send(None)
+        except BaseException as error:
+            try:
+                pipe.send(error)
+            except Exception:  # what cannot be pickled
+                pipe.send(RuntimeError(repr(error)))

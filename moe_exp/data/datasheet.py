@@ -15,7 +15,8 @@ import xxhash
 
 from moe_exp.data.convert.filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
-from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
+from moe_exp.data.inspection import documents_with_progress, length_summary
+from moe_exp.data.kinds import total_bytes
 from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
@@ -25,7 +26,7 @@ _LANGUAGES_OF = 1000
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """A source that is prepared.
 
     Args:
@@ -54,7 +55,7 @@ class Part:
         return int(self.tokenized["num_tokens"])
 
 
-def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, tokenizer: str) -> str:
+def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | None, tokenizer: str) -> str:
     """Markdown text."""
     training = f"a training with {total_tokens:,.0f} tokens" if total_tokens else "a training"
     lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of {training}.", ""]
@@ -70,11 +71,25 @@ def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, t
     lines += ["## Documents removed", ""]
     for part in parts:
         lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
-    lines += ["## Tokens per document", "", *_lengths(parts)]
+    found = {one.name: length_summary(np.diff(TokenFiles(one.prefix).document_bounds)) for one in parts}
+    lengths = [
+        (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
+        for name, one in found.items()
+    ]
+    lines += ["## Tokens per document", ""]
+    lines += _table(("source", "smallest", "median", "mean", "largest"), lengths)
+    # how many documents there are of each length
+    ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
+    counts_of = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
+    spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
+    shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts_of)) for span, begin in spans.items()]
+    lines += _table(("tokens", *found), shown)
     how = f"Of the first {_LANGUAGES_OF:,} documents"
-    by = ": their field `language`, else by py3langid." if _has_langid() else ", by their field `language`."
+    has_langid = importlib.util.find_spec("py3langid") is not None
+    by = ": their field `language`, else by py3langid." if has_langid else ", by their field `language`."
     lines += ["## Languages", "", how + by, ""]
-    lines += _table(("source", "languages"), [(part.name, _languages(part)) for part in parts])
+    languages = [(part.name, _languages(part, has_langid=has_langid)) for part in parts]
+    lines += _table(("source", "languages"), languages)
     lines += ["## Documents in two sources", "", *_overlaps(parts)]
     return "\n".join(lines) + "\n"
 
@@ -85,7 +100,7 @@ def _table(head: Sequence[str], rows: Any) -> list[str]:
     return [*(f"| {line} |" for line in lines), ""]
 
 
-def _removed(part: Part) -> list[tuple[str, str, str]]:
+def _removed(part: MixturePart) -> list[tuple[str, str, str]]:
     converted = part.converted
 
     def row(what: str, tally: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -104,42 +119,24 @@ def _removed(part: Part) -> list[tuple[str, str, str]]:
     return [*rows, row("of these for validation", part.shuffled["valid"])]
 
 
-def _lengths(parts: Sequence[Part]) -> list[str]:
-    """Tokens per document, and how many documents there are of each length."""
-    bounds = {part.name: TokenFiles(part.prefix).document_bounds for part in parts}
-    found = {name: length_summary(np.diff(one)) for name, one in bounds.items()}
-    rows = [
-        (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
-        for name, one in found.items()
-    ]
-    lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
-    ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
-    counts = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
-    spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
-    shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts)) for span, begin in spans.items()]
-    return lines + _table(("tokens", *found), shown)
-
-
-def _has_langid() -> bool:
-    return importlib.util.find_spec("py3langid") is not None
-
-
-def _languages(part: Part) -> str:
+def _languages(part: MixturePart, *, has_langid: bool) -> str:
     found: Counter[str] = Counter()
     documents = (one for path in part.shards for _, one in read_objects(path, Tally()))
-    identify = language_identifier().classify if _has_langid() else None
+    identify = language_identifier().classify if has_langid else None
     for one in islice(documents, _LANGUAGES_OF):
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None
         if not isinstance(language, str):
+            # the beginning is enough, and the time grows with the length
             language = identify(one["text"][:2000])[0] if identify else "unknown"
         found[language] += 1
     total = max(1, sum(found.values()))
     return ", ".join(f"{language} {count / total:.1%}" for language, count in found.most_common(8))
 
 
-def _overlaps(parts: Sequence[Part]) -> list[str]:
+def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
     """Texts that two sources share, compared by hash."""
+    # of one text in `every` alone, chosen by its hash, so that the same ones are compared in all sources
     every = 1 + sum(part.shuffled["train"]["num_documents"] for part in parts) // _MOST_HASHES
     words = [_distinct(part, every) for part in parts]
     rows = []
@@ -152,7 +149,7 @@ def _overlaps(parts: Sequence[Part]) -> list[str]:
     return [note, "", *_table(("", *(part.name for part in parts)), rows)]
 
 
-def _distinct(part: Part, every: int) -> Any:
+def _distinct(part: MixturePart, every: int) -> Any:
     """Hashes of the different texts, of one in `every`; kept in a file beside the tokens."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
@@ -160,10 +157,11 @@ def _distinct(part: Part, every: int) -> Any:
     for old in path.parent.glob(f"{glob.escape(part.name)}.{'?' * 16}.*.npy"):
         old.unlink()
     found = array("Q")
-    with progress(f"texts of {part.name}", sum(one.stat().st_size for one in part.shards)) as advance:
+    with progress(f"texts of {part.name}", total_bytes(part.shards)) as advance:
         for shard in part.shards:
             for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
                 digest = xxhash.xxh3_64_intdigest(text.encode())
+                # the same share of every source, so that equal texts meet
                 if digest % every == 0:
                     found.append(digest)
     distinct = np.unique(np.frombuffer(found, dtype=np.uint64))

@@ -11,9 +11,9 @@ import pytest
 
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.steps import ReadFiles
+from moe_exp.data.execution import Execution, Pass, in_turn
+from moe_exp.data.jobs import ray_executor
 from moe_exp.data.shuffle.shuffle import shuffle_documents
-from moe_exp.data.tasks.execution import Execution, Pass, in_turn
-from moe_exp.data.tasks.jobs import ray_executor
 
 pytest.importorskip("datatrove")
 
@@ -22,7 +22,7 @@ FINISH = """
 import sys
 from pathlib import Path
 from moe_exp.data.convert.convert import ConvertSettings, convert
-from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.execution import Execution
 inputs, output, dedup = [Path(one) for one in sys.argv[3:]], Path(sys.argv[1]), sys.argv[2] == "dedup"
 assert convert(inputs, output, ConvertSettings(dedup=dedup), Execution("slurm", partition="cpu")) is not None
 """

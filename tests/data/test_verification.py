@@ -14,9 +14,9 @@ from helpers.token_files import write_tokens
 from moe_exp.cli import main
 from moe_exp.data.documents import Tally
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.inspection import Hashes, difference
-from moe_exp.data.inspect.verification import compare, find_manifest, verify
+from moe_exp.data.inspection import Hashes, difference
 from moe_exp.data.stage import run_stage
+from moe_exp.data.verification import compare, find_manifest, verify
 from moe_exp.host.files import file_hash
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -114,7 +114,7 @@ def test_step_that_lost_or_doubled_a_document(texts, tmp_path):
 
 @pytest.mark.parametrize("at_once", [3, 2**16])
 def test_validation_and_training_share_documents(at_once, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_exp.data.inspect.verification._HASHES_AT_ONCE", at_once)
+    monkeypatch.setattr("moe_exp.data.verification._HASHES_AT_ONCE", at_once)
     folder = shuffled_folder(tmp_path / "x", texts[:50], [*texts[48:60], texts[7]])
     rule = "3 training documents are equal to one for validation"
     assert problems(folder) == {"validation against training": rule}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.data.documents import Tally, is_validation_file
-from moe_exp.data.inspect.inspection import (
+from moe_exp.data.inspection import (
     BLOCK_TOKENS,
     Hashes,
     data_files,
@@ -21,7 +21,7 @@ from moe_exp.data.inspect.inspection import (
     documents_with_progress,
     token_blocks,
 )
-from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES
+from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, total_bytes
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
@@ -33,8 +33,6 @@ _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked."""
-
     name: str  # of a file, or what was compared
     problem: str = ""
     facts: str = ""  # for a reader
@@ -62,29 +60,27 @@ class Manifest:
 
 def find_manifest(path: Path) -> Manifest:
     """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists."""
-    for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
-        if candidate.name.endswith("manifest.json") and candidate.is_file():
-            return _read_manifest(candidate)
     stem = prefix_of(path.name.removesuffix(ending(path)))
-    for candidate in (path.with_name(stem + ".manifest.json"), path.parent / "manifest.json"):
-        if candidate.is_file():
-            found = _read_manifest(candidate, only=path.name)
-            if found.outputs:
-                return found
+    candidates = [
+        *((one, "") for one in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path)),
+        *((path.with_name(one), path.name) for one in (stem + ".manifest.json", "manifest.json")),
+    ]
+    for candidate, only in candidates:
+        if not (candidate.name.endswith("manifest.json") and candidate.is_file()):
+            continue
+        try:
+            content = read_json(candidate)
+            if not isinstance(content["outputs"], list):
+                raise TypeError("outputs is no list")
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "make the files again, or read them with moe-exp data inspect"
+            rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
+            raise ValueError(f"{candidate}: {rule}. Fix: {fix}.") from error
+        found = Manifest(candidate, content, only)
+        if found.outputs or not only:
+            return found
     fix = "give a folder or file that moe-exp data has made"
     raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: {fix}.")
-
-
-def _read_manifest(path: Path, only: str = "") -> Manifest:
-    try:
-        content = read_json(path)
-        if not isinstance(content["outputs"], list):
-            raise TypeError("outputs is no list")
-    except (ValueError, KeyError, TypeError) as error:
-        fix = "make the files again, or read them with moe-exp data inspect"
-        rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
-        raise ValueError(f"{path}: {rule}. Fix: {fix}.") from error
-    return Manifest(path, content, only)
 
 
 # Against the manifest
@@ -94,23 +90,7 @@ def verify(path: Path) -> Iterator[Finding]:
     """Checks `path` against its manifest: sizes, hashes, token files, documents, validation against training.
     ValueError if there is no manifest, or it is damaged; or a line of JSONL is no document.
     """
-    manifest = find_manifest(path)
-    files = _file_findings(manifest)
-    yield from files
-    if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
-        # unlisted data that a training run or the next step would read
-        listed = {one["name"] for one in manifest.outputs}
-        suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
-        for file in sorted(manifest.path.parent.iterdir()):
-            if file.is_file() and file.name.endswith(suffixes) and file.name not in listed:
-                yield Finding(file.name, "is not in the manifest")
-    if not any(finding.problem for finding in files):
-        yield from _token_findings(manifest)
-        yield from _document_findings(manifest)
-
-
-def _file_findings(manifest: Manifest) -> list[Finding]:
-    found = []
+    manifest, files = find_manifest(path), list[Finding]()
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
     with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
         for one in manifest.outputs:
@@ -121,9 +101,20 @@ def _file_findings(manifest: Manifest) -> list[Finding]:
                 wrong = f"has {size:,} bytes, the manifest says {one['bytes']:,}"
             elif not has_hash(path, one["hash"]):
                 wrong = "has other content than when it was made: its hash differs"
-            found.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
+            files.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
             advance(int(one["bytes"]))
-    return found
+    yield from files
+    if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
+        # unlisted data that a training run or the next step would read
+        listed = {one["name"] for one in manifest.outputs}
+        # .json files are manifests and notes
+        suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
+        for file in sorted(manifest.path.parent.iterdir()):
+            if file.is_file() and file.name.endswith(suffixes) and file.name not in listed:
+                yield Finding(file.name, "is not in the manifest")
+    if not any(finding.problem for finding in files):
+        yield from _token_findings(manifest)
+        yield from _document_findings(manifest)
 
 
 def _token_findings(manifest: Manifest) -> Iterator[Finding]:
@@ -164,11 +155,13 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
                         num_shared += int(hashes.is_in(*valid_words).sum())
                 total += tally
                 count = tally.num_documents
+                # a shuffle counts by file, other steps only in all
                 listed = expected.get(name, count) if isinstance(expected, dict) else count
                 wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
                 found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, total))
+    # a single file has no other side
     if len(valid) and len(names) > 1:
         wrong = f"{num_shared:,} training documents are equal to one for validation"
         facts = f"none of {len(valid):,} is in training"
@@ -177,10 +170,19 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
 
 
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
-    expected = _written(manifest.content)
-    if expected is None:
+    content = manifest.content
+    # counts of the output: both sides of a shuffle, those of a conversion, of the manifest itself, of a merge
+    sides = [content.get("train"), content.get("valid")]
+    for parts in (sides, [content.get("written")], [content], [content.get("read")]):
+        tallies = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
+        if len(tallies) == len(parts):
+            break
+    else:
         facts = f"{total.num_documents:,}; the manifest has no counts to compare with"
         return Finding("all documents", "", facts)
+    expected = Tally()
+    for one in tallies:
+        expected += Tally.from_json({"skipped": {}, **one})
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
         f"{name} is {counts[name]}, the manifest says {expected_counts[name]}"
@@ -188,19 +190,6 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
         if counts[name] != expected_counts[name]
     )
     return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")
-
-
-def _written(content: dict[str, Any]) -> Tally | None:
-    """Counts of a step's output: `train` and `valid` of its manifest, `written`, the manifest, or `read`."""
-    sides = [content.get("train"), content.get("valid")]
-    for parts in (sides, [content.get("written")], [content], [content.get("read")]):
-        counts = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
-        if len(counts) == len(parts):
-            total = Tally()
-            for one in counts:
-                total += Tally.from_json({"skipped": {}, **one})
-            return total
-    return None
 
 
 def hash_blocks(
@@ -223,24 +212,22 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     """Whether two corpora (both JSONL files or folders, or both prefixes of .bin/.idx) hold the same
     documents, each as often, in any files and order.
     """
-    is_tokens = [_is_prefix(one) for one in (path, other)]
-    if is_tokens[0] != is_tokens[1]:
+    is_tokens, other_is_tokens = (
+        not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)
+    )
+    if is_tokens != other_is_tokens:
         fix = "give two prefixes of .bin/.idx, or JSONL on both sides"
         raise ValueError(f"{path}: can only be compared with the same kind. Fix: {fix}.")
-    hashes = [_all_hashes(one, text_field) for one in (path, other)]
+    hashes = [_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other)]
     only_here, only_there = difference(*hashes)
     wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
     wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
 
-def _is_prefix(path: Path) -> bool:
-    return not path.is_dir() and ending(path) not in JSON_SUFFIXES
-
-
-def _all_hashes(path: Path, text_field: str) -> Hashes:
+def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> Hashes:
     hashes = Hashes()
-    if _is_prefix(path):
+    if is_tokens:
         # as int64, so that files of another token type can be compared
         files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
         bounds = files.document_bounds
@@ -250,7 +237,7 @@ def _all_hashes(path: Path, text_field: str) -> Hashes:
                 hashes.add(tokens[begin:stop].data)
         return hashes
     paths = data_files(path, text_field)
-    with progress("reading", sum(one.stat().st_size for one in paths)) as advance:
+    with progress("reading", total_bytes(paths)) as advance:
         for one in paths:
             for part in hash_blocks(one, Tally(), advance, text_field):
                 hashes.extend(part)

@@ -64,7 +64,6 @@ class Pass:
     folder: Path
 
     def left(self) -> list[int]:
-        """Tasks that are not complete."""
         done = self.folder / "completions"
         return [task for task in range(self.num_tasks) if not (done / f"{task:05d}").is_file()]
 
@@ -110,6 +109,7 @@ class After:
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
     """The passes, each of which checks that the one before it is complete."""
+    # pickled with each task of the next pass: without its own pipeline
     after = [
         replace(one, pipeline=[After(replace(before, pipeline=())), *one.pipeline])
         for before, one in pairwise(passes)
@@ -118,7 +118,6 @@ def in_turn(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def num_workers(execution: Execution) -> int:
-    """Tasks at a time on this machine."""
     return execution.workers or num_cores()
 
 
@@ -147,6 +146,7 @@ class Through:
         self._write()
 
     def _write(self) -> None:
+        # 8 bytes in one call: a reader never sees a part of them
         self._reported = self._bytes
         if self._file is not None:
             os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
@@ -166,13 +166,13 @@ def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterato
     """Yields other names to write files under, which get their own when the block is done.
 
     With `is_durable` that is when the disk has them: not needed where a check finds what a power cut lost.
-    The names are new each time: should a killed task's process still run somewhere, the two do not write one
-    file. What such a process left is removed.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # of a process that was killed
         for old in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             old.unlink(missing_ok=True)
+    # new each time: should a killed task's process still run somewhere, the two do not write one file
     temporary = [path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp") for path in paths]
     yield temporary
     for path, written in zip(paths, temporary, strict=True):

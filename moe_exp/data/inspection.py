@@ -21,7 +21,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
-from moe_exp.data.kinds import is_stream
+from moe_exp.data.kinds import is_stream, total_bytes
 from moe_exp.data.samples.corpus import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
@@ -109,6 +109,7 @@ class Hashes:
         mine_first, mine_second = self._words
         if not len(first):
             return np.zeros(len(self), dtype=np.bool_)
+
         place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
         return (first[place] == mine_first) & (second[place] == mine_second)
 
@@ -135,8 +136,6 @@ def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
 
 @dataclass
 class _Tokens:
-    """Counts that are collected block by block."""
-
     eod_id: int | None
     vocab_size: int | None
     highest_id: int = -1
@@ -150,6 +149,7 @@ class _Tokens:
         """Documents that follow one another; `bounds` are relative to `tokens`."""
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             self.hashes.add(tokens[begin:end].data)
+        # of empty documents, which have no highest id
         if not len(tokens):
             return
         self.highest_id = max(self.highest_id, int(tokens.max()))
@@ -241,7 +241,7 @@ def inspect_documents(
     fields: Counter[str] = Counter()
     per_file: dict[str, int] = {}
     samples: list[dict[str, Any]] = []
-    with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
+    with progress("reading", total_bytes(paths)) as advance:
         for path in paths:
             before = tally.num_documents
             documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
@@ -258,7 +258,7 @@ def inspect_documents(
         "kind": "documents",
         "files": per_file,
         "documents": tally.num_documents,
-        "bytes": sum(path.stat().st_size for path in paths),
+        "bytes": total_bytes(paths),
         "text_bytes": tally.num_text_bytes,
         "text_hash": f"{tally.text_hash:032x}",
         "skipped": dict(sorted(tally.skipped.items())),
@@ -327,7 +327,7 @@ def print_inspection(report: dict[str, Any]) -> None:
     """Tables of what `inspect_path` returns, on standard output."""
     is_tokens = report["kind"] == "tokens"
     title = f"{report['prefix']}.bin and .idx" if is_tokens else f"{len(report['files'])} files"
-    print_summary(title, _token_rows(report) if is_tokens else _document_rows(report))
+    print_summary(title, _rows(report))
     lengths = report["lengths"]
     unit = "tokens" if is_tokens else "bytes of text"
     middle = f"median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}"
@@ -363,9 +363,18 @@ def print_inspection(report: dict[str, Any]) -> None:
         console.print(text, highlight=False, emoji=False, soft_wrap=True)
 
 
-def _token_rows(report: dict[str, Any]) -> dict[str, object]:
+def _rows(report: dict[str, Any]) -> dict[str, object]:
+    if report["kind"] == "documents":
+        rows: dict[str, object] = {name: report[name] for name in ("documents", "bytes")}
+        rows["bytes of text"] = report["text_bytes"]
+        rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
+        rows["duplicates of another document"] = report["duplicate_documents"]
+        in_all, counts = report["fields_of"], report["fields"].items()
+        fields = (name if count == in_all else f"{name} ({count:,})" for name, count in counts)
+        rows[f"fields of the first {in_all:,}"] = ", ".join(fields)
+        return rows | {"text hash": report["text_hash"]}
     eod = report["eod_id"]
-    rows: dict[str, object] = {name: report[name] for name in ("documents", "tokens", "bytes", "dtype")}
+    rows = {name: report[name] for name in ("documents", "tokens", "bytes", "dtype")}
     rows["highest id"] = report["highest_id"]
     if report["vocab_size"] is not None:
         rows |= {"vocabulary": report["vocab_size"], "ids out of the vocabulary": report["out_of_vocabulary"]}
@@ -381,14 +390,3 @@ def _token_rows(report: dict[str, Any]) -> dict[str, object]:
         "duplicates of another document": report["duplicate_documents"],
         f"cut by samples of {cut['seq_len']:,} tokens": shares,
     }
-
-
-def _document_rows(report: dict[str, Any]) -> dict[str, object]:
-    rows: dict[str, object] = {name: report[name] for name in ("documents", "bytes")}
-    rows["bytes of text"] = report["text_bytes"]
-    rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
-    rows["duplicates of another document"] = report["duplicate_documents"]
-    in_all = report["fields_of"]
-    fields = (name if count == in_all else f"{name} ({count:,})" for name, count in report["fields"].items())
-    rows[f"fields of the first {in_all:,}"] = ", ".join(fields)
-    return rows | {"text hash": report["text_hash"]}

@@ -14,8 +14,8 @@ from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
-from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
-from moe_exp.data.own_text.preparation import (
+from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema, total_bytes
+from moe_exp.data.prepared_text import (
     FACTS,
     Prepared,
     TextSource,
@@ -41,6 +41,7 @@ def fitting_vocab_size(config: Config) -> int | None:
         return None
     with suppress(ValueError, OSError):  # the checks of files name it
         num_bytes, size = estimate_line_bytes(_text_sources(config)[0].files), 512
+
         while size < 32768 and 2 * size * 1000 <= num_bytes:
             size *= 2
         return size
@@ -70,6 +71,8 @@ def with_prepared_text(config: Config) -> Config:
 
 def already_prepared(config: Config) -> Config | None:
     """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
+    if not needs_preparation(config):
+        return config
     blends = (config.train_data, config.valid_data, *stage_blends(config))
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -80,7 +83,7 @@ def already_prepared(config: Config) -> Config | None:
         return made
 
     try:
-        return _resolved(config, found, is_text) if needs_preparation(config) else config
+        return _resolved(config, found, is_text)
     except (LookupError, ValueError, OSError):  # the checks of files name what is wrong
         return None
 
@@ -89,6 +92,7 @@ def prepared_by_launcher(config: Config) -> Config:
     """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
     if not needs_preparation(config):
         return config
+    # all ranks see what the launcher saw, even if files change meanwhile
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
     return with_prepared_text(config)
@@ -140,7 +144,7 @@ def plan_text(config: Config) -> list[str]:
     how = "its index is copied, tokens are read when they are needed"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
-        size = bytes_text(sum(path.stat().st_size for path in source.files))
+        size = bytes_text(total_bytes(source.files))
         what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
         if found := matching(source, Path(config.data_dir)):
             lines.append(f"{what}, prepared already in {found.folder}")
@@ -199,6 +203,7 @@ def _resolved(
                 continue
             key = source.setting, source.name
             if key not in made:
+                # in this order: the first text of TRAIN_DATA gives the tokenizer of all others
                 if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
                     source = replace(source, tokenizer=_loaded(tokenizer), vocab_size=0)
                 with _named_errors(source):
@@ -217,7 +222,7 @@ def _resolved(
 
 
 def _problems(error: Exception) -> list[str]:
-    """Lines about an error: value, rule, fix."""
+    # each with value, rule and fix
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
@@ -230,7 +235,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """The text of all data settings. A tokenizer that would be trained on TRAIN_DATA is None for all."""
+    """The text of all data settings, with one tokenizer; None if it is to be trained on TRAIN_DATA."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]

@@ -28,12 +28,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_exp.data.convert.convert import ConvertSettings
+from moe_exp.data.datasheet import MixturePart, datasheet
 from moe_exp.data.download.sources import local_files
+from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument, input_error
-from moe_exp.data.mixture.datasheet import Part, datasheet
 from moe_exp.data.prepare import Preparation, prepare, raw_folder
 from moe_exp.data.stage import MAKE_AGAIN, is_stale
-from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens.parts import PartSettings, default_part_bytes
 from moe_exp.data.tokens.preprocess import stage_settings, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
@@ -162,6 +162,7 @@ def effective_weights(
     if total_tokens:
         epochs = zip(max_epochs, tokens, strict=True)
         limits = [limit * count / total_tokens if limit else float("inf") for limit, count in epochs]
+    # with all epochs used up there are too few tokens
     if sum(limits) < 1:
         most = sum(limits) * (total_tokens or 0)
         rule, fix = f"the sources with their max_epochs give {most:.4g}", "give fewer tokens, more epochs, or"
@@ -175,6 +176,7 @@ def effective_weights(
         over = {index for index, share in enumerate(shares) if index not in full and share > limits[index]}
         if not over:
             return shares
+        # what these give up may push others over their limits
         full |= over
         if len(full) == len(weights):
             return limits
@@ -208,7 +210,6 @@ class Mixing:
 
     @property
     def folder(self) -> Path:
-        """Folder of the token files."""
         return self.data_dir / self.name
 
     def preparations(self) -> dict[str, Preparation]:
@@ -244,6 +245,7 @@ class Mixing:
             key = source.repository, source.revision, source.patterns, source.path, source.url
             files.setdefault(source.name, set()).add(key)
         for name, wanted in found.items():
+            # they would replace each other's files
             if len(files[wanted.source().name]) > 1:
                 found[name] = replace(wanted, raw_name=f"{self.name}_{name}")
         return found
@@ -281,9 +283,15 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     shards = {name: one for name, one in found.items() if one is not None}
     if len(shards) < len(found):
         return None
-    tokenizer = tokenizer or _train_tokenizer(
-        mixing, [path for _, train, _ in shards.values() for path in train]
-    )
+    if tokenizer is None:
+        folder, vocab_size = mixing.folder / "tokenizer", mixture.vocab_size or 0
+        inputs = [path for _, train, _ in shards.values() for path in train]
+        known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
+        # tokens, too, belong to the mixture: they are made again if their shards or tokenizer are others
+        is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
+        start_over = mixing.start_over or is_other or is_stale(folder, inputs)
+        train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
+        tokenizer = load_named_tokenizer(str(folder), eod_token=mixture.eod_token)
     tokenizer.log_left_out()
     parts = _parts(mixing, preparations, shards, tokenizer)
     for part, one in zip(parts, mixture.sources, strict=True):
@@ -295,6 +303,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
             what = "%s: read %.2f times in total_tokens=%.4g, and it has no max_epochs"
             logger.warning(what, part.name, epochs, mixture.total_tokens)
     tokenizer_name = mixture.tokenizer or str(mixing.folder / "tokenizer")
+    # made again by every call, as it is fast where nothing else has changed
     text = datasheet(mixing.name, parts, total_tokens=mixture.total_tokens, tokenizer=tokenizer_name)
     write_atomically(mixing.folder / "datasheet.md", text)
     facts = {
@@ -309,9 +318,10 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
 
 
 def _prepared(name: str, wanted: Preparation) -> _Shards | None:
-    """As `prepare`; its errors advise to start over this source alone."""
+    # the errors advise to start over this source alone
     try:
         manifest = prepare(wanted)
+    # names a file and a line, and no option
     except BadDocument:
         raise
     except ValueError as error:
@@ -323,39 +333,24 @@ def _prepared(name: str, wanted: Preparation) -> _Shards | None:
     return manifest, [folder / one for one in names], folder / valid
 
 
-# Tokens belong to the mixture: they are made again if their shards or their tokenizer are others.
-
-
-def _train_tokenizer(mixing: Mixing, inputs: Sequence[Path]) -> TextTokenizer:
-    folder, vocab_size = mixing.folder / "tokenizer", mixing.mixture.vocab_size or 0
-    known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
-    is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
-    start_over = mixing.start_over or is_other or is_stale(folder, inputs)
-    train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
-    return load_named_tokenizer(str(folder), eod_token=mixing.mixture.eod_token)
-
-
-def _tokenize(
-    mixing: Mixing, stem: str, inputs: Sequence[Path], tokenizer: TextTokenizer
-) -> tuple[dict[str, Any], Path]:
-    """Manifest and prefix of the tokens."""
-    settings, prefix = PartSettings(tokenizer, append_eod=True), tokenized_prefix(mixing.folder / stem)
-    key = stage_settings(settings, default_part_bytes(inputs))
-    start_over = mixing.start_over or is_stale(prefix, inputs, settings=key, is_folder=False)
-    return tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over), prefix
-
-
 def _parts(
     mixing: Mixing,
     preparations: Mapping[str, Preparation],
     shards: Mapping[str, _Shards],
     tokenizer: TextTokenizer,
-) -> list[Part]:
-    parts = []
+) -> list[MixturePart]:
+    settings, parts = PartSettings(tokenizer, append_eod=True), []
+
+    def tokenize(stem: str, inputs: Sequence[Path]) -> tuple[dict[str, Any], Path]:
+        prefix, key = tokenized_prefix(mixing.folder / stem), default_part_bytes(inputs)
+        is_other = is_stale(prefix, inputs, settings=stage_settings(settings, key), is_folder=False)
+        start_over = mixing.start_over or is_other
+        return tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over), prefix
+
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
-        tokenized, prefix = _tokenize(mixing, name, train, tokenizer)
-        _, valid_prefix = _tokenize(mixing, f"{name}_valid", [valid], tokenizer)
+        # tokens belong to the mixture: they are made again if their shards or their tokenizer are others
+        (tokenized, prefix), (_, valid_prefix) = tokenize(name, train), tokenize(f"{name}_valid", [valid])
         converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()
         origin = str(source.path or source.description)
@@ -363,7 +358,7 @@ def _parts(
             commit = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)["commit"]
             origin = f"{source.repository} at {commit}"
         manifests = converted, shuffled, tokenized
-        parts.append(Part(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
+        parts.append(MixturePart(name, origin, source.licence, *manifests, train, prefix, valid_prefix))
     sources, total_weight = mixing.mixture.sources, sum(one.weight for one in mixing.mixture.sources)
     asked = [one.weight / total_weight for one in sources]
     tokens, limits = [part.num_tokens for part in parts], [one.max_epochs for one in sources]

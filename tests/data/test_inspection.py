@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from helpers.token_files import write_tokens
 from moe_exp.cli import main
 from moe_exp.data.download.sources import python_stdlib_documents
-from moe_exp.data.inspect.inspection import inspect_path, inspect_tokens, length_summary, token_blocks
+from moe_exp.data.inspection import inspect_path, inspect_tokens, length_summary, token_blocks
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import EOD_ID, TokenFiles
 
@@ -61,7 +61,7 @@ def test_token_files_by_hand(tmp_path):
 
 def test_real_text_against_a_plain_count(texts, tokenizer, tmp_path, monkeypatch):
     """In blocks that are smaller than the longest document."""
-    monkeypatch.setattr("moe_exp.data.inspect.inspection.BLOCK_TOKENS", 5000)
+    monkeypatch.setattr("moe_exp.data.inspection.BLOCK_TOKENS", 5000)
     bpe = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     ids = [encoding.ids for encoding in bpe.encode_batch([*texts, *texts[:7], "the \0 end"])]
     prefix = write_tokens(tmp_path / "part", ids)

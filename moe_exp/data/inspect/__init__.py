@@ -1,1 +1,0 @@
-"""Describes token and JSONL files, and compares them with their manifest."""
