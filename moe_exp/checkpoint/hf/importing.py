@@ -289,17 +289,17 @@ def _write_weights(
     dtype: str | None,
     advance: Callable[[int], None],
 ) -> None:
-    writer = TorchDistWriter(written)
-    for piece, reads in sources:
-        parts = [folder.read(name, index) for name, index in reads]
-        advance(sum(part.numel() * part.element_size() for part in parts))
-        values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
-        # rounding expert_bias would change the choice of experts
-        if dtype is not None and not piece.key.endswith("router.expert_bias"):
-            values = values.to(TORCH_DTYPES[dtype])
-        writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
     layout = {"tp": 1, "pp": 1, "device": "cpu"}
-    writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
+    with TorchDistWriter(written) as writer:
+        for piece, reads in sources:
+            parts = [folder.read(name, index) for name, index in reads]
+            advance(sum(part.numel() * part.element_size() for part in parts))
+            values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
+            # rounding expert_bias would change the choice of experts
+            if dtype is not None and not piece.key.endswith("router.expert_bias"):
+                values = values.to(TORCH_DTYPES[dtype])
+            writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
+        writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
 
 
 def _write_companions(source: Path, partial: Path, target: Path, config: Config) -> Config:
