@@ -161,7 +161,7 @@ def _add_average(subparsers: Any) -> None:
 
 
 def _average(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
+    from moe_exp.checkpoint.tools.reshape import average, sources_of, weights_of
     from moe_exp.config import setting_error
 
     for path in arguments.sources:
