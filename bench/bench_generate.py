@@ -20,7 +20,7 @@ from moe_exp.config import Config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.inference.generate import Sampler, Sampling, new_tokens
-from moe_exp.inference.stage import Stage
+from moe_exp.inference.ranks import Stage
 
 MODELS: dict[str, dict[str, int]] = {
     "4 layers, hidden 128, 8 experts of 256": {

@@ -29,8 +29,7 @@ from helpers.ranks import free_port
 from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
-from moe_exp.inference.held_out import HeldOut
+from moe_exp.inference.evaluate import EvalRequest, HeldOut, plan_evaluation
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings
 

@@ -1,33 +1,33 @@
-"""Is a checkpoint what was written, and which one does training resume from? Runs nothing of a file."""
+"""Is a checkpoint what was written (`moe-exp ckpt verify`), and which one does training resume from? Runs
+nothing of a file.
+"""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.format.folders import (
-    MANIFEST,
-    Manifest,
-    NewerFormatError,
-    damages,
-    existing,
-    iteration_of,
-    one_checkpoint,
-    unusable,
-    usable,
-)
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
+from moe_exp.checkpoint.format import fingerprints, folders
+from moe_exp.checkpoint.format.fingerprints import Fingerprints, fingerprints_of, shown
+from moe_exp.checkpoint.format.folders import MANIFEST, Manifest, NewerFormatError, damages, unusable, usable
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors, states
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor, read_common
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.model_changes import model_changes
 from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import expanded
+from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
+
+# Cause and text of a problem. Those of one cause, a damaged file or a kind of damage, follow from each other.
+Finding = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,43 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     `checksums` the ranks read all files, otherwise their sizes. Raises a ValueError on every rank, if no
     checkpoint is whole, or the newest is of a newer format.
     """
-    folders = from_first_rank(lambda: usable(path))
-    folders = [one for one in folders if newest is None or iteration_of(one) <= newest]
-    return _first_whole(path, folders, partial(_damage, checksums=checksums))
+
+    def damage(folder: Path) -> str:
+        # One rank reads the small files; the large ones are divided.
+        line, files = from_first_rank(lambda: contents(folder))
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if not line:
+            # The largest first, so that all ranks get about as many bytes.
+            names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+            mine = {name: files[name] for name in names[rank::world_size]}
+            found: list[list[str]] = [[]] * world_size
+            torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
+            lines = sorted(chain.from_iterable(found))
+            more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
+            line = lines[0] + more if lines else ""
+        if line and rank == 0:
+            logger.warning("damaged checkpoint: %s", line)
+        return line
+
+    there = from_first_rank(lambda: usable(path))
+    there = [one for one in there if newest is None or folders.iteration_of(one) <= newest]
+    return _first_whole(path, there, damage)
 
 
 def find_source_here(path: Path) -> Source | None:
     """`find_source` in one process without a process group; of files it compares the sizes alone."""
 
-    def damage_by_sizes(folder: Path) -> str:
-        damage, files = contents(folder)
-        return damage or next(damages(folder, files, checksums=False), "")
+    def damage(folder: Path) -> str:
+        line, files = contents(folder)
+        return line or next(damages(folder, files, checksums=False), "")
 
-    return _first_whole(path, usable(path), damage_by_sizes)
+    return _first_whole(path, usable(path), damage)
 
 
-def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:
+def _first_whole(path: Path, there: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:
     lines: list[str] = []
-    for folder in folders:
-        damage = damage_of(folder)
-        if not damage:
+    for folder in there:
+        if not (damage := damage_of(folder)):
             return Source(folder, tuple(lines))
         lines.append(damage)
     if not lines:
@@ -73,32 +90,15 @@ def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path]
     raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
 
 
-def _damage(folder: Path, *, checksums: bool) -> str:
-    """Damage of a checkpoint in one line, which rank 0 logs, or empty. Called by every rank."""
-    damage, files = from_first_rank(lambda: contents(folder))
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if not damage:
-        # The largest first, so that all ranks get about as many bytes.
-        names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-        mine = {name: files[name] for name in names[rank::world_size]}
-        found: list[list[str]] = [[]] * world_size
-        torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
-        lines = sorted(chain.from_iterable(found))
-        more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
-        damage = lines[0] + more if lines else ""
-    if damage and rank == 0:
-        logger.warning("damaged checkpoint: %s", damage)
-    return damage
-
-
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Damage of a checkpoint by its small files alone, in one line, and its files as the manifest
     has them: without one, as Megatron-LM's, none, and those that `.metadata` names have to be long enough.
     Raises a NewerFormatError if a newer version of this package wrote it.
     """
     try:
-        manifest = Manifest.read(existing(folder))
+        manifest = Manifest.read(folders.existing(folder))
         common, reader = read_common(folder), CheckpointReader(folder)
+    # a ValueError, too, but of nothing damaged: no older checkpoint may take its place
     except NewerFormatError:
         raise
     except ValueError as error:
@@ -110,6 +110,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     if "versions" in common:
         return f"{folder / MANIFEST}: is missing", {}
     logger.info("%s has no %s, as those of Megatron-LM: its checksums are not checked", folder, MANIFEST)
+    # A file that was cut off while it was copied is at least shorter than its last chunk's end.
     ends: dict[str, int] = {}
     chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
     for chunk in chain(chunks, reader.objects.values()):
@@ -125,8 +126,9 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
     """The folder that UPCYCLE_FROM means; ConfigError if it is no checkpoint of a dense run that fits."""
     try:
-        folder = one_checkpoint(expanded(config.upcycle_from))
+        folder = folders.one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:
+        # under the name of the setting that the user gave
         raise ConfigError([str(error).replace("checkpoint=", "UPCYCLE_FROM=", 1)]) from None
     find(folder)
     if problems := dense_problems(config, read_common(folder).get("config")):
@@ -144,3 +146,124 @@ def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
     shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)
     return [change.problem(source) for change in shapes + functions]
+
+
+@dataclass
+class Verification:
+    """Checks one checkpoint and counts what was checked."""
+
+    folder: Path  # of one iteration
+    finite: bool = False  # also report values that are not finite
+    num_files: int = 0
+    num_tensors: int = 0
+    num_chunks: int = 0
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there is a manifest; Megatron-LM writes none."""
+        return (self.folder / MANIFEST).exists()
+
+    def findings(self) -> Iterator[Finding]:
+        """One problem at a time, as found; the counts are complete at the end."""
+        try:
+            manifest = Manifest.read(self.folder)
+            if manifest is not None:
+                with progress("checksums", manifest.num_bytes) as advance:
+                    for name, entry in manifest.files.items():
+                        for text in damages(self.folder, {name: entry}):
+                            yield str(self.folder / name), text
+                        advance(int(entry["bytes"]))
+                        self.num_files += 1
+            reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
+            # a run treats ours as damaged without it; Megatron-LM's have neither
+            if "versions" in reader.common() and manifest is None:
+                missing = str(self.folder / MANIFEST)
+                yield missing, f"{missing}: is missing"
+            for stored in reader.tensors.values():
+                if problem := layout_problem(stored):
+                    yield "places of chunks", f"{self.folder}: {stored.key} {problem}"
+            yield from self._unreadable(reader)
+            yield from self._disagreements(reader)
+        except ValueError as error:
+            yield str(error).partition(": ")[0], str(error)  # which begins with a path
+
+    def _unreadable(self, reader: CheckpointReader) -> Iterator[Finding]:
+        shares: list[Fingerprints] = []
+        with progress("chunks", sum(stored.num_bytes for stored in reader.tensors.values())) as advance:
+            for stored in reader.tensors.values():
+                for chunk in stored.chunks:
+                    file, place = str(self.folder / chunk.file), f"{stored.key} at {list(chunk.offsets)}"
+                    try:
+                        values = reader.read_chunk(stored, chunk)
+                        shares.append(fingerprints_of([(stored.key, values, chunk.offsets)]))
+                        if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
+                            cause = "values that are not finite"
+                            yield cause, f"{file}: {place} has {cause}"
+                    except ValueError as error:
+                        yield file, f"{place}: {error}"
+                    advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
+                    self.num_chunks += 1
+                self.num_tensors += 1
+        # without tensors that are not stored under their fingerprint's key: `reshape` may rename experts'
+        whole = fingerprints.added(shares)
+        for name, saved in (fingerprints.read(self.folder) or {}).items():
+            found = whole.get(name, saved)
+            if found.num_values == saved.num_values and found != saved:
+                rule = "is not what was in memory when it was saved, by its fingerprint"
+                yield "fingerprints", f"{self.folder}: {shown(name)} {rule}"
+        for key in reader.objects:
+            try:
+                reader.read_object(key)
+            except ValueError as error:
+                yield str(self.folder / reader.objects[key].file), f"{key}: {error}"
+
+    def _disagreements(self, reader: CheckpointReader) -> Iterator[Finding]:
+        weights = logical_tensors(reader)
+        for state in states(reader):
+            of_state = logical_tensors(reader, state)
+            for name in of_state.keys() - weights.keys():
+                text = f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
+                yield f"{state} without weights", text
+            for name in filter(weights.__contains__, of_state):
+                weight, tensor = weights[name], of_state[name]
+                if tensor.shape != weight.shape:
+                    shapes = f"{list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
+                    yield f"shapes of {state}", f"{self.folder}: {name} has the shape {shapes}"
+                elif state == "param":
+                    try:
+                        ours, rounded = weight.read(), tensor.read().to(weight.dtype)
+                    # reported with its chunk
+                    except ValueError:
+                        continue
+                    # a NaN differs from itself
+                    if differing := int((ours != rounded).logical_and_(ours.eq(ours)).sum()):
+                        values = f"{differing} of {ours.numel()} values of {weight.name}"
+                        rule = "are not the optimizer's main weights, rounded"
+                        yield "main weights", f"{self.folder}: {values} {rule}"
+
+
+def layout_problem(stored: StoredTensor) -> str:
+    """Describes why a tensor's chunks do not fill it without overlap; empty if they do."""
+    for chunk in stored.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        is_inside = len(ends) == len(stored.shape) and min(chunk.offsets, default=0) >= 0
+        if not is_inside or any(map(operator.gt, ends, stored.shape)):
+            place = f"{list(chunk.offsets)} of {list(chunk.sizes)}"
+            return f"has a chunk at {place}, outside of its shape {list(stored.shape)}"
+    return _uneven(list(stored.chunks), stored.shape, 0)
+
+
+def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
+    """Describes why the chunks do not fill `shape` exactly once, from `axis` on; empty if they do."""
+    if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
+        return ""
+    if axis == len(shape):
+        overlap = f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else ""
+        return overlap or "is not filled by its chunks"
+    spans = [(chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for chunk in chunks]
+    for low, high in pairwise(sorted({0, shape[axis], *chain.from_iterable(spans)})):
+        pairs = zip(chunks, spans, strict=True)
+        inside = [chunk for chunk, (start, end) in pairs if start <= low and end >= high]
+        if problem := _uneven(inside, shape, axis + 1):
+            return problem
+    return ""

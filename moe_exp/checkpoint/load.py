@@ -1,22 +1,20 @@
-"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank.
-
-With FINGERPRINTS, what is in the model and the optimizer after a load is compared with what was there before
-the save. The checksums of the files say that they are what was written. Fingerprints say that they were
-written from, and read into, the right places: under whatever layout, no value of any tensor has changed on
-its way through the files.
-"""
+"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_exp.checkpoint.format import fingerprints
-from moe_exp.checkpoint.format.fingerprints import Fingerprints, Piece, fingerprints_of, shown
+from moe_exp.checkpoint.format.fingerprints import Fingerprint, TensorPiece, fingerprints_of, shown
 from moe_exp.checkpoint.format.folders import first_few, iteration_of, iterations, one_checkpoint, unusable
 from moe_exp.checkpoint.format.keys import (
     ROUTER_BIAS,
@@ -26,8 +24,7 @@ from moe_exp.checkpoint.format.keys import (
     zero_missing_biases,
 )
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
-from moe_exp.checkpoint.format.sharded_load import load_sharded
-from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import (
     Progress,
@@ -44,14 +41,22 @@ from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.optimizer_classes import MOMENTS
-from moe_exp.engine.runtime import Runtime, from_first_rank
+from moe_exp.engine.runtime import Runtime, from_first_rank, on_every_rank
 from moe_exp.host.exit_codes import FAILED
+from moe_exp.host.megatron_versions import LOAD_WARNINGS
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import LATEST
 
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
 logger = logging.getLogger(__name__)
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class RestoreError(ConfigError):
@@ -113,12 +118,14 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    return _progress(config, common, has_average=request.has_average)
+    return resumed_progress(config, common, has_average=request.has_average)
 
 
-def _progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
+def resumed_progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
+    """Progress of a run with `config` that continues from a checkpoint."""
     progress = Progress(**common["progress"])
-    if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
+    # Older versions counted no tokens: they follow from the SEQ_LEN of that run, not of this one.
+    if progress.consumed_samples and not progress.consumed_tokens:
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
     if config.ema_decay and not has_average:
@@ -167,18 +174,62 @@ def _load_model(
     return loaded
 
 
+def load_sharded(
+    state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
+) -> dict[str, Any]:
+    """The steps of Megatron's `dist_checkpointing.load`, which unpickles `.metadata`, and objects with
+    `weights_only=False`, without running anything of a file. Called by every rank; `state` is used up. With
+    `validate_access_integrity` every value has to have one rank that owns it. Raises a ValueError on every
+    rank, if `.metadata` or an object holds more than the format's classes, tensors and plain values, or a
+    file or a tensor is not what was asked for.
+    """
+    # Here it runs nothing; Megatron reads it again.
+    on_every_rank(lambda: read_metadata(folder))
+    loaded = on_every_rank(lambda: read_common(folder))
+    force_all_tensors_to_non_fp8(state)
+    sharded, not_sharded, factories = load_preprocess(state)
+    merge(loaded, not_sharded)
+    sharded, _ = extract_sharded_base(sharded)
+    if validate_access_integrity:
+        validate_sharding_integrity(determine_global_metadata(sharded)[1])
+
+    def read() -> dict[str, Any]:
+        # Every `torch.load` of this process is `weights_only` until the end, whatever its caller says.
+        before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+        os.environ[_FORCE] = "1"
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", LOAD_WARNINGS, UserWarning)
+                return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
+        except (CheckpointException, pickle.UnpicklingError) as error:
+            # The first is no Exception but a BaseException, with what went wrong by rank.
+            cause: BaseException = error
+            if isinstance(error, CheckpointException):
+                cause = next(iter(error.failures.values()))[0]
+            reason = " ".join(str(cause).split())[:200]
+            if isinstance(cause, pickle.UnpicklingError):
+                reason = "an object in it is no plain value, loading it would run code"
+            raise unusable(f"checkpoint={folder}", f"cannot be used ({reason})") from None
+        finally:
+            del os.environ[_FORCE]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+    # From Megatron 0.19 on its ranks read by themselves: where the files of one are damaged, the others would
+    # continue without it.
+    merge(loaded, on_every_rank(read))
+    return dict(apply_factory_merges(loaded, factories))
+
+
 def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the model and the optimizer's state (not if `converted` is None) with the fingerprints of the
     iteration's folder that they were loaded from, by one reduction. Returns the number of tensors compared;
     raises a RestoreError on every rank if one differs.
-
-    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read (`converted`): kept,
-    they are rounded again, and blocks of values that share a scale have other borders under another layout.
-    Weights of another type than the checkpoint's are left out: they follow from the fp32 main weights, which
-    are compared.
     """
+    # The checksums of the files say that they are what was written; fingerprints, that they were written
+    # from, and read into, the right places: under whatever layout, no value has changed on its way through
+    # the files.
     saved = from_first_rank(lambda: fingerprints.read(folder))
     if saved is None:
         of = "as those of Megatron-LM and of older versions: what was loaded is not compared"
@@ -186,18 +237,8 @@ def compare_restored(
         return 0
     with parameters_in_sync(trained.model):
         mine = fingerprints_of(_pieces(runtime, trained, converted))
-    found = _over_all_ranks(runtime, mine, saved)
-    names = [name for name, one in found.items() if one != saved[name]]
-    if names:
-        raise RestoreError(folder, names, len(found))
-    logger.info("what was loaded is what was saved: %d tensors have the same fingerprints", len(found))
-    return len(found)
-
-
-def _over_all_ranks(
-    runtime: Runtime, mine: Fingerprints, saved: Mapping[str, fingerprints.Fingerprint]
-) -> Fingerprints:
-    """The whole tensors' fingerprints, of those of the saved ones' type that are on any rank."""
+    # Weights of another type than the checkpoint's are left out: they follow from the fp32 main weights,
+    # which are compared. Each total becomes a signed number, as torch sums no unsigned ones.
     table = torch.zeros(2, len(saved), dtype=torch.int64)
     for place, (name, one) in enumerate(saved.items()):
         if name in mine and mine[name].dtype == one.dtype:
@@ -209,15 +250,21 @@ def _over_all_ranks(
     found = {}
     for (name, one), count, total in zip(saved.items(), *table.tolist(), strict=True):
         if count:
-            found[name] = replace(one, num_values=count, total=total % 2**64)
-    return found
+            found[name] = Fingerprint(one.dtype, count, total % 2**64)
+    names = [name for name, one in found.items() if one != saved[name]]
+    if names:
+        raise RestoreError(folder, names, len(found))
+    logger.info("what was loaded is what was saved: %d tensors have the same fingerprints", len(found))
+    return len(found)
 
 
-def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[Piece]:
+def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
     """All values of model and optimizer, each once over all ranks, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:
+        # Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are
+        # rounded again, and blocks of values that share a scale have other borders under another layout.
         exact = []
         for owned in owned_state(trained.optimizer):
             moments = MOMENTS if owned.is_converted else ()

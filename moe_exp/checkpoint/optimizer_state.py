@@ -6,21 +6,17 @@ weights), the moments (of Adam `optimizer.state.exp_avg.K` and `optimizer.state.
 
 Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted
 in memory order. Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on
-every data parallel rank. Here a range is a few boxes (`boxes.py`), and each is a shard with its offsets:
+every data parallel rank. Here a range is a few boxes (`boxes_of_range`), each a shard with its offsets:
 
     parameter of this rank    [W, D], rows 8.. of a whole [4W, D] on tensor parallel rank 2, say
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
 
-A parameter that is several pieces of the checkpoint's tensors (the halves of a gated projection that tensor
-parallel ranks split, or one key for every expert) is described by a factory of Megatron's. It builds its
-pieces once from a tensor without memory, whose views say which boxes of the parameter they are; each range's
-boxes are then cut at the pieces' borders.
-
 The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
 Moments in bf16 or 8 bits are converted to fp32 and back (`engine/optimizer_classes.py`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,8 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
 from moe_exp.checkpoint.format.keys import CheckpointKeys
+from moe_exp.checkpoint.format.torch_dist import (
+    Box,
+    box_at,
+    boxes_of_range,
+    first_value,
+    intersection,
+    slices,
+)
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
 from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 
@@ -66,40 +69,31 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        if not isinstance(part, DistributedOptimizer):
-            yield from _whole(part)
-            continue
-        buckets = (
-            bucket for buffer in part.gbuf_ranges for of_dtype in buffer.values() for bucket in of_dtype
-        )
-        for parameter, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
-            group, place = part.model_param_group_index_map[parameter]
-            main, own = part.optimizer.param_groups[group]["params"][place], ranges["param"]
-            place = (own.start, own.end, part.distributed_optimizer_instance_id)
-            yield _owned(part.optimizer, parameter, main, place)
-
-
-def _whole(part: Any) -> Iterator[Owned]:
-    """State of an optimizer that is the same on every data parallel rank."""
-    pairs = [(parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"]]
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        pairs = [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
-        for group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            pairs += zip(*group, strict=True)
-    for parameter, main in pairs:
-        yield _owned(part.optimizer, parameter, main, (0, parameter.numel(), None))
-
-
-def _owned(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, main: Tensor, place: tuple[int, int, int | None]
-) -> Owned:
-    start, stop, instance = place
-    found, kept = moments(optimizer, main), optimizer.state[main]
-    is_converted = any(kept.get(name) is not value for name, value in found.items())
-    average = {AVERAGE: kept[AVERAGE]} if AVERAGE in kept else {}
-    values = {name: value.detach().view(-1) for name, value in {"param": main, **found, **average}.items()}
-    keep = partial(set_moments, optimizer, main, found)
-    return Owned(parameter, start, stop, values, instance, is_converted, keep)
+        # each parameter, its main weights and the values of it that are here
+        kept: list[tuple[Tensor, Tensor, tuple[int, int], int | None]] = []
+        if isinstance(part, DistributedOptimizer):
+            of_dtypes = chain.from_iterable(buffer.values() for buffer in part.gbuf_ranges)
+            for bucket in chain.from_iterable(of_dtypes):
+                for parameter, ranges in bucket["param_map"].items():
+                    group, place = part.model_param_group_index_map[parameter]
+                    main, own = part.optimizer.param_groups[group]["params"][place], ranges["param"]
+                    instance = part.distributed_optimizer_instance_id
+                    kept.append((parameter, main, (own.start, own.end), instance))
+        else:  # every data parallel rank has all of it
+            pairs = [(one, one) for group in part.optimizer.param_groups for one in group["params"]]
+            if isinstance(part, Float16OptimizerWithFloat16Params):
+                pairs = [(one, one) for group in part.fp32_from_fp32_groups for one in group]
+                for groups in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+                    pairs += zip(*groups, strict=True)
+            kept = [(parameter, main, (0, parameter.numel()), None) for parameter, main in pairs]
+        for parameter, main, (start, stop), instance in kept:
+            found, state = moments(part.optimizer, main), part.optimizer.state[main]
+            is_converted = any(state.get(name) is not value for name, value in found.items())
+            average = {AVERAGE: state[AVERAGE]} if AVERAGE in state else {}
+            tensors = {"param": main, **found, **average}
+            values = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+            keep = partial(set_moments, part.optimizer, main, found)
+            yield Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
 # Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1.
@@ -110,6 +104,9 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     shape = tuple(parameter.shape)
     if isinstance(described, ShardedTensor):
         return [(Box((0,) * len(shape), shape), described)]
+    # A parameter that is several pieces of the checkpoint's tensors (the halves of a gated projection that
+    # tensor parallel ranks split, or one key for every expert) is described by a factory of Megatron's. It
+    # splits a tensor without memory: the strides and offsets of its views say which boxes they are.
     probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
     built = described.build_fn(described.key, probe, described.replica_id, None)
     pieces = []
@@ -136,47 +133,64 @@ def shards_of(
     state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
 ) -> Iterator[ShardedTensor]:
     """The shards that some state is in a checkpoint, by default under the keys that are written."""
-    by_parameter = _by_parameter(weights)
+    by_parameter, key_of = _by_parameter(weights), key_of or _written
     for owned in state:
-        yield from _shards(owned, _pieces(owned.parameter, by_parameter[owned.parameter]), key_of or _written)
+        shape, pieces = owned.parameter.shape, _pieces(owned.parameter, by_parameter[owned.parameter])
+        of_range = boxes_of_range(shape, owned.start, owned.stop)
+        for box, (whole, shard) in itertools.product(of_range, pieces):
+            if (part := intersection(box, whole)) is None:
+                continue
+            # From the place in the parameter to that in the checkpoint's tensor: the piece may have dropped
+            # leading axes of the parameter, and has axes before its own (layers, experts).
+            num_before, num_dropped = shard.prepend_axis_num, len(part.sizes) - len(shard.local_shape)
+            inside = [a - o for a, o in zip(part.offsets, whole.offsets, strict=True)]
+            offsets = zip(shard.global_offset, [0] * num_before + inside[num_dropped:], strict=True)
+            place = tuple(map(sum, offsets))
+            sizes, replica_id = (1,) * num_before + part.sizes[num_dropped:], shard.replica_id
+            if owned.instance is not None:
+                # The last of the three counts data parallel ranks, of which each writes its own values.
+                replica_id = (*replica_id[:2], owned.instance)
+            begin = first_value(box, shape) - owned.start
+            for name, values in owned.values.items():
+                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
+                yield ShardedTensor(
+                    key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
+                    local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
+                    axis_fragmentations=None,  # no regular grid
+                    replica_id=replica_id,
+                )  # fmt: skip
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Unsharded state as Megatron writes it: settings of the parameter groups, steps, loss scale. Called
-    by every rank: a pipeline stage without experts has a shorter chain of optimizers.
-    """
+    """Unsharded state as Megatron writes it: group settings, steps, loss scale. Called by every rank."""
+    mine: list[dict[str, Any]] = []
+    for part in optimizer.chained_optimizers:
+        groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        sharding = {"param_state_sharding_type": "fully_reshardable"}
+        mine.append({"optimizer": {"param_groups": settings}, **sharding})
+        if (scaler := getattr(part, "grad_scaler", None)) is not None:
+            # On the host: unpickled by other ranks, a tensor of this rank's GPU would be on that GPU there.
+            scale = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in scaler.state_dict().items()}
+            mine[-1]["grad_scaler"] = scale
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(chains, [_part_groups(part) for part in optimizer.chained_optimizers])
-    step, longest = max(_steps(chains), default=None), max(chains, key=len)
-    for part in longest if step is not None else ():
-        for group in part["optimizer"]["param_groups"]:
+    torch.distributed.all_gather_object(chains, mine)
+    # A pipeline stage without experts has a shorter chain of optimizers.
+    step, longest = max(_found(chains, "step", int), default=None), max(chains, key=len)
+    for described in longest if step is not None else ():
+        for group in described["optimizer"]["param_groups"]:
             group["step"] = step
     return longest[0] if len(longest) == 1 else dict(enumerate(longest))
 
 
-def _part_groups(part: Any) -> dict[str, Any]:
-    groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    described = {"optimizer": {"param_groups": settings}, "param_state_sharding_type": "fully_reshardable"}
-    if (scaler := getattr(part, "grad_scaler", None)) is None:
-        return described
-    # On the host: unpickled by other ranks, a tensor of this rank's GPU would be on that GPU there, too.
-    scale = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in scaler.state_dict().items()}
-    return described | {"grad_scaler": scale}
-
-
-def _steps(saved: Any) -> Iterator[int]:
-    return (step for step in _found(saved, "step") if isinstance(step, int))
-
-
-def _found(saved: Any, name: str) -> Iterator[Any]:
-    """Every value of that name inside what a checkpoint holds of the optimizer."""
+def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
+    """Every value of that name and kind inside what a checkpoint holds of the optimizer."""
     if isinstance(saved, Mapping):
-        if name in saved:
+        if name in saved and isinstance(saved[name], kind):
             yield saved[name]
         saved = list(saved.values())
     for value in saved if isinstance(saved, list) else ():
-        yield from _found(value, name)
+        yield from _found(value, name, kind)
 
 
 class OptimizerRequest:
@@ -247,8 +261,9 @@ class OptimizerRequest:
             keep()
         if not self.has_average:
             restart_average(self.optimizer)
+        # those of the model follow from the main weights, as after a step
         update_model_weights(self.optimizer, model)
-        step = max(_steps(saved), default=0) if self._with_moments else 0
+        step = max(_found(saved, "step", int), default=0) if self._with_moments else 0
         scaler = next(_found(saved, "grad_scaler"), None)
         for part in self.optimizer.chained_optimizers:
             if not part.is_stub_optimizer and step:
@@ -265,28 +280,3 @@ def _by_parameter(weights: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | Sh
 
 def _written(name: str, key: str) -> str:
     return f"optimizer.state.{name}.{key}"
-
-
-def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str]) -> Iterator[ShardedTensor]:
-    shape = owned.parameter.shape
-    for box in boxes_of_range(shape, owned.start, owned.stop):
-        begin = first_value(box, shape) - owned.start
-        for whole, shard in pieces:
-            if (part := intersection(box, whole)) is None:
-                continue
-            num_before, num_dropped = shard.prepend_axis_num, len(part.sizes) - len(shard.local_shape)
-            inside = [a - o for a, o in zip(part.offsets, whole.offsets, strict=True)]
-            offsets = zip(shard.global_offset, [0] * num_before + inside[num_dropped:], strict=True)
-            place = tuple(map(sum, offsets))
-            sizes, replica_id = (1,) * num_before + part.sizes[num_dropped:], shard.replica_id
-            if owned.instance is not None:
-                # The last of the three counts data parallel ranks, of which each writes its own values.
-                replica_id = (*replica_id[:2], owned.instance)
-            for name, values in owned.values.items():
-                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
-                yield ShardedTensor(
-                    key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
-                    local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
-                    axis_fragmentations=None,  # no regular grid
-                    replica_id=replica_id,
-                )  # fmt: skip

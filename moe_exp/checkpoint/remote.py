@@ -98,9 +98,27 @@ def send_checkpoint(config: Config, iteration: int) -> int:
     for path in _small_files(run):
         if path.is_file():
             store.write(path.name, path.read_bytes())
+    # last, so that what it names is complete
     store.write(f"checkpoints/{LATEST}", str(iteration).encode())
     if config.keep_last:
-        _prune(config, Store(f"{store.url}/checkpoints"), iteration)
+        there = Store(f"{store.url}/checkpoints")
+        names = list(there.files())
+        complete = _complete(names)
+        passed = [one for one in complete if one <= iteration]
+        losses: dict[int, float] = {}
+        for one in passed if config.keep_best else []:
+            manifest = Manifest.parse(there.read(f"{complete[one]}/{MANIFEST}"), there.url)
+            if manifest.valid_loss is not None:
+                losses[one] = manifest.valid_loss
+        rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
+        # Newer ones are of an attempt that was given up, or the only good copies of what is damaged here:
+        # they stay until the run has passed them, as in its own folder. What is not complete will not be.
+        removed = folders.which_to_remove(passed, losses, **rules)
+        kept = {complete[one] for one in complete.keys() - set(removed)}
+        # first, what completes one
+        for name in sorted(names, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)):
+            if re.match(r"iter_\d{7,}/", name) and name.partition("/")[0] not in kept:
+                there.remove(name)
     return sum(path.stat().st_size for path in files.values())
 
 
@@ -108,29 +126,8 @@ def _small_files(run: RunFolder) -> list[Path]:
     return [run.config, run.provenance, run.metrics, run.skipped_samples]
 
 
-def _prune(config: Config, store: Store, newest: int) -> None:
-    names = list(store.files())
-    complete = _complete(names)
-    there = [one for one in complete if one <= newest]
-    losses: dict[int, float] = {}
-    for one in there if config.keep_best else []:
-        manifest = Manifest.parse(store.read(f"{complete[one]}/{MANIFEST}"), store.url)
-        if manifest.valid_loss is not None:
-            losses[one] = manifest.valid_loss
-    rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
-    # Newer ones are of an attempt that was given up, or the only good copies of what is damaged here: they
-    # stay until the run has passed them, as in its own folder. What is not complete will not be.
-    kept = {complete[one] for one in complete.keys() - set(folders.which_to_remove(there, losses, **rules))}
-    gone = [name for name in names if re.match(r"iter_\d{7,}/", name) and name.partition("/")[0] not in kept]
-    # first, what completes one
-    for name in sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)):
-        store.remove(name)
-
-
 class Uploads:
-    """Copies checkpoints to REMOTE_DIR during training, on rank 0, one at a time. While one is under way,
-    only the newest of those that follow is remembered: a store that is slower than the saves gets fewer.
-    """
+    """Copies checkpoints to REMOTE_DIR during training, on rank 0, one at a time."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -146,6 +143,8 @@ class Uploads:
     def add(self, iteration: int) -> None:
         """Has a checkpoint copied."""
         with self._lock:
+            # Only the newest of those that follow the one under way: a store that is slower than the saves
+            # gets fewer.
             self._next = iteration
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -170,6 +169,7 @@ class Uploads:
 
     def _work(self) -> None:
         while True:
+            # As one step: an `add` in between would leave its checkpoint to a thread that ends.
             with self._lock:
                 self._under_way, self._next = self._next, None
                 if self._under_way is None:
@@ -179,10 +179,10 @@ class Uploads:
             start, url = time.monotonic(), remote_run(self._config)
             try:
                 num_bytes = send_checkpoint(self._config, iteration)
-            except Exception as error:  # whatever it is: the run continues
-                logger.warning(
-                    "the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error
-                )
+            # whatever it is: the run continues
+            except Exception as error:
+                what = "the checkpoint at iteration %d was not copied to %s: %s"
+                logger.warning(what, iteration, url, error)
                 self._events.append(("upload_failed", iteration, {"reason": str(error)}))
                 continue
             seconds = time.monotonic() - start

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -72,16 +73,17 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """Tensors and files that this rank writes. Over all ranks every value of every tensor is in one item."""
 
     items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
     common: dict[str, Any]  # what is not sharded, the same on every rank; rank 0 writes it
     metadata: Metadata | None  # of the whole checkpoint but for where the pieces lie; rank 0 alone has it
 
-    def staged(self) -> "Plan":
+    def staged(self) -> "CheckpointPlan":
         """A copy in host memory, which later steps of training do not change."""
         items: list[Item] = []
+        # of tensors that are on the CPU, too; objects are bytes already
         for index, data in self.items:
             items.append((index, data.to("cpu", copy=True) if isinstance(data, Tensor) else data))
         return replace(self, items=items, common=copy.deepcopy(self.common))
@@ -93,13 +95,14 @@ class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron ha
     items: list[Item]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # Megatron's makes the folder, and where that fails on one rank the others wait for it
+        # Megatron's makes the folder, and where that fails on one rank the others wait for it.
+        return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.items = [(item.index, planner.resolve_data(item)) for item in plan.items]
 
 
-def plan_save(state: dict[str, Any], group: ProcessGroup) -> Plan:
+def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
     """Divides a state (`whole_state`, used up) over all ranks. The ranks of `group` (data and context
     parallel) hold the same pieces and write a part of them each.
     """
@@ -115,8 +118,9 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> Plan:
     state = mcore_to_pyt_state_dict(by_key)
     (_, metadata, _), *_ = save_state_dict_async_plan(state, writer, None, 0, planner=planner)
     if metadata is not None:
-        del metadata.all_local_plans  # of all ranks, in the file, for a reuse that we do not make
-    return Plan(writer.items, common, metadata)
+        # of all ranks, in the file, for a reuse that we do not make
+        del metadata.all_local_plans
+    return CheckpointPlan(writer.items, common, metadata)
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,7 @@ class _Pending:
 
 class CheckpointWriter:
     """The saves of a run, one at a time. Retention keeps `loaded`, the iteration that training resumed from,
-    and those that `held` names on rank 0. It counts none of the iterations after `loaded` that it finds,
-    which are damaged, or of an attempt that was given up.
+    and those that `held` names on rank 0.
     """
 
     def __init__(
@@ -180,7 +183,18 @@ class CheckpointWriter:
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)
         partial = partial.with_name(partial.name + folders.PARTIAL)
-        if error := from_first_rank(lambda: _make(partial)):
+
+        def make() -> str:
+            """Makes an empty folder to write into; returns why that failed, or nothing."""
+            try:
+                folders.recover(partial.parent)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                return _line(error, 0)
+            return ""
+
+        # All learn of it at once: without a folder no rank has to plan. Later errors wait for `finish`.
+        if error := from_first_rank(make):
             failed = self._thread.submit(Written, error=error)
             self._pending = _Pending(iteration, start, partial, None, {}, failed, {})
             return
@@ -193,21 +207,24 @@ class CheckpointWriter:
         tensors = ((index, data) for index, data in plan.items if isinstance(data, Tensor))
         pieces = ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
         shares = fingerprints.fingerprints_of(pieces) if self._config.fingerprints else {}
-        loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
+        # JSON has no NaN
+        loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None
         layout = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
         facts = {"versions": plan.common["versions"], "valid_loss": loss}
         facts |= {"world_size": self._runtime.world_size, "layout": layout}
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
-    def _write(self, partial: Path, plan: Plan) -> Future[Written]:
+    def _write(self, partial: Path, plan: CheckpointPlan) -> Future[Written]:
         """Has the thread write this rank's files; an error stays on its rank until all are asked."""
         try:
             if self._config.async_save:
                 plan = plan.staged()
-        except (MemoryError, RuntimeError) as error:  # torch says "not enough memory" with the second
+        # torch says "not enough memory" with the second
+        except (MemoryError, RuntimeError) as error:
             return self._thread.submit(Written, error=_line(error, self._runtime.rank))
         if self._runtime.device.type == "cuda":
-            torch.cuda.synchronize()  # the thread has a stream of its own
+            # the thread has a stream of its own
+            torch.cuda.synchronize()
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
@@ -227,9 +244,25 @@ class CheckpointWriter:
         num_bytes = 0
         try:
             if not (error := "; ".join(dict.fromkeys(one.error for one in all_written if one.error))):
-                num_bytes = _complete(pending, all_written)
+                # What makes a checkpoint of the files of all ranks. The manifest is the last.
+                metadata, partial = pending.metadata, pending.partial
+                assert metadata is not None
+                places = (one.places.items() for one in all_written)
+                metadata.storage_data = dict(chain.from_iterable(places))
+                metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
+                write_metadata(partial, metadata)
+                names = [METADATA, "metadata.json"]
+                if found := fingerprints.added(one.fingerprints for one in all_written):
+                    fingerprints.write(partial, found)
+                    names.append(fingerprints.FILE)
+                entries = {name: entry for one in all_written for name, entry in one.entries.items()}
+                entries |= {name: folders.entry_of(partial / name) for name in names}
+                manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
+                manifest.write(partial)
+                num_bytes = manifest.num_bytes
                 folders.publish(pending.partial, pending.iteration)
                 self._published.add(pending.iteration)
+        # A full disk, or whatever else: the run continues without this checkpoint.
         except Exception as caught:
             error = _line(caught, 0)
         if error:
@@ -250,6 +283,8 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning("cannot list %s, no checkpoint is removed: %s", checkpoints, error)
             return
+        # Those after `loaded` that this start has not published are damaged, or of an attempt that was
+        # given up.
         newer = [] if self._loaded is None else [i for i in found if i > self._loaded]
         passed = [iteration for iteration in newer if iteration not in self._published]
         sound = [iteration for iteration in found if iteration not in passed]
@@ -266,44 +301,24 @@ class CheckpointWriter:
                 logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
 
 
-def _make(partial: Path) -> str:
-    """Makes an empty folder to write into, on rank 0; returns why that failed, or nothing."""
-    try:
-        folders.recover(partial.parent)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        return _line(error, 0)
-    return ""
-
-
-def _complete(pending: _Pending, all_written: list[Written]) -> int:
-    """On rank 0: adds what makes a checkpoint of the files of all ranks; returns the bytes of all."""
-    metadata, partial = pending.metadata, pending.partial
-    assert metadata is not None
-    metadata.storage_data = {place: one for written in all_written for place, one in written.places.items()}
-    metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
-    write_metadata(partial, metadata)
-    entries = {name: entry for written in all_written for name, entry in written.entries.items()}
-    names = [METADATA, "metadata.json"]
-    if found := fingerprints.added(written.fingerprints for written in all_written):
-        fingerprints.write(partial, found)
-        names.append(fingerprints.FILE)
-    entries |= {name: folders.entry_of(partial / name) for name in names}
-    manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
-    manifest.write(partial)
-    return manifest.num_bytes
-
-
 def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
     """Writes `items` and, on rank 0, `common`, synced; an error is in what it returns."""
     try:
         places, entries = {}, {}
         if items:
             name = f"__{rank}_0.distcp"
+            # hashed while it is written, as reading it again would take as long
             with HashedFile(folder / name) as file:
                 for index, data in items:
                     start = file.tell()
-                    _write(file, data)
+                    if isinstance(data, io.BytesIO):
+                        file.write(data.getbuffer())
+                    else:
+                        values = data.detach().cpu()
+                        # torch.save writes the whole storage of a view
+                        if values.untyped_storage().nbytes() != values.numel() * values.element_size():
+                            values = values.clone()
+                        torch.save(values, cast("IO[bytes]", file))
                     places[index] = _StorageInfo(name, start, file.tell() - start)
             entries[name] = file.entry()
         if rank == 0:
@@ -313,16 +328,6 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
     except Exception as error:
         return Written(error=_line(error, rank))
     return Written(places, entries)
-
-
-def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
-    if isinstance(data, io.BytesIO):
-        file.write(data.getbuffer())
-        return
-    data = data.detach().cpu()
-    if data.untyped_storage().nbytes() != data.numel() * data.element_size():
-        data = data.clone()  # torch.save writes the whole storage of a view
-    torch.save(data, cast("IO[bytes]", file))
 
 
 def _line(error: Exception, rank: int) -> str:

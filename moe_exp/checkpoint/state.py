@@ -125,6 +125,7 @@ def rng_state(runtime: Runtime) -> ShardedObject:
         state["cuda"] = torch.cuda.get_rng_state()
     groups = runtime.groups
     shape, place = (groups.pp.size(), groups.tp.size()), (groups.pp.rank(), groups.tp.rank())
+    # equal on all data parallel ranks, of which the first writes it
     return ShardedObject("rng_state", [state], shape, place, replica_id=groups.dp_cp.rank())
 
 

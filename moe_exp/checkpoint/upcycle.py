@@ -13,25 +13,21 @@ members are equal, so each shard's weights add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
-The whole factor goes to the second projection, which is linear: this is exact for every activation. He et al.
-scale both projections, which is exact only if the activation passes a factor on; where the values start
-makes no difference to Adam's steps relative to them that would be worth an inexact start. They also draw half
-of the router anew; we keep groups equal until the gradient parts them, which it does at the first step: the
-weights of two members have different gradients.
+He et al. also draw half of the router anew; we keep groups equal until the gradient parts them, which it does
+at the first step: the weights of two members have different gradients.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
-from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.integrity import dense_source, find_source
+from moe_exp.checkpoint.load import load_sharded
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
@@ -61,6 +57,9 @@ def experts_of(
     numbers. `weights_sum` is c, what the router weights of a token add up to. Returns `weight1` [L, W/G, D],
     `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
     """
+    # The whole factor goes to the second projection, which is linear: exact for every activation. He et al.
+    # scale both projections, which is exact only if the activation passes a factor on; where the values start
+    # makes no difference to Adam's steps relative to them that would be worth an inexact start.
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
     chosen = [shards[expert % granularity] for expert in experts]
     stacked = {name: torch.stack([shard[name] for shard in chosen]) for name in chosen[0]}
@@ -88,30 +87,37 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
             layers = [i for i, layer in enumerate(chunk.decoder.layers) if layer.layer_number - 1 in experts]
             mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
             whole = model_state(chunk, sharding_metadata(runtime), keys)
-            shared = {
-                name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps)
-            }
-            state[f"model{index}"] = shared
+            outside = {name: value for name, value in whole.items() if not name.startswith(mlps)}
+            state[f"model{index}"] = {name: _off_the_grid(value) for name, value in outside.items()}
         # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner
         # that could be checked.
         loaded = load_sharded(state, folder, validate_access_integrity=False)
         for index, chunk in enumerate(map(unwrapped, trained.model)):
+            # without Transformer Engine's state, which is no tensor
             own = {name: one for name, one in chunk.state_dict().items() if isinstance(one, Tensor)}
-            found = {name: value for name, value in loaded[f"model{index}"].items() if name in own}
-            weights = {name: value.view_as(own[name]) for name, value in found.items()}
+            found = loaded[f"model{index}"]
+            weights = {name: value.view_as(own[name]) for name, value in found.items() if name in own}
             chunk.load_state_dict(weights, strict=False)
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
         trained.optimizer.reload_model_params()
     torch.distributed.barrier()
-    return _summary(config, folder)
+    granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
+    what = f"{config.num_experts} copies of the dense MLP"
+    if granularity > 1:
+        what = f"{copies} copies of each of {granularity} shards of the dense MLP"
+        what += f", router in {copies} virtual groups"
+    assert config.router_weights_sum is not None  # config/checks/checks.py
+    factor = granularity / config.router_weights_sum
+    what = f"{sum(config.moe_layers)} MoE layers with {what}"
+    return f"upcycled from {folder}: {what}, second projection times {factor:g}"
 
 
 def _off_the_grid(shard: Any) -> Any:
-    """The same shard with its layer axis as one of its own, of size 1. Megatron asks for shards with a layer
-    axis before their own as one grid over all layers; here some layers are wanted, and in other pieces.
-    """
+    """The same shard with its layer axis as one of its own, of size 1."""
+    # Megatron asks for shards with a layer axis before their own as one grid over all layers; here some
+    # layers are wanted, and in other pieces.
     if isinstance(shard, ShardedTensorFactory):
         build, merge = shard.build_fn, shard.merge_fn
         dim = shard.data.dim()
@@ -126,11 +132,9 @@ def _off_the_grid(shard: Any) -> Any:
     return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
-def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list[int]]:
-    """Numbers of this rank's experts, and the shards they need."""
+def _local_experts(experts: MegatronExperts) -> range:
     num_local = experts.weight1.size(0)
-    numbers = range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
-    return numbers, sorted({expert % config.upcycle_granularity for expert in numbers})
+    return range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
@@ -152,7 +156,7 @@ def _requests(layer: int, experts: MegatronExperts, config: Config, keys: Checkp
         empty = partial(like.new_empty, [1] * len(before) + shape)
         return [ShardedTensor.from_rank_offsets(full_key, empty(), *before, place) for place in places]
 
-    shards = _local_shards(experts, config)[1]
+    shards = sorted({expert % config.upcycle_granularity for expert in _local_experts(experts)})
     return {str(shard): {name: pieces(name, shard) for name in parameters} for shard in shards}
 
 
@@ -166,21 +170,7 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
             joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
             shards[int(shard)][name] = joined.view_as(like)
     assert config.router_weights_sum is not None  # config/checks/checks.py
-    numbers, _ = _local_shards(experts, config)
-    filled = experts_of(
-        shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum
-    )
+    c, granularity = config.router_weights_sum, config.upcycle_granularity
+    filled = experts_of(shards, _local_experts(experts), granularity=granularity, weights_sum=c)
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])
-
-
-def _summary(config: Config, folder: Path) -> str:
-    granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
-    what = f"{config.num_experts} copies of the dense MLP"
-    if granularity > 1:
-        what = f"{copies} copies of each of {granularity} shards of the dense MLP"
-        what += f", router in {copies} virtual groups"
-    assert config.router_weights_sum is not None
-    factor = granularity / config.router_weights_sum
-    layers = f"{sum(config.moe_layers)} MoE layers with {what}"
-    return f"upcycled from {folder}: {layers}, second projection times {factor:g}"

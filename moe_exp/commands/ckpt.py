@@ -78,8 +78,8 @@ def _add_verify(subparsers: Any) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from moe_exp.checkpoint.integrity import Verification
     from moe_exp.checkpoint.tools.info import chosen
-    from moe_exp.checkpoint.tools.soundness import Verification
 
     work = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite)
     texts, num_of_cause = list[str](), Counter[str]()
@@ -161,7 +161,7 @@ def _add_average(subparsers: Any) -> None:
 
 
 def _average(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
+    from moe_exp.checkpoint.tools.reshape import average, sources_of, weights_of
     from moe_exp.config import setting_error
 
     for path in arguments.sources:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from moe_exp.config import Config
     from moe_exp.engine.runtime import Runtime
-    from moe_exp.inference.jobs import Layout
+    from moe_exp.inference.ranks import Layout
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -136,7 +136,7 @@ def _positive(text: str) -> int:
 
 
 def _layout(arguments: argparse.Namespace) -> Layout:
-    from moe_exp.inference.jobs import Layout
+    from moe_exp.inference.ranks import Layout
 
     same = ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")
     values: dict[str, Any] = {name: getattr(arguments, name) for name in same}
@@ -206,8 +206,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
     """Runs `work` of the plan here if one rank is asked for, else a job of the request's module."""
     from moe_exp.config import ConfigError
-    from moe_exp.inference.jobs import run_alone
-    from moe_exp.inference.stage import check_files
+    from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from moe_exp.host.progress import table_console
-from moe_exp.inference.held_out import short_names
 from moe_exp.layers.router import RoutingDecision, count_kept
 
 Float64Array = npt.NDArray[np.float64]
@@ -121,12 +121,10 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Values for JSON; None if missing or not finite."""
-        values: dict[str, Any] = {"data": self.data, "sequences": self.sequences}
-        values |= {"tokens": self.tokens, "bytes": self.text_bytes}
-        for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte"):
-            value = getattr(self, name)
-            values[name] = value if value is not None and math.isfinite(value) else None
-        return values
+        losses = {name: getattr(self, name) for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte")}
+        known = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
+        sizes = {"sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes}
+        return {"data": self.data, **sizes, **known}
 
 
 @dataclass(frozen=True)
@@ -141,11 +139,11 @@ class Evaluation:
     @property
     def total(self) -> Row:
         """All prefixes, weighted by their tokens."""
-        rows = self.rows
-        known = [row.text_bytes for row in rows if row.text_bytes is not None]
-        text_bytes = sum(known) if len(known) == len(rows) else None
-        sequences, tokens = sum(row.sequences for row in rows), sum(row.tokens for row in rows)
-        return Row("total", sequences, tokens, sum(row.nats for row in rows), text_bytes)
+        known = [row.text_bytes for row in self.rows if row.text_bytes is not None]
+        names = ("sequences", "tokens", "nats")
+        sequences, tokens, nats = (sum(getattr(row, name) for row in self.rows) for name in names)
+        text_bytes = sum(known) if len(known) == len(self.rows) else None
+        return Row("total", sequences, tokens, nats, text_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values as `--json` prints them; `experts` only if counted."""
@@ -164,32 +162,35 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
         table.add_column(name, justify="right")
     rows = list(zip(names, result.rows, strict=True)) + ([("total", result.total)] if len(names) > 1 else [])
     for name, row in rows:
+        num_bytes = "-" if row.text_bytes is None else f"{row.text_bytes:,d}"
+        bits_per_byte = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.6f}"
         table.add_row(
-            escape(name), f"{row.sequences:,}", f"{row.tokens:,}", _text(row.text_bytes, ",d"),
-            f"{row.lm_loss:.6f}", f"{row.lm_loss_ppl:,.4g}", _text(row.bits_per_byte, ".6f"),
+            escape(name), f"{row.sequences:,}", f"{row.tokens:,}", num_bytes,
+            f"{row.lm_loss:.6f}", f"{row.lm_loss_ppl:,.4g}", bits_per_byte,
             end_section=name == names[-1] and len(names) > 1,
         )  # fmt: skip
     console.print(table)
     for layer in result.experts:
-        console.print(_usage_table(layer, names, num_experts))
+        shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
+        fair = 1 / shares.shape[1]
+        most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
+        title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
+        title += f"; {bits.sum():.3f} bits{most}"
+        left_out = shares.shape[1] - num_experts
+        one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
+        caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)
+        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+        for name in ("expert", "bits", *(escape(name) for name in names)):
+            table.add_column(name, justify="right", overflow="fold")
+        for expert in order[:num_experts].tolist():
+            table.add_row(str(expert), f"{bits[expert]:.4f}", *(f"{one:.2%}" for one in shares[:, expert]))
+        console.print(table)
 
 
-def _usage_table(layer: LayerUsage, names: Sequence[str], num_experts: int) -> Table:
-    shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
-    fair = 1 / shares.shape[1]
-    most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
-    title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
-    title += f"; {bits.sum():.3f} bits{most}"
-    left_out = shares.shape[1] - num_experts
-    one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
-    caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for name in ("expert", "bits", *(escape(name) for name in names)):
-        table.add_column(name, justify="right", overflow="fold")
-    for expert in order[:num_experts].tolist():
-        table.add_row(str(expert), f"{bits[expert]:.4f}", *(f"{share:.2%}" for share in shares[:, expert]))
-    return table
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def short_names(prefixes: Sequence[str]) -> list[str]:
+    """The shortest distinct endings of paths, of up to three parts; else the whole paths."""
+    for count in range(1, 4):
+        names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
+        if len(set(names)) == len(names):
+            return names
+    return list(prefixes)

@@ -1,5 +1,6 @@
 """Evaluates held-out text: loss, perplexity, bits per byte and expert usage, per data prefix and in total.
-Replicas share the batches as in `score`; sums are in float64 and reduced once at the end.
+Replicas share the batches as in `score`; sums are in float64 and reduced once at the end. Token files are cut
+into sequences that predict every token but a text's first exactly once.
 """
 
 import json
@@ -8,11 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import UNKNOWN_DATA, saved_config, saved_order
@@ -23,34 +27,28 @@ from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import find_prepared_text
+from moe_exp.data.tokens import tokens as token_files
 from moe_exp.data.tokens.manifests import DocumentTokens, check_ends, documents_of, trained_documents
+from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, same_tokenizer
-from moe_exp.data.tokens.tokens import Share, parse_blend, parse_split, tokenizer_facts
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
+from moe_exp.inference import ranks
 from moe_exp.inference.eval_report import Evaluation, LayerUsage, RouterCounts, Row, print_evaluation
-from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
-from moe_exp.inference.jobs import (
-    Layout,
-    Request,
-    batch_size_of,
-    config_for_use,
-    planned_quietly,
-    run_rank,
-    shared_batches,
-)
-from moe_exp.inference.stage import Stage, load_model
 from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.evaluate")  # by name: torchrun runs this module as __main__
 
+Int64Array = npt.NDArray[np.int64]
+
 _IGNORED = -100
+_SCANNED_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
-class EvalRequest(Request):
+class EvalRequest(ranks.Request):
     """Settings of an evaluation."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
@@ -60,7 +58,7 @@ class EvalRequest(Request):
     data_of: str = ""
     allow_other_data: bool = False  # of another tokenizer, by its manifest
     samples: int | None = None  # only the first sequences of each prefix; None: all
-    by_document: bool = False  # every document alone, see `held_out.Cut`
+    by_document: bool = False  # every document alone, see `Cut`
     experts: int | None = None  # show this many experts per layer; None: count no experts
     batch_size: int | None = None  # sequences; None: 256 MB of logits, or with `capacity` the training's MBSZ
     tokenizer: str = ""  # see `text.tokenizer_for`
@@ -68,11 +66,87 @@ class EvalRequest(Request):
     capacity: bool = False  # as in training: drop tokens over capacity, leave out incomplete sequences
     document_mask: bool | None = None  # tokens see their document only; None: as in training
     as_json: bool = False  # print one JSON object instead of tables
-    layout: Layout = field(default_factory=Layout)  # of the ranks
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # of the ranks
 
 
 @dataclass(frozen=True)
-class Plan:
+class Cut:
+    """How texts are cut into sequences."""
+
+    seq_len: int  # S, predicted tokens per sequence; a text's last sequence may have fewer
+    by_document: bool = False  # each document is a text; else all are one, as in validation during training
+    whole_only: bool = False  # leave out sequences shorter than S, as validation during training does
+    samples: int | None = None  # only the first sequences; None: all
+    share: token_files.Share = (0.0, 1.0)  # the part of the documents, as SPLIT divides them
+    share_of_sequences: bool = False  # DATA_ORDER=megatron divides the sequences of the file instead
+
+
+class HeldOut:
+    """Sequences of one .bin/.idx prefix: i is the tokens `begins[i]` to `ends[i] - 1`, all but the first of
+    which are predicted. ValueError if files are missing, damaged or predict no token.
+    """
+
+    def __init__(self, prefix: str, cut: Cut):
+        self.prefix = prefix_of(prefix)
+        self.files = token_files.TokenFiles(self.prefix)
+        # First the texts, then their sequences: the last token of one is the first of the next.
+        divided = self.files.sequence_bounds if cut.share_of_sequences else self.files.document_bounds
+        first, last = divided[list(token_files.share_range(len(divided) - 1, cut.share))]
+        bounds = np.unique(np.clip(self.files.document_bounds, first, last))
+        bounds = bounds if cut.by_document else bounds[[0, -1]]
+        lengths = np.maximum(np.diff(bounds) - 1, 0)  # predicted tokens of each text
+        counts = -(-lengths // cut.seq_len)
+        place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = np.repeat(bounds[:-1], counts) + place * cut.seq_len
+        ends = np.minimum(begins + cut.seq_len + 1, np.repeat(bounds[1:], counts))
+        if cut.whole_only:
+            whole = ends - begins == cut.seq_len + 1
+            begins, ends = begins[whole], ends[whole]
+        self.begins, self.ends = begins[: cut.samples], ends[: cut.samples]
+        if not len(self.begins):
+            least = f"a whole sequence of SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
+            where = "each of its documents" if cut.by_document else "it"
+            rule = f"{where} has fewer tokens than {least}"
+            raise setting_error("data", self.prefix, rule, "give more text")
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def read(self, first: int, count: int) -> list[Int64Array]:
+        """Token ids of the sequences `first` to `first + count - 1`."""
+        chosen = slice(first, first + count)
+        bounds = zip(self.begins[chosen].tolist(), self.ends[chosen].tolist(), strict=True)
+        return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
+
+    def count_bytes(
+        self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
+    ) -> int:
+        """Bytes of the predicted tokens of `sequences`, from `first` on, but those after `masked_id`."""
+        bounds, total = self.files.document_bounds, 0
+        for begin, ids in zip(self.begins[first:], sequences, strict=False):
+            is_first = np.zeros(len(ids) - 1, dtype=bool)
+            documents = bounds[np.searchsorted(bounds, begin + 1) : np.searchsorted(bounds, begin + len(ids))]
+            is_first[documents - begin - 1] = True
+            is_first |= ids[:-1] == (-1 if token_bytes.bos_id is None else token_bytes.bos_id)
+            counts = ids[:-1] != (-1 if masked_id is None else masked_id)
+            total += int(token_bytes.each(ids[1:], is_first)[counts].sum())
+        return total
+
+    def id_problem(self, vocab_size: int) -> str | None:
+        """Line on the first id that the model does not have, or None."""
+        last = int(self.ends[-1])
+        for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
+            ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
+            for value in (int(ids.min()), int(ids.max())):
+                if not 0 <= value < vocab_size:
+                    place = begin + int((ids == value).argmax())
+                    rule = f"has the id {value} at token {place}, the model has 0 to {vocab_size - 1}"
+                    return problem("data", self.prefix, rule, "give files of the training's tokenizer")
+        return None
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
     """A checked request."""
 
     request: EvalRequest
@@ -92,18 +166,18 @@ class Plan:
         return found
 
 
-def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
+def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
     """Checks a request without loading weights, and `check_ids` its tokens; ValueError with all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
-    owner = _data_owner(request.data_of) if request.data_of else _Owner(saved, order)
+    owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
     if owner.settings.seq_len > (longest := longest_sample(saved)):
         text = "data: sequences of SEQ_LEN=%d as in %s; the model was trained on SEQ_LEN=%d"
         logger.warning(text, owner.settings.seq_len, owner.named, longest)
     saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})
     problems = _number_problems(request, saved)
     mask = saved.document_mask if request.document_mask is None else request.document_mask
-    config = config_for_use(
+    config = ranks.config_for_use(
         folder,
         request.layout,
         dtype=request.dtype or None,
@@ -111,14 +185,15 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         document_mask=mask and not request.by_document,
         seq_len=saved.seq_len,
     ).model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
-    of_data = None  # the tokenizer of the data of --data-of, if it is known
+    # the tokenizer of the data of --data-of, if it is known
+    of_data = None
     with suppress(ValueError):
         of_data = tokenizer_for(owner.settings, "", order=owner.order) if owner.named else None
     tokenizer = _tokenizer(request, saved, order, of_data)
     if problems:
         raise ConfigError(problems)
     sources = _sources(request, saved, owner, check_ids=check_ids)
-    batch_size = request.batch_size or batch_size_of(
+    batch_size = request.batch_size or ranks.batch_size_of(
         saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
     )
     if tokenizer is not None:
@@ -133,15 +208,16 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
             raise ConfigError(problems)
     token_bytes = None
     if tokenizer:
-        ends = [documents_of(source.prefix) for source in sources]
-        as_in_data = [
-            replace(tokenizer, eod_id=one.eod_id, bos_id=one.bos_id) if one else tokenizer for one in ends
-        ]
+        # Documents of a source may begin and end with other tokens; a table is made once for all that agree.
+        as_in_data = []
+        for source in sources:
+            ends = documents_of(source.prefix) or tokenizer
+            as_in_data.append(replace(tokenizer, eod_id=ends.eod_id, bos_id=ends.bos_id))
         tables = {one: TokenBytes(one) for one in as_in_data}
         token_bytes = [tables[one] for one in as_in_data]
         if token_bytes[0].note:
             logger.info(NOT_KEPT, tokenizer.name, token_bytes[0].note)
-    return Plan(request, folder, config, sources, token_bytes, batch_size, eod_id)
+    return EvaluationPlan(request, folder, config, sources, token_bytes, batch_size, eod_id)
 
 
 @dataclass(frozen=True)
@@ -158,28 +234,48 @@ class _Owner:
         name, fix = "data_of" if self.named else "data", f"give --data, prefixes of .bin/.idx files{others}"
         return setting_error(name, self.named, rule, fix)
 
+    @classmethod
+    def of(cls, data_of: str) -> "_Owner":
+        """The run that --data-of names, also one that has saved no checkpoint yet."""
+        path = expanded(data_of)
+        if (path / "config.yaml").is_file() and not any(path.glob("checkpoints/iter_*")):
+            return cls(load_config({"config": path}, {}), {}, data_of)
+        try:
+            folder = one_checkpoint(path)
+            return cls(saved_config(folder), saved_order(folder), data_of)
+        except ValueError as error:
+            # under the name of the option that the user gave
+            raise ValueError(str(error).replace("checkpoint=", "DATA_OF=", 1)) from None
+
+    def data(self) -> tuple[list[str], token_files.Share]:
+        """Prefixes of the validation data, and the share of their documents."""
+        given = self.settings
+        if given.train_data == UNKNOWN_DATA:
+            raise self.error("the model was converted, and its training data is not known")
+        saved = find_prepared_text(given, self.order.get("tokenizer") or "")
+        share = token_files.parse_split(saved.split)[1] if saved.split else None
+        if saved.valid_data:
+            logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
+            return [prefix for _, prefix in token_files.parse_blend(saved.valid_data)], (0.0, 1.0)
+        if saved.train_data and share:
+            logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)
+            return [prefix for _, prefix in token_files.parse_blend(saved.train_data)], share
+        if saved.train_data:
+            rule = "there is none, and the training had neither VALID_DATA nor a SPLIT for validation"
+            raise self.error(rule)
+        logger.info("data: the held-out part of the embedded corpus")
+        return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
+
 
 _HOW_DATA_IS_CUT = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
 
 
-def _data_owner(data_of: str) -> _Owner:
-    path = expanded(data_of)
-    if (path / "config.yaml").is_file() and not any(path.glob("checkpoints/iter_*")):
-        return _Owner(load_config({"config": path}, {}), {}, data_of)
-    try:
-        folder = one_checkpoint(path)
-        return _Owner(saved_config(folder), saved_order(folder), data_of)
-    except ValueError as error:
-        raise ValueError(str(error).replace("checkpoint=", "DATA_OF=", 1)) from None
-
-
 def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
-    numbers = {name: getattr(request, name) for name in ("samples", "batch_size", "experts")}
-    problems = [
-        problem(name, value, "must be at least 1", "give a positive number, or leave it out")
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
+    problems = []
+    for name in ("samples", "batch_size", "experts"):
+        if (value := getattr(request, name)) is not None and value < 1:
+            fix = "give a positive number, or leave it out"
+            problems.append(problem(name, value, "must be at least 1", fix))
     if request.experts is not None and not saved.use_moe:
         rule = "the model is dense, it has none"
         problems.append(problem("experts", request.experts, rule, "leave --experts out"))
@@ -215,7 +311,7 @@ def _tokenizer(
 
 
 def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: bool) -> list[HeldOut]:
-    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(owner)
+    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else owner.data()
     cut = Cut(
         saved.seq_len, request.by_document, whole_only=request.capacity, samples=request.samples,
         share=share, share_of_sequences=saved.data_order == "megatron",
@@ -238,25 +334,6 @@ def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: b
     return sources
 
 
-def _own_data(owner: _Owner) -> tuple[list[str], Share]:
-    """Prefixes of the run's validation data, and the share of their documents."""
-    given = owner.settings
-    if given.train_data == UNKNOWN_DATA:
-        raise owner.error("the model was converted, and its training data is not known")
-    saved = find_prepared_text(given, owner.order.get("tokenizer") or "")
-    share = parse_split(saved.split)[1] if saved.split else None
-    if saved.valid_data:
-        logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
-        return [prefix for _, prefix in parse_blend(saved.valid_data)], (0.0, 1.0)
-    if saved.train_data and share:
-        logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)
-        return [prefix for _, prefix in parse_blend(saved.train_data)], share
-    if saved.train_data:
-        raise owner.error("there is none, and the training had neither VALID_DATA nor a SPLIT for validation")
-    logger.info("data: the held-out part of the embedded corpus")
-    return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
-
-
 def _compare_tokenizers(
     request: EvalRequest,
     tokenizers: Sequence[TextTokenizer],
@@ -265,7 +342,7 @@ def _compare_tokenizers(
 ) -> None:
     """ValueError, or with --allow-other-data, and for the run's own data, a warning."""
     for source in sources:
-        facts, documents = tokenizer_facts(source.files.manifest), documents_of(source.prefix)
+        facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
             rule = f"{source.prefix} is by its manifest of another tokenizer than {tokenizers[0].name}"
             fix = "give --tokenizer, that of the data, if the model was trained with it"
@@ -280,9 +357,9 @@ def _compare_tokenizers(
         logger.warning("%s", rule)
 
 
-def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
+def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
     """Evaluates the model, called by and with the same result on every rank; ValueError if loading fails."""
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
+    stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)  # nats, tokens, bytes
     counts = None
     if plan.request.experts is not None:
@@ -307,14 +384,22 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
     return Evaluation(str(plan.folder), iteration, rows, usage)
 
 
-def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
-    batches = shared_batches(plan.batches, stage.rank, "eval", "sequences", lambda batch: batch[2])
+def _run_batches(
+    plan: EvaluationPlan, stage: ranks.Stage, sums: torch.Tensor, counts: RouterCounts | None
+) -> None:
+    batches = ranks.shared_batches(plan.batches, stage.rank, "eval", "sequences", lambda batch: batch[2])
     tp = stage.rank.groups.tp
     for (number, first, count), is_mine in batches:
         source = plan.sources[number]
         sequences = source.read(first, count)
-        tokens, labels = _padded(sequences)
-        if counts is not None:  # the mask of this rank's tokens that count, in the routers' order
+        # inputs and labels [B, S] with S of the longest; padding changes no logits before it
+        tokens = torch.zeros(len(sequences), max(map(len, sequences)) - 1, dtype=torch.int64)
+        labels = torch.full_like(tokens, _IGNORED)
+        for row, ids in enumerate(sequences):
+            tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
+            labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:])
+        if counts is not None:
+            # the mask of this rank's tokens that count, in the routers' order
             valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
             valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
             counts.source, counts.valid_T = number, valid_SB.flatten().to(stage.rank.device)
@@ -326,10 +411,8 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
         if logits is not None and stage.writes and is_mine:
             labels = labels.to(logits.device)
             # row by row to save memory
-            nats = [
-                nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
-                for x, y in zip(logits, labels, strict=True)
-            ]
+            loss = partial(nn.functional.cross_entropy, reduction="none", ignore_index=_IGNORED)
+            nats = [loss(x, y) for x, y in zip(logits, labels, strict=True)]
             sums[number, 0] += torch.stack(nats).double().sum()
             sums[number, 1] += (labels != _IGNORED).sum()
             if plan.token_bytes:
@@ -337,18 +420,7 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
                 sums[number, 2] += source.count_bytes(first, sequences, table, masked_id)
 
 
-def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, int64 [B, S] with S of the longest; padding changes no logits before it."""
-    longest = max(map(len, sequences)) - 1
-    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    labels = torch.full_like(tokens, _IGNORED)
-    for row, ids in enumerate(sequences):
-        tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
-        labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:])
-    return tokens, labels
-
-
-def print_evaluated(plan: Plan, rank: Runtime) -> None:
+def print_evaluated(plan: EvaluationPlan, rank: Runtime) -> None:
     """Evaluates and prints on rank 0. Called by every rank."""
     result = evaluate(plan, rank)
     if not rank.is_first:
@@ -361,8 +433,8 @@ def print_evaluated(plan: Plan, rank: Runtime) -> None:
 
 def main(request_file: str) -> None:
     """Runs one rank of a torchrun job."""
-    plan = planned_quietly(lambda: plan_evaluation(EvalRequest.read(request_file), check_ids=False))
-    run_rank(plan.config, lambda rank: print_evaluated(plan, rank))
+    plan = ranks.planned_quietly(lambda: plan_evaluation(EvalRequest.read(request_file), check_ids=False))
+    ranks.run_rank(plan.config, lambda rank: print_evaluated(plan, rank))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,15 @@ from moe_exp.config.data_stages import longest_sample
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.jobs import Layout, Request, config_for_use, planned_quietly, run_rank
-from moe_exp.inference.stage import Stage, load_model
+from moe_exp.inference.ranks import (
+    Layout,
+    Request,
+    Stage,
+    config_for_use,
+    load_model,
+    planned_quietly,
+    run_rank,
+)
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun runs this module as __main__
@@ -126,7 +133,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """A checked request."""
 
     request: GenerateRequest
@@ -137,7 +144,7 @@ class Plan:
     max_positions: int
 
 
-def plan_generation(request: GenerateRequest) -> Plan:
+def plan_generation(request: GenerateRequest) -> GenerationPlan:
     """Checks a request without loading weights; ValueError with one line."""
     request.sampling.check()
     if request.max_new_tokens < 1:
@@ -168,7 +175,7 @@ def plan_generation(request: GenerateRequest) -> Plan:
         logger.warning(text, max_positions, seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
-    return Plan(request, folder, config, tokenizer, prompts, max_positions)
+    return GenerationPlan(request, folder, config, tokenizer, prompts, max_positions)
 
 
 def new_tokens(
@@ -191,7 +198,7 @@ def new_tokens(
 
 
 def generate(
-    plan: Plan,
+    plan: GenerationPlan,
     stage: Stage,
     *,
     begin: Callable[[str], None] = lambda prompt: None,
@@ -235,7 +242,7 @@ def generate(
             logger.info(what, times[1] - times[0], len(tokens), later, rest, rate)
 
 
-def print_generated(plan: Plan, rank: Runtime) -> None:
+def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
     """Generates; rank 0 prints text as it comes, or JSON lines. A terminal also shows the prompts."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json

@@ -13,8 +13,7 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime
 from moe_exp.host.files import expanded
 from moe_exp.inference.generate import Generated, GenerateRequest, Sampling, generate, plan_generation
-from moe_exp.inference.jobs import Layout, batch_size_of, config_for_use
-from moe_exp.inference.stage import Stage, check_files, load_model
+from moe_exp.inference.ranks import Layout, Stage, batch_size_of, check_files, config_for_use, load_model
 from moe_exp.inference.text import decoder_of, encode, tokenizer_for
 
 

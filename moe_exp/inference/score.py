@@ -4,6 +4,7 @@ share the batches; the last stage of each writes its rows into the one file.
 
 import io
 import logging
+import math
 import os
 import shutil
 import sys
@@ -21,23 +22,14 @@ from moe_exp.config import Config, setting_error
 from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
-from moe_exp.inference.jobs import (
-    Layout,
-    Request,
-    batch_size_of,
-    config_for_use,
-    planned_quietly,
-    run_rank,
-    shared_batches,
-)
-from moe_exp.inference.stage import Stage, load_model
+from moe_exp.inference import ranks
 from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
 
 
 @dataclass(frozen=True)
-class ScoreRequest(Request):
+class ScoreRequest(ranks.Request):
     """Settings of a scoring job."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
@@ -45,15 +37,15 @@ class ScoreRequest(Request):
     out: str  # .npy file for the logits
     batch_size: int | None = None  # rows; None: 256 MB of logits, or with `capacity` the training's MBSZ
     dtype: str = ""  # compute type; empty: the training's
-    capacity: bool = False  # drop tokens over capacity as in training, see `jobs.config_for_use`
+    capacity: bool = False  # drop tokens over capacity as in training, see `ranks.config_for_use`
     document_mask: bool | None = None  # tokens see their document only; None: as in training
     eod_id: int | None = None  # the token that ends a document; None: that of the training's tokenizer
     overwrite: bool = False  # replace an existing `out`
-    layout: Layout = field(default_factory=Layout)  # of the ranks
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # of the ranks
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScoringPlan:
     """A checked request."""
 
     folder: Path
@@ -73,12 +65,24 @@ class Plan:
         """File for the logits until it is complete."""
         return self.out.with_name(f".{self.out.name}.partial")
 
+    @property
+    def header(self) -> bytes:
+        """The beginning of a .npy file of the logits."""
+        buffer, header = io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_2_0(buffer, header)
+        return buffer.getvalue()
 
-def plan_scoring(request: ScoreRequest) -> Plan:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logits, float32."""
+        return 4 * math.prod(self.shape)
+
+
+def plan_scoring(request: ScoreRequest) -> ScoringPlan:
     """Checks a request without loading weights or writing files; ValueError with one line."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
-    config = config_for_use(
+    config = ranks.config_for_use(
         folder,
         request.layout,
         dtype=request.dtype or None,
@@ -94,8 +98,8 @@ def plan_scoring(request: ScoreRequest) -> Plan:
         rule = f"with --capacity the {ids.shape[1]} tokens of a row cannot be padded to a multiple of it"
         raise setting_error("tp", config.tp, rule, "use another TP, or leave --capacity out")
     most, seq_len = ids.shape
-    size = request.batch_size or batch_size_of(saved, seq_len, most, capacity=request.capacity)
-    plan = Plan(folder, config, ids, Path(request.out), size, eod_id)
+    size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=request.capacity)
+    plan = ScoringPlan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
     if ids.shape[1] > (seq_len := longest_sample(saved)):
         text = "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d"
@@ -126,6 +130,7 @@ def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
 def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
     fix = "give a .npy file with integers [B, S], as numpy.save writes it"
     try:
+        # mapped, as it may be larger than the memory, and checked block by block
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise setting_error("tokens", path, "does not exist", fix) from None
@@ -137,7 +142,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
     if ids.ndim != 2 or not ids.size:
         raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
-    rows = max(1, (64 << 20) // ids[0].nbytes)  # that are checked at a time
+    rows = max(1, (64 << 20) // ids[0].nbytes)
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]
         for value in (block.min(), block.max()):
@@ -149,7 +154,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
     return ids
 
 
-def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
+def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
     out, folder = plan.out, plan.out.absolute().parent
     if out.is_dir():
         raise setting_error("out", out, "is a folder", "give the name of a file")
@@ -161,23 +166,23 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
         state = "cannot be written to" if folder.is_dir() else "does not exist"
         fix = "give a file in a folder that you can write to"
         raise setting_error("out", out, f"its folder {state}", fix)
-    needed, free = 4 * int(np.prod(plan.shape, dtype=np.int64)), shutil.disk_usage(folder).free
-    if needed > free:
-        rule = f"its {list(plan.shape)} float32 values need {bytes_text(needed)}, {bytes_text(free)} are free"
+    if plan.num_bytes > (free := shutil.disk_usage(folder).free):
+        rule = f"its {list(plan.shape)} float32 values need {bytes_text(plan.num_bytes)}"
+        rule += f", {bytes_text(free)} are free"
         raise setting_error("out", out, rule, "score fewer rows, or free some space")
 
 
-def score(plan: Plan, rank: Runtime) -> None:
+def score(plan: ScoringPlan, rank: Runtime) -> None:
     """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
-    start, row_bytes, size = len(_header(plan)), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
+    stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
+    start, row_bytes, size = len(plan.header), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
     batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]
     if rank.is_first:
         _make_file(plan)
     try:
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
-            for batch, is_mine in shared_batches(batches, rank, "score", "rows", len):
+            for batch, is_mine in ranks.shared_batches(batches, rank, "score", "rows", len):
                 rows = plan.ids[batch.start : batch.stop]
                 logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
                 if logits is not None and stage.writes and is_mine:
@@ -193,19 +198,13 @@ def score(plan: Plan, rank: Runtime) -> None:
             plan.partial.unlink(missing_ok=True)
 
 
-def _header(plan: Plan) -> bytes:
-    buffer, header = io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": plan.shape}
-    np.lib.format.write_array_header_2_0(buffer, header)
-    return buffer.getvalue()
-
-
-def _make_file(plan: Plan) -> None:
+def _make_file(plan: ScoringPlan) -> None:
     """Creates the file at its full size, so that a full disk is noticed at once."""
-    header = _header(plan)
-    num_bytes = len(header) + 4 * int(np.prod(plan.shape, dtype=np.int64))
+    num_bytes = len(plan.header) + plan.num_bytes
     try:
+        # "x": two calls must not write into one file
         with plan.partial.open("xb") as file:
-            file.write(header)
+            file.write(plan.header)
             file.flush()
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -221,8 +220,8 @@ def _make_file(plan: Plan) -> None:
 
 def main(request_file: str) -> None:
     """Runs one rank of a torchrun job."""
-    plan = planned_quietly(lambda: plan_scoring(ScoreRequest.read(request_file)))
-    run_rank(plan.config, lambda rank: score(plan, rank))
+    plan = ranks.planned_quietly(lambda: plan_scoring(ScoreRequest.read(request_file)))
+    ranks.run_rank(plan.config, lambda rank: score(plan, rank))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,8 @@ def tokenizer_for(
     the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if the
     tokenizer is missing, has ids beyond the model's vocabulary, or lacks the end-of-document token.
     """
-    trained, give = (
-        (order or {}).get("tokenizer") or "",
-        "give --tokenizer, a folder with tokenizer.json or that file",
-    )
+    give = "give --tokenizer, a folder with tokenizer.json or that file"
+    trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer
     if not path and saved.train_data:
         raise setting_error("tokenizer", "", "the training did not name one", give)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from moe_exp.checkpoint.hf.choice import exports_as
+from moe_exp.checkpoint.hf.exporting import exports_as
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config
 from moe_exp.runs.records import (

@@ -13,11 +13,11 @@ from helpers.checkpoint.legs import LAYOUTS, Leg, run_legs, write_data
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.load import _progress
+from moe_exp.checkpoint.integrity import Verification
+from moe_exp.checkpoint.load import resumed_progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
-from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.training import loop
@@ -185,7 +185,7 @@ def test_newly_set_and_dropped(tmp_path):
 def test_one_line_says_so(decay, has_average, line, number, caplog):
     config = Leg({"ema_decay": decay, "gpus_per_node": 1}).config
     with caplog.at_level(logging.INFO):
-        found = _progress(config, {"progress": {"num_averaged": 7}}, has_average=has_average)
+        found = resumed_progress(config, {"progress": {"num_averaged": 7}}, has_average=has_average)
     assert found.num_averaged == number
     assert caplog.messages == ([line] if line else [])
 

@@ -20,12 +20,10 @@ from helpers.ranks import RankError, run_on_ranks
 from moe_exp.checkpoint import integrity
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, one_checkpoint, recover, usable
-from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
-from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.load import _progress
-from moe_exp.checkpoint.tools.soundness import Verification
+from moe_exp.checkpoint.integrity import Source, Verification, find_source
+from moe_exp.checkpoint.load import load_sharded, resumed_progress
 from moe_exp.config import ConfigError, load_config
 from moe_exp.runs.run_folder import hold_run_folder, release_run_folders
 
@@ -325,7 +323,8 @@ def test_the_newest_that_is_allowed_is_allowed(tmp_path, monkeypatch):
     there = {iteration: tmp_path / f"iter_{iteration:07d}" for iteration in (9, 6, 3)}
     monkeypatch.setattr(integrity, "from_first_rank", lambda make: make())
     monkeypatch.setattr(integrity, "usable", lambda path: list(there.values()))
-    monkeypatch.setattr(integrity, "_damage", lambda folder, checksums: "")
+    first = lambda path, there, damage_of: Source(there[0]) if there else None  # noqa: E731
+    monkeypatch.setattr(integrity, "_first_whole", first)
     for newest, expected in ((None, 9), (10, 9), (9, 9), (8, 6), (6, 6), (3, 3)):
         assert find_source(tmp_path, checksums=False, newest=newest) == Source(there[expected]), newest
     assert find_source(tmp_path, checksums=False, newest=2) is None
@@ -335,6 +334,6 @@ def test_tokens_of_a_checkpoint_that_did_not_count_them():
     """They are those of its own SEQ_LEN, whatever that of the run that continues."""
     config = load_config({"preset": "cpu", "gpus_per_node": 1, "seq_len": 64}, {})
     common = {"progress": {"iteration": 3, "consumed_samples": 24}, "config": {"seq_len": 32}}
-    assert _progress(config, common, has_average=False).consumed_tokens == 24 * 32
+    assert resumed_progress(config, common, has_average=False).consumed_tokens == 24 * 32
     counted = common | {"progress": common["progress"] | {"consumed_tokens": 500}}
-    assert _progress(config, counted, has_average=False).consumed_tokens == 500
+    assert resumed_progress(config, counted, has_average=False).consumed_tokens == 500

@@ -42,14 +42,14 @@ def assert_whole(checkpoints: Path, expected: list[int]) -> None:
 
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds the thread that writes files of a checkpoint until the event is set."""
-    is_open, write = threading.Event(), save_module._write
+    is_open, write = threading.Event(), save_module.write_rank_files
 
-    def wait_and_write(file: Any, data: Any) -> None:
+    def wait_and_write(*arguments: Any) -> save_module.Written:
         assert threading.current_thread().name.startswith("checkpoint")
         assert is_open.wait(60)
-        write(file, data)
+        return write(*arguments)
 
-    monkeypatch.setattr(save_module, "_write", wait_and_write)
+    monkeypatch.setattr(save_module, "write_rank_files", wait_and_write)
     return is_open
 
 
@@ -105,7 +105,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if dist.get_rank() == 1:
             no_memory = RuntimeError("you tried to allocate 8 bytes")
-            monkeypatch.setattr(save_module.Plan, "staged", Mock(side_effect=no_memory))
+            monkeypatch.setattr(save_module.CheckpointPlan, "staged", Mock(side_effect=no_memory))
         error = save_with(saver, job, progress).error
     assert re.fullmatch(r"rank 1 on .*: you tried to allocate 8 bytes", error), error
     # Nor where there can be no folder.

@@ -17,8 +17,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
 from moe_exp.inference.generate import generate as generate_texts
-from moe_exp.inference.jobs import run_alone
-from moe_exp.inference.stage import Stage, load_model
+from moe_exp.inference.ranks import Stage, load_model, run_alone
 
 
 @pytest.fixture(scope="module")

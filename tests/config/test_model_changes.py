@@ -10,7 +10,7 @@ import torch
 
 from helpers.checkpoint.legs import MODEL, Leg, build_job, run_legs, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.checkpoint.format.keys import _differ_by_padding
+from moe_exp.checkpoint.format.keys import differ_by_padding
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
 
@@ -155,10 +155,10 @@ def test_nothing_is_loaded_of_another_model(source):
 @pytest.mark.parametrize(
     ("stored", "is_same"), [(256, True), (129, True), (128, False), (8192, True), (8448, False)]
 )
-def test_vocabularies_that_differ_by_padding_alone(stored, is_same):
+def test_vocabularies_thatdiffer_by_padding_alone(stored, is_same):
     """Of a model with 256 rows: Megatron-LM's have up to 128 * TP more."""
-    assert _differ_by_padding((stored, 32), (256, 32)) == is_same
-    assert not _differ_by_padding((stored, 48), (256, 32))
+    assert differ_by_padding((stored, 32), (256, 32)) == is_same
+    assert not differ_by_padding((stored, 48), (256, 32))
 
 
 def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):

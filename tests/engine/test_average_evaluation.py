@@ -14,7 +14,7 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.optimizer_state import owned_state
 from moe_exp.checkpoint.state import parameters_in_sync, rng_state
-from moe_exp.checkpoint.tools.average import average
+from moe_exp.checkpoint.tools.reshape import average
 from moe_exp.engine import runtime
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval

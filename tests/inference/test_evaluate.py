@@ -26,9 +26,8 @@ from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles
 from moe_exp.engine import runtime
-from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
-from moe_exp.inference.held_out import Cut, HeldOut
-from moe_exp.inference.jobs import Layout, run_alone
+from moe_exp.inference.evaluate import Cut, EvalRequest, HeldOut, evaluate, plan_evaluation
+from moe_exp.inference.ranks import Layout, run_alone
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.records import read_metrics
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.inference.eval_report import LayerUsage, RouterCounts
-from moe_exp.inference.held_out import Cut, HeldOut, short_names
+from moe_exp.inference.eval_report import LayerUsage, RouterCounts, short_names
+from moe_exp.inference.evaluate import Cut, HeldOut
 
 
 def usage(*counts: list[int]) -> LayerUsage:

@@ -17,9 +17,8 @@ from moe_exp.config import load_config
 from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine import runtime
 from moe_exp.inference.generate import Sampler, Sampling, new_tokens
-from moe_exp.inference.jobs import Layout, config_for_use
+from moe_exp.inference.ranks import Layout, Stage, config_for_use, load_model
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
-from moe_exp.inference.stage import Stage, load_model
 from moe_exp.layers.kernel_choice import KernelFailure
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
@@ -44,8 +43,8 @@ def one_stage(folder: Path, **changes):
 def test_kernels_that_fail_their_self_test_are_not_used(monkeypatch):
     """Nor in a model that is only used: with `auto` it runs as a training does."""
     failures, build = [KernelFailure("experts", ["combine is wrong"], "torch")], Mock(side_effect=LookupError)
-    monkeypatch.setattr("moe_exp.inference.stage.check_run", lambda config, rank: failures)
-    monkeypatch.setattr("moe_exp.inference.stage.build_chunk", build)
+    monkeypatch.setattr("moe_exp.inference.ranks.check_run", lambda config, rank: failures)
+    monkeypatch.setattr("moe_exp.inference.ranks.build_chunk", build)
     with pytest.raises(LookupError):
         load_model(load_config({"preset": "cpu"}, {}), None, Path("none"))
     assert build.call_args.kwargs["kernel_failures"] == failures

@@ -15,8 +15,7 @@ from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
 from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import parse_blend
-from moe_exp.inference.jobs import Layout, config_for_use
-from moe_exp.inference.stage import check_files
+from moe_exp.inference.ranks import Layout, check_files, config_for_use
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 

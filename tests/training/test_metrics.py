@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.checkpoint.file_limit import no_file_over
-from moe_exp.checkpoint.hf.choice import exports_as
+from moe_exp.checkpoint.hf.exporting import exports_as
 from moe_exp.checkpoint.state import Progress
 from moe_exp.host.devices import device_label
 from moe_exp.runs import records

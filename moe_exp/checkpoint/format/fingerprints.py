@@ -61,7 +61,7 @@ class Fingerprint:
 Fingerprints = dict[str, Fingerprint]
 # Key in a checkpoint, values, and where they begin in the whole tensor; axes of size 1 in front may be
 # missing in the values.
-Piece = tuple[str, Tensor, Sequence[int]]
+TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 
 @torch.no_grad()
@@ -69,19 +69,21 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
     """The share of the box at `offsets` in its tensor's fingerprint: int64 [], modulo 2^64. Values of any
     type, strides and device; takes a chunk of memory, no copy.
     """
-    values = values.detach()
+    values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if values.numel() == 0:
         return total
-    weights = [
-        _weights(values.dim() - axis, offset, values.size(axis), values.device)
-        for axis, offset in enumerate(offsets)
-    ]
+    weights = []
+    for axis, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
+        # All layers have the same sizes: the weights of short axes are drawn once, at most 16 MB of them.
+        drawn = _kept_weights if size <= 1 << 14 else axis_weights
+        weights.append(drawn(values.dim() - axis, offset, size, values.device))
     chunk = _CHUNK.get(values.device.type, 1 << 18)
+    # A small tensor in one go; one of more axes as a sum over its first; a matrix block by block.
     if values.numel() <= chunk:
-        sums = _bits(values)
+        sums = values.to(torch.int64, copy=True)
         for weights_of_axis in reversed(weights):
             sums = sums.mul_(weights_of_axis).sum(-1)
         return sums
@@ -93,35 +95,23 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
     height = max(1, chunk // width)
     for left in range(0, values.size(1), width):
         for top in range(0, values.size(0), height):
-            bits = _bits(values[top : top + height, left : left + width])
+            bits = values[top : top + height, left : left + width].to(torch.int64, copy=True)
             total += (bits.mul_(columns[left : left + width]).sum(1) * rows[top : top + height]).sum()
     return total
 
 
-def _bits(values: Tensor) -> Tensor:
-    """A copy of the bits as int64, whatever the type."""
-    size = values.element_size()
-    return values.view(_BITS.get(size, torch.uint8)).to(torch.int64, copy=True)
-
-
-def _weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
+def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
     """Odd weights of `size` places from `start` on, of an axis counted from the last, which is 1."""
-    return (_kept_weights if size <= 1 << 14 else _drawn_weights)(axis, start, size, device)
-
-
-def _drawn_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
-    z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)  # as signed numbers
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        z = (z ^ _shifted(z, shift)) * factor
-    return (z ^ _shifted(z, 31)) | 1
+    # SplitMix64, with its constants as signed numbers
+    z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+        shifted = (z >> shift) & ((1 << (64 - shift)) - 1)  # without the sign that torch shifts in
+        z = (z ^ shifted) * factor
+    return z | 1
 
 
-_kept_weights = lru_cache(128)(_drawn_weights)  # all layers have the same sizes; at most 16 MB
-
-
-def _shifted(z: Tensor, shift: int) -> Tensor:
-    return (z >> shift) & ((1 << (64 - shift)) - 1)  # without the sign that torch shifts in
+_kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -131,7 +121,7 @@ def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ..
     return key, tuple(offsets)
 
 
-def fingerprints_of(pieces: Iterable[Piece]) -> Fingerprints:
+def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
     """Fingerprints, or a rank's shares, by name; each value has to be in one piece of one rank."""
     found: dict[str, tuple[str, int, Tensor]] = {}
     for key, values, offsets in pieces:
@@ -193,7 +183,8 @@ def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: 
         elif not of_state:
             main = fingerprints.get(f"optimizer.state.param.{name}")
             if main and main.dtype == dtype:
-                found[name] = main  # the weights are the main weights now
+                # the weights are the main weights now
+                found[name] = main
     return found
 
 

@@ -54,6 +54,7 @@ def latest_iteration(checkpoints: Path) -> int | None:
     path = checkpoints / LATEST
     try:
         text = regular(path).read_text().strip()
+    # `checkpoints` is an iteration's folder or a file, or a run has saved nothing
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -316,10 +317,12 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
         raise unusable(f"DST={target}", rule, "give a folder where you can write") from None
     try:
         free = shutil.disk_usage(partial).free
-        if free < num_bytes * 1.01:  # headers, index, tokenizer
+        # headers, index and tokenizer take the rest
+        if free < num_bytes * 1.01:
             rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
             raise unusable(f"DST={target}", rule, "free some, or give a folder on another disk")
         yield partial
+        # After a crash of the machine the new name must not stand for files that never reached the disk.
         for path in filter(Path.is_file, partial.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())

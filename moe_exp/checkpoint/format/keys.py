@@ -115,29 +115,26 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     without a use. Called by every rank; raises a ValueError on each, with the first keys that differ.
     """
     gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
-    mine = {
-        (shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)
-    }
+    shards = sharded_tensors(state)
+    mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
     torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
     unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(LOSS_STATE)}
-    rules = [
-        f"{what} {first_few(sorted(names), 3)}"
-        for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused))
-        if names
-    ]
+    differing = {"has no": set(needed) - set(found), "has, unlike the model,": unused}
+    rules = [f"{what} {first_few(sorted(names), 3)}" for what, names in differing.items() if names]
     for key, (shape, may_be_padded) in sorted(needed.items()):
         other = found.get(key, shape)
-        if other != shape and not (may_be_padded and _differ_by_padding(other, shape)):
+        if other != shape and not (may_be_padded and differ_by_padding(other, shape)):
             rules.append(f"has {key} of shape {list(other)}, the model of shape {list(shape)}")
     if rules:
         fix = "give the model the settings of the one in the checkpoint"
         raise unusable(f"checkpoint={folder}", rules[0], fix)
 
 
-def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    # embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, of at most 64, we to one of 128
+def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
+    """Whether two embeddings [V, D] are of one vocabulary."""
+    # Megatron-LM pads V to a multiple of 128 * TP, of at most 64, we to one of 128.
     more = shape[0] - in_model[0]
     return shape[1:] == in_model[1:] and -128 < more < 128 * 64
 

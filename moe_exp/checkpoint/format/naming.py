@@ -31,7 +31,9 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
+# Halves of a gated projection in the style of single experts: `_w` is the gate.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
+# Other names of the norms before the MLP and the attention, and those that are used here.
 _NORMS = (
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
@@ -136,11 +138,19 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
             name, half = logical_name(key, place)
             offsets = place + (0,) * (len(sizes) - n)
             parts.setdefault(name, {})[half] = StoredBox(stored, offsets, sizes, n)
-    # `_w`, the gate, before `_v`.
-    return {
-        name: LogicalTensor(name, tuple(box for _, box in sorted(halves.items(), reverse=True)), reader)
-        for name, halves in sorted(parts.items(), key=lambda item: _order(item[0]))
-    }
+
+    def order(name: str) -> tuple[object, ...]:
+        # by layer, then kind of tensor, then expert: those of one chunk follow one another
+        layer, inner = layer_of(name)
+        numbers = [int(part) for part in inner.split(".") if part.isdigit()]
+        return (layer is not None, layer or 0, re.sub(r"\.\d+\.", ".", inner), numbers)
+
+    found = {}
+    for name in sorted(parts, key=order):
+        # `_w`, the gate, before `_v`
+        boxes = tuple(box for _, box in sorted(parts[name].items(), reverse=True))
+        found[name] = LogicalTensor(name, boxes, reader)
+    return found
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
@@ -189,10 +199,3 @@ _GROUPS = (
     ("shared experts", {"shared_experts"}), ("experts", {"experts"}), ("attention", {"self_attention"}),
     ("latent projections", {"fc1_latent_proj", "fc2_latent_proj"}), ("mlp", {"mlp"}),
 )  # fmt: skip
-
-
-def _order(name: str) -> tuple[object, ...]:
-    # By layer, then kind of tensor, then expert: those of one chunk follow one another.
-    layer, inner = layer_of(name)
-    numbers = [int(part) for part in inner.split(".") if part.isdigit()]
-    return (layer is not None, layer or 0, re.sub(r"\.\d+\.", ".", inner), numbers)

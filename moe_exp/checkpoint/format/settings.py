@@ -72,8 +72,14 @@ def saved_config(folder: Path, **changes: Any) -> Config:
     known = known_settings(saved)
     if not known.get("train_data") and is_converted(folder):
         known["train_data"] = UNKNOWN_DATA
+    return config_of(known | _LAYOUT | changes, name, "use another checkpoint")
+
+
+def config_of(settings: Mapping[str, Any], place: str, fix: str) -> Config:
+    """Config of settings that were read at `place`; ValueError if a value is none of its setting."""
     try:
-        return Config(**(known | _LAYOUT | changes))
+        return Config(**settings)
     except ValidationError as error:
         first = error.errors()[0]
-        raise unusable(name, f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}") from None
+        rule = f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}"
+        raise unusable(place, rule, fix) from None

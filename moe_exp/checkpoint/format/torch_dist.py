@@ -24,13 +24,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from moe_exp.checkpoint.format.boxes import Box, intersection, slices
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.host.files import regular
 from moe_exp.host.megatron_versions import COMMON_OBJECT
@@ -54,9 +53,81 @@ _PLAIN = {
 }
 
 
+class Box(NamedTuple):
+    """A part of a tensor: where it begins and how long it is along every axis."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_values(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order, at most 2n - 1
+    with n axes. Each is one piece of memory: value i of a box is value i of the tensor after its first. Of
+    shape (4, 3) the values 2 to 9, counted from 0, are three boxes:
+
+        . . 0      (0, 2) of size 1 x 1
+        1 1 1      (1, 0) of size 2 x 3
+        1 1 1
+        2 . .      (3, 0) of size 1 x 1
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
+    row, inner = math.prod(shape[1:]), tuple(shape[1:])
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    # The first and the last row may be covered in part; all rows between them are one box.
+    in_part = [(first, begin, row if begin else 0), (last, 0, end)]
+    if first == last:
+        in_part = [(first, begin, end)]
+    boxes = [
+        Box((index, *box.offsets), (1, *box.sizes))
+        for index, low, high in in_part
+        for box in boxes_of_range(inner, low, high)
+    ]
+    if (whole := first + (begin > 0)) < last:
+        boxes.append(Box((whole, *(0 for _ in inner)), (last - whole, *inner)))
+    return sorted(boxes)
+
+
+def first_value(box: Box, shape: Sequence[int]) -> int:
+    """Place of a box's first value in the memory order of a tensor of `shape`."""
+    place = 0
+    for offset, size in zip(box.offsets, shape, strict=True):
+        place = place * size + offset
+    return place
+
+
+def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
+    """The box of `sizes` whose first value has this place in memory order; undoes `first_value`."""
+    offsets = []
+    for size in reversed(shape):
+        place, offset = divmod(place, size)
+        offsets.append(offset)
+    return Box(tuple(reversed(offsets)), tuple(sizes))
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Overlap of two boxes of a tensor."""
+    lows = tuple(map(max, one.offsets, other.offsets))
+    ends = ([a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in (one, other))
+    sizes = tuple(high - low for low, high in zip(lows, map(min, *ends), strict=True))
+    return None if any(size <= 0 for size in sizes) else Box(lows, sizes)
+
+
+def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
+    """Index of a box in a tensor that begins at `origin`."""
+    return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":  # where Python 3.13 has what others know by `pathlib` alone
+        # Python 3.13 pickles a path under the private name; other versions know `pathlib` alone.
+        if module == "pathlib._local":
             module = "pathlib"
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
@@ -76,7 +147,8 @@ def read_metadata(folder: Path) -> Metadata:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    except Exception as error:  # a damaged pickle can raise whatever its opcodes happen to do
+    # A damaged pickle can raise whatever its opcodes happen to do.
+    except Exception as error:
         raise _unusable(path, error) from None
     return metadata
 
@@ -86,6 +158,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     copies (`Inert`). Raises a ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
+    # Megatron from 0.19 on writes an object in its place.
     if not path.exists() and (folder / METADATA).exists():
         reader = CheckpointReader(folder)
         if COMMON_OBJECT in reader.objects:
@@ -114,6 +187,8 @@ class Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
+    """Reads Megatron-LM's arguments, an argparse.Namespace with enums of Megatron, without importing them."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
@@ -137,6 +212,7 @@ def _load_foreign(file: IO[bytes]) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
+        # Files from before torch 1.6 are no archives, and torch reads them by another way.
         if not zipfile.is_zipfile(file):
             raise
         file.seek(0)
@@ -213,6 +289,7 @@ class CheckpointReader:
         place = metadata.storage_data.get(MetadataIndex(key, offsets))
         if place is None:
             raise unusable(self.folder, f"does not say where {key} {offsets or ''} lies")
+        # a damaged or hostile file must not make anyone read elsewhere
         if Path(place.relative_path).name != place.relative_path:
             raise unusable(self.folder, f"says that {key} lies outside, in {place.relative_path}")
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
@@ -221,11 +298,20 @@ class CheckpointReader:
         """A tensor, or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
-        near = self._near(stored, offsets, sizes)
+        # Chunks that the box may meet by the first axis: a stacked tensor has thousands.
+        near: Sequence[Chunk] = stored.chunks
+        if stored.shape and len(stored.chunks) > 1:
+            if key not in self._ordered:
+                ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
+                starts = [chunk.offsets[0] for chunk in ordered]
+                self._ordered[key] = starts, ordered, max(chunk.sizes[0] for chunk in ordered)
+            starts, ordered, longest = self._ordered[key]
+            first = bisect_right(starts, offsets[0] - longest)
+            near = ordered[first : bisect_left(starts, offsets[0] + sizes[0])]
+        # A whole chunk that is asked for once needs no copy of it.
         whole = next((chunk for chunk in near if (chunk.offsets, chunk.sizes) == (offsets, sizes)), None)
         if whole and whole not in self._kept:
-            self._drop_kept(self.keep_bytes - math.prod(sizes) * stored.dtype.itemsize)
-            return self._read(stored, whole)
+            return self.read_chunk(stored, whole, keep=False)
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
         for chunk in near:
@@ -237,20 +323,6 @@ class CheckpointReader:
             raise unusable(self.folder, f"lacks values of {key} ({filled} of {result.numel()})")
         return result
 
-    def _near(
-        self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> Sequence[Chunk]:
-        """Chunks that a box may meet by the first axis: a stacked tensor has thousands."""
-        if not stored.shape or len(stored.chunks) == 1:
-            return stored.chunks
-        if stored.key not in self._ordered:
-            ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
-            starts = [chunk.offsets[0] for chunk in ordered]
-            self._ordered[stored.key] = starts, ordered, max(chunk.sizes[0] for chunk in ordered)
-        starts, ordered, longest = self._ordered[stored.key]
-        first, end = bisect_right(starts, offsets[0] - longest), bisect_left(starts, offsets[0] + sizes[0])
-        return ordered[first:end]
-
     def read_object(self, key: str) -> Any:
         """An object of the checkpoint, or None; of Megatron-LM's arguments inert copies."""
         return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
@@ -258,34 +330,29 @@ class CheckpointReader:
     def common(self) -> dict[str, Any]:
         return read_common(self.folder)
 
-    def read_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+    def read_chunk(self, stored: StoredTensor, chunk: Chunk, *, keep: bool = True) -> Tensor:
         """A chunk's values, possibly kept ones: do not change them. A ValueError if damaged."""
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
-        # before it is read: the room is needed for it
-        self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
-        value = self._read(stored, chunk)
-        if self.keep_bytes:
-            self._kept[chunk] = value
-        return value
-
-    def _read(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        # The oldest ones go before it is read: the room is needed for it.
+        num_bytes = math.prod(chunk.sizes) * stored.dtype.itemsize
+        num_bytes += sum(value.nbytes for value in self._kept.values())
+        while self._kept and num_bytes > self.keep_bytes:
+            num_bytes -= self._kept.popitem(last=False)[1].nbytes
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
             raise unusable(self.folder / chunk.file, f"holds something else than {stored.key}")
+        if keep and self.keep_bytes:
+            self._kept[chunk] = value
         return value
-
-    def _drop_kept(self, limit_bytes: int) -> None:
-        kept_bytes = sum(value.nbytes for value in self._kept.values())
-        while self._kept and kept_bytes > limit_bytes:
-            kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _load(self, chunk: Chunk, *, foreign: bool = False) -> Any:
         path = self.folder / chunk.file
         try:
             with regular(path).open("rb") as file:
                 window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
+                # `torch.load` itself ignores the checksums.
                 with zipfile.ZipFile(window) as archive:
                     if (name := archive.testzip()) is not None:
                         raise ValueError(f"the checksum of {name} is wrong")
@@ -313,9 +380,6 @@ class _Window(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]

@@ -12,16 +12,8 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 
@@ -31,7 +23,7 @@ _BACKEND = {
 }  # fmt: skip
 
 
-def write_metadata(folder: Path, metadata: Metadata) -> None:
+def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
     """Writes `.metadata`, and metadata.json, by which Megatron knows the format."""
     with (folder / METADATA).open("wb") as file:
         pickle.dump(metadata, file)
@@ -49,9 +41,9 @@ class TorchDistWriter:
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
         self.folder, self.file_bytes = folder, file_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._objects: dict[str, BytesStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
+        self._objects: dict[str, dcp.BytesStorageMetadata] = {}
+        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._file: IO[bytes] | None = None
         self._num_files = 0
 
@@ -76,21 +68,22 @@ class TorchDistWriter:
         """The box at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
         info = self._tensors.get(key)
         if info is None:
-            properties = TensorProperties(dtype=values.dtype)
-            info = self._tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+            properties = dcp.TensorProperties(dtype=values.dtype)
+            info = self._tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
             kinds = f"{tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}"
             raise ValueError(f"{key}: chunks disagree, {kinds}.")
-        info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.size()))
+        info.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), values.size()))
         values = values.detach().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-            values = values.clone()  # torch.save writes the whole storage of a view
-        self._write(MetadataIndex(key, offsets), values)
+            # torch.save writes the whole storage of a view
+            values = values.clone()
+        self._write(dcp.MetadataIndex(key, offsets), values)
 
     def add_object(self, key: str, value: Any) -> None:
         """An object under a full key such as `rng_state/shard_0.0_1.1`."""
-        self._objects[key] = BytesStorageMetadata()
-        self._write(MetadataIndex(key), [value])
+        self._objects[key] = dcp.BytesStorageMetadata()
+        self._write(dcp.MetadataIndex(key), [value])
 
     def finish(self, common: dict[str, Any]) -> None:
         """Writes `common` and the metadata; a ValueError if a tensor is not filled."""
@@ -100,13 +93,14 @@ class TorchDistWriter:
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
         parts: dict[str, Any] = {**self._tensors, **self._objects}
-        metadata = Metadata(parts, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
+        metadata = dcp.Metadata(parts, storage_data=self._places, storage_meta=dcp.StorageMeta())
+        metadata.version = "1.0.0"
         with (self.folder / COMMON).open("wb") as file:
             torch.save(common, file)
             _sync(file)
         write_metadata(self.folder, metadata)
 
-    def _write(self, index: MetadataIndex, value: Any) -> None:
+    def _write(self, index: dcp.MetadataIndex, value: Any) -> None:
         if self._file is None:
             self._file = (self.folder / f"__0_{self._num_files}.distcp").open("wb")
             self._num_files += 1

@@ -1,10 +1,13 @@
-"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time."""
+"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time; which
+transformers architecture a model has, and why the others do not fit.
+"""
 
 import contextlib
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +18,10 @@ from moe_exp.checkpoint.format.folders import check_target, new_folder, one_chec
 from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
-from moe_exp.checkpoint.hf.choice import choose_architecture
-from moe_exp.checkpoint.hf.companions import (
-    GENERATION,
-    ORIGINAL,
-    as_in_documents,
-    as_trained,
-    check_tokenizer,
-    copy_tokenizer,
-    kept_fields,
-    token_ids,
-    write_generation_config,
-    write_model_card,
-)
-from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES, Entry, ShardWriter
-from moe_exp.checkpoint.hf.tensor_rules import Piece, Theirs, misfits, pieces, taken_apart
+from moe_exp.checkpoint.hf import model_folder
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
+from moe_exp.checkpoint.hf.tensor_rules import MappedPiece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
@@ -80,9 +71,10 @@ def to_hf(
     """
     check_target(target)
     if tokenizer is not None:
-        check_tokenizer(tokenizer)
-    if like is not None and not any((like / name).is_file() for name in ("config.json", GENERATION)):
-        rule = f"has neither config.json nor {GENERATION}"
+        model_folder.check_tokenizer(tokenizer)
+    of_like = ("config.json", model_folder.GENERATION)
+    if like is not None and not any((like / name).is_file() for name in of_like):
+        rule = f"has neither config.json nor {model_folder.GENERATION}"
         raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or leave it out")
     if max_shard_bytes < 1:
         rule = "must be at least 1 byte"
@@ -91,39 +83,37 @@ def to_hf(
     config = saved_config(folder)
     architecture = choose_architecture(config)
     planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
-    of_file = TORCH_DTYPES[dtype] if dtype else None
+    of_file = model_folder.TORCH_DTYPES[dtype] if dtype else None
     weights = _Weights(CheckpointReader(folder), planned, main=main_weights, dtype=of_file)
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
-        with (
-            progress("converting", weights.num_bytes) as advance,
-            contextlib.closing(ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)) as shards,
-        ):
-            for piece in weights.planned:
-                advance(_add(weights, piece, config, shards))
-            shards.finish()
+        with progress("converting", weights.num_bytes) as advance:
+            tensors = chain.from_iterable(weights.parts(piece, config) for piece in planned)
+            model_folder.write_shards(partial, weights.entries, tensors, advance, max_bytes=max_shard_bytes)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
-        has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
+        has_tokenizer = tokenizer is not None and model_folder.copy_tokenizer(tokenizer, partial)
         documents, trained = trained_documents(config, saved_order(folder)), {}
         if has_tokenizer and documents is not None:
-            trained = as_in_documents(partial, documents)
+            trained = model_folder.as_in_documents(partial, documents)
         name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
-        fields = fields_of(config, architecture) | token_ids(partial)
+        fields = fields_of(config, architecture) | model_folder.token_ids(partial)
         longest = 0 if like else fields["max_position_embeddings"]
-        if like is None:  # JSON files of the folder that the checkpoint, or LOAD_DIR of its run, came from
+        # JSON files of the folder that the checkpoint, or LOAD_DIR of its run, came from
+        if like is None:
             places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
-            like = next((place / ORIGINAL for place in places if (place / ORIGINAL).is_dir()), None)
-        fields |= kept_fields(like)
+            originals = [place / model_folder.ORIGINAL for place in places]
+            like = next(filter(Path.is_dir, originals), None)
+        fields |= model_folder.kept_fields(like)
         # the training may have extended the length of its source
         fields["max_position_embeddings"] = max(longest, fields["max_position_embeddings"])
         # transformers 5 renamed `torch_dtype`, which others still read, to `dtype`
-        fields |= as_trained(trained, fields)
+        fields |= model_folder.as_trained(trained, fields)
         fields |= {"dtype": of_torch, "torch_dtype": of_torch}
         write_json(partial / "config.json", fields)
-        write_generation_config(partial, like, fields, trained)
+        model_folder.write_generation_config(partial, like, fields, trained)
         num_values = sum(math.prod(entry.shape) for entry in weights.entries)  # of all that is written
         facts = f"`{name}`, {num_values:,} parameters, weights in {of_torch}"
         iteration = iteration_of(folder, read_common(folder))
-        write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
+        model_folder.write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
     return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
@@ -139,9 +129,9 @@ class _Weights:
     """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
     def __init__(
-        self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None
+        self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
     ):
-        self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
+        self.reader, self.main, self.dtype = reader, main, dtype
         name = f"checkpoint={reader.folder}"
         if main and not any(key.startswith(_MAIN) for key in reader.tensors):
             raise unusable(name, "has no fp32 weights of an optimizer", "omit --weights main")
@@ -151,9 +141,11 @@ class _Weights:
         of_model = {key for key in reader.tensors if not is_optimizer(key)}
         unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
         if lists := misfits(needed, found, unused):
+            # Keys of single layers or experts are Megatron-LM's other style, which `ckpt reshape` rewrites.
             fix = "use another checkpoint of the run"
             single_layers, single_experts = single_styles(unused)
-            are_single, _ = single_styles(needed)  # dense and MoE layers cannot be stacked
+            # dense and MoE layers cannot be stacked
+            are_single, _ = single_styles(needed)
             if single_experts or (single_layers and not are_single):
                 layers = "single" if are_single else "stacked"
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
@@ -166,7 +158,7 @@ class _Weights:
         assert stored is not None
         self.usual_dtype = dtype or stored.dtype  # of most written weights
         self.entries = [  # all tensors to write, in order
-            Entry(part.name, part.shape, self.dtype_of(piece, part))
+            model_folder.Entry(part.name, part.shape, self.dtype_of(piece, part))
             for piece in planned
             for part in piece.theirs
         ]
@@ -176,7 +168,7 @@ class _Weights:
         names = [prefix + key for prefix in (*_MAIN, "")] if self.main else [key]
         return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
 
-    def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
+    def dtype_of(self, piece: MappedPiece, part: Theirs) -> torch.dtype:
         """Type in which a tensor is written."""
         stored = self._stored(piece.key) if piece.key else None
         # rounding it would change the choice of experts; transformers always keeps it in fp32
@@ -184,37 +176,36 @@ class _Weights:
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
-    def values(self, piece: Piece) -> Tensor:
+    def values(self, piece: MappedPiece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
         stored = self._stored(piece.key)
         assert stored is not None
         num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
         if self._kept is None or self._kept[:2] != (stored.key, layer):
-            self._kept = None  # before the next is read
+            # before the next is read, so that only one is in memory
+            self._kept = None
             values = self.reader.read(stored.key, (*layer, *(0,) * len(rest)), ((1,) * num_layer_axes + rest))
             self._kept = stored.key, layer, values.view(rest)
         return self._kept[2] if piece.expert is None else self._kept[2][piece.expert]
 
-
-def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
-    """Writes the tensors of a piece and returns their bytes; frees them before the next one is read."""
-    shapes, num_bytes = [part.shape for part in piece.theirs], 0
-    parts: Iterable[Tensor] = map(torch.zeros, shapes)
-    if piece.key:  # it has an effect
-        ours = weights.values(piece)
-        ours = ours if piece.factor == 1 else ours.float() * piece.factor
-        parts = taken_apart(piece.join, ours, shapes, config)
-    for part, values in zip(piece.theirs, parts, strict=True):
-        dtype = weights.dtype_of(piece, part)
-        shards.add(part.name, values.to(dtype))
-        num_bytes += values.numel() * dtype.itemsize
-    return num_bytes
+    def parts(self, piece: MappedPiece, config: Config) -> Iterator[Tensor]:
+        """The tensors that are written for a piece; at its end it holds none of them any more."""
+        shapes = [part.shape for part in piece.theirs]
+        parts: Iterable[Tensor] = map(torch.zeros, shapes)
+        # a tensor that only they have is of zeros, without an effect
+        if piece.key:
+            ours = self.values(piece)
+            ours = ours if piece.factor == 1 else ours.float() * piece.factor
+            parts = taken_apart(piece.join, ours, shapes, config)
+        for part, values in zip(piece.theirs, parts, strict=True):
+            yield values.to(self.dtype_of(piece, part))
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     named = config.tokenizer
     if not named:
+        # of a run on prepared text, which finds its tokenizer beside that
         with contextlib.suppress(ValueError):
             named = find_prepared_text(config, saved_order(folder).get("tokenizer") or "").tokenizer
     paths = [Path(named)] if named else []
@@ -234,3 +225,123 @@ def _notes(config: Config, has_tokenizer: bool) -> list[str]:
         share = "they have a share in the softmax of training"
         notes.append(f"{added} rows that pad the vocabulary were left out; {share}")
     return notes
+
+
+@dataclass(frozen=True)
+class Trait:
+    """A property of a model that an architecture may be able to express."""
+
+    of: Callable[[Config], Any]  # its value
+    usual: Any  # what an architecture allows unless its `traits` list other values
+    settings: tuple[str, ...]  # that decide it, for error messages
+    note: str = ""
+
+
+def _moe_layers(c: Config) -> str:
+    layers = c.moe_layers
+    if not any(layers):
+        return "none"
+    if all(layers):
+        return "all"
+    return "after the first" if all(layers[layers.index(True) :]) else "mixed"
+
+
+def _routing(c: Config) -> str:
+    if not c.use_moe:
+        return "none"
+    if c.aux_loss_type == "sinkhorn":
+        return "sinkhorn"
+    if c.force_routing != "none":
+        return c.force_routing
+    return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
+
+
+def _shared(c: Config) -> str:
+    if not c.use_moe or not c.shared_expert_size:
+        return "none"
+    if c.shared_expert_gate:
+        return "gated"
+    return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
+
+
+TRAITS: Mapping[str, Trait] = {
+    "normalization": Trait(lambda c: c.normalization, "RMSNorm", ("normalization",)),
+    "activation": Trait(lambda c: c.activation, "swiglu", ("activation",)),
+    "biases": Trait(lambda c: c.add_bias_linear, False, ("add_bias_linear",)),
+    # an expert never gets more than all tokens of a micro-batch
+    "drops": Trait(
+        lambda c: c.use_moe and (c.expert_capacity_factor or math.inf) * c.topk < c.num_experts, False,
+        ("moe_type", "capacity_factor"), ", which may drop tokens,",
+    ),
+    "groups_differ": Trait(
+        lambda c: c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk),
+        False, ("topk", "num_router_groups", "router_group_topk"),
+    ),
+    "attention": Trait(
+        lambda c: ("latent" if c.qk_norm else "without norms") if c.multi_latent_attention else "grouped",
+        "grouped", ("multi_latent_attention", "qk_norm"),
+    ),
+    "qk_norm": Trait(
+        lambda c: c.qk_norm_scope if c.qk_norm and not c.multi_latent_attention else "none", "none",
+        ("qk_norm", "qk_norm_scope"),
+    ),
+    "qkv_bias": Trait(lambda c: c.qkv_bias, False, ("qkv_bias",)),
+    "heads_fill_width": Trait(
+        lambda c: c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size, True,
+        ("head_dim", "hidden_size", "num_heads"),
+    ),
+    "rotates_whole_heads": Trait(lambda c: c.rotary_fraction == 1, True, ("rotary_fraction",)),
+    # of YaRN both mscale factors, or neither
+    "rope": Trait(
+        lambda c: c.rope_scaling != "yarn"
+        or (c.yarn_mscale > 0 if c.yarn_mscale_all_dim else c.yarn_mscale == 1),
+        True, ("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim"),
+    ),
+    "epsilon": Trait(
+        lambda c: c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON, False, ("norm_epsilon",)
+    ),
+    "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
+    "routing": Trait(
+        _routing, "softmax",
+        ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
+    ),
+    "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, ("router_bias_update_rate",)),
+    "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, ("num_router_groups",)),
+    "number": Trait(
+        lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0), False,
+        ("router_top_p", "null_experts"),
+    ),
+    "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, ("moe_latent_size",)),
+    "shared": Trait(_shared, "none", ("shared_expert_size", "shared_expert_gate")),
+    "tied": Trait(lambda c: c.tie_embeddings, False, ("tie_embeddings",)),
+}  # fmt: skip
+
+
+def choose_architecture(config: Config) -> Architecture:
+    """The transformers architecture that computes the same; UnsupportedModel, with reasons, if none does."""
+    against: dict[str, list[str]] = {}  # the settings that each cannot express
+    for architecture in ARCHITECTURES.values():
+        reasons = against[architecture.name] = []
+        for name, trait in TRAITS.items():
+            if trait.of(config) not in architecture.traits.get(name, (trait.usual,)):
+                values = (f"{setting.upper()}={getattr(config, setting)}" for setting in trait.settings)
+                reasons.append(" ".join(values) + trait.note)
+        if not reasons:
+            return architecture
+    fewest = min(len(reasons) for reasons in against.values())
+    nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
+    first = next(iter(nearest.values()))
+    if by_none := [reason for reason in first if all(reason in reasons for reasons in against.values())]:
+        what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
+    else:
+        each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())
+        what = f"model: no architecture of transformers that is converted here computes this ({each})"
+    raise UnsupportedModel(f"{what}. Fix: train with settings that docs/huggingface.md lists.")
+
+
+def exports_as(config: Config) -> str | None:
+    """The class of transformers that a model can be converted to; None if there is none."""
+    try:
+        return choose_architecture(config).name
+    except UnsupportedModel:
+        return None

@@ -21,7 +21,7 @@ class Architecture:
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
     settings: Mapping[str, Any]  # of every model of this class
-    traits: Mapping[str, tuple[Any, ...]]  # of choice.TRAITS to allowed values; others: only the usual one
+    traits: Mapping[str, tuple[Any, ...]]  # of exporting.TRAITS to allowed values; others: only the usual one
     defaults: Mapping[str, Any]  # fields to the defaults of its configuration class
     null: Mapping[str, Any]  # fields that may be null, to its meaning; None: left to the rules
     # patterns of tensors without effect, to the condition under which they have none
@@ -219,22 +219,17 @@ QWEN3_MOE = Architecture(
 )  # fmt: skip
 
 
-def _read_shared_expert(fields: rules.Fields) -> rules.Settings:
-    size = rules.given(fields, "shared_expert_intermediate_size")
-    size = 0 if rules.given(fields, "shared_expert_is_zero", False) else size
-    return {"shared_expert_size": size, "shared_expert_gate": size > 0}
-
-
 # transformers reports the tensors of an expert of size 0 as missing, and vLLM has no place for them: a model
 # without a shared expert gets a small one of zeros. The second field is ours.
+_WIDTH, _IS_ZERO = "shared_expert_intermediate_size", "shared_expert_is_zero"
+_ZEROS = {_WIDTH: ZERO_EXPERT_SIZE, _IS_ZERO: True}
 _SHARED_EXPERT = FieldRule(
-    ("shared_expert_intermediate_size", "shared_expert_is_zero"),
-    _read_shared_expert,
-    lambda c: (
-        {"shared_expert_intermediate_size": c.shared_expert_size}
-        if c.shared_expert_size
-        else {"shared_expert_intermediate_size": ZERO_EXPERT_SIZE, "shared_expert_is_zero": True}
-    ),
+    (_WIDTH, _IS_ZERO),
+    lambda f: {
+        "shared_expert_size": (size := rules.given(f, _WIDTH) * (not rules.given(f, _IS_ZERO, False))),
+        "shared_expert_gate": size > 0,
+    },
+    lambda c: {_WIDTH: c.shared_expert_size} if c.shared_expert_size else _ZEROS,
 )
 # vLLM's class needs biases regardless of `qkv_bias`: zeros if ours has none.
 _WITH_BIAS = FieldRule(

@@ -264,7 +264,19 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
     whole = fraction is None
 
     def read(fields: Fields) -> Settings:
-        merged = _merged(fields)
+        merged: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            values = given(fields, name, {})
+            if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+                raise refuse(name, values, "one rotary embedding for all layers is supported")
+            merged |= values
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if fields.get(name) is not None:
+                merged.setdefault(name, fields[name])
+        # `type` in older config.json files
+        kind = merged.pop("rope_type", None) or merged.get("type", "default")
+        merged.pop("type", None)
+        merged = {name: value for name, value in merged.items() if value is not None} | {"rope_type": kind}
         settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
         found = merged.pop("partial_rotary_factor", fraction or 1.0)
         if found != 1 and whole:
@@ -273,7 +285,19 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
         return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
 
     def write(config: Config) -> dict[str, Any]:
-        scaling = _written_scaling(config)
+        scaling: dict[str, Any] = {}
+        if config.rope_scaling not in ("none", "llama3", "yarn"):
+            rule = "has no form in config.json. Fix: use none, llama3 or yarn"
+            raise UnsupportedModel(f"ROPE_SCALING={config.rope_scaling}: {rule}.")
+        if config.rope_scaling != "none":
+            scaling["factor"] = config.rope_scaling_factor
+            scaling["original_max_position_embeddings"] = config.rope_seq_len
+        if config.rope_scaling == "llama3":
+            scaling |= _LLAMA3_FACTORS
+        if config.rope_scaling == "yarn":
+            scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow}
+            if config.yarn_mscale_all_dim:
+                scaling |= {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
         kind = {"rope_type": config.rope_scaling if scaling else "default"}
         turned = {} if whole else {"partial_rotary_factor": config.rotary_fraction}
         return {
@@ -285,21 +309,6 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
 
     names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     return FieldRule(names, read, write)
-
-
-def _merged(fields: Fields) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        values = given(fields, name, {})
-        if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-            raise refuse(name, values, "one rotary embedding for all layers is supported")
-        merged |= values
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if fields.get(name) is not None:
-            merged.setdefault(name, fields[name])
-    kind = merged.pop("rope_type", None) or merged.get("type", "default")
-    merged.pop("type", None)
-    return {name: value for name, value in merged.items() if value is not None} | {"rope_type": kind}
 
 
 def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
@@ -328,26 +337,3 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
     # transformers reads the two only where both are there.
     scales = {"yarn_mscale": mscale if all_dim else 1.0, "yarn_mscale_all_dim": all_dim or 0.0}
     return {"rope_scaling": "yarn"} | factor | settings | scales
-
-
-def yarn_is_expressible(config: Config) -> bool:
-    """Whether transformers can express this YaRN: both mscale factors, or neither."""
-    if config.rope_scaling != "yarn":
-        return True
-    return config.yarn_mscale > 0 if config.yarn_mscale_all_dim else config.yarn_mscale == 1
-
-
-def _written_scaling(config: Config) -> dict[str, Any]:
-    if config.rope_scaling == "none":
-        return {}
-    factor, length = config.rope_scaling_factor, config.rope_seq_len
-    scaling: dict[str, Any] = {"factor": factor, "original_max_position_embeddings": length}
-    if config.rope_scaling == "llama3":
-        return scaling | _LLAMA3_FACTORS
-    if config.rope_scaling != "yarn":
-        rule = "has no form in config.json. Fix: use none, llama3 or yarn"
-        raise UnsupportedModel(f"ROPE_SCALING={config.rope_scaling}: {rule}.")
-    scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow}
-    if config.yarn_mscale_all_dim:
-        scaling |= {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
-    return scaling

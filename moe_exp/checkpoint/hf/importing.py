@@ -6,22 +6,22 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import unusable
+from moe_exp.checkpoint.format.settings import config_of
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
-from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer, tokens_beyond
+from moe_exp.checkpoint.hf import model_folder
 from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
-from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
-from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, Piece, joined, joined_shape, misfits, pieces
+from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder
+from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, MappedPiece, joined, joined_shape, misfits, pieces
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
@@ -79,7 +79,7 @@ class Imported:
 
 
 # Pieces, each with the tensors to read: name, and index if all experts are in one tensor.
-_Sources = list[tuple[Piece, list[tuple[str, int | None]]]]
+_Sources = list[tuple[MappedPiece, list[tuple[str, int | None]]]]
 
 
 def from_hf(
@@ -106,18 +106,24 @@ def from_hf(
     architecture = architecture_of(folder.config)
     _check_counts(folder)
     settings = settings_of(folder.config, architecture, ignore=ignore_fields)
-    config = _config(settings)
-    _check_trainable(folder, config)
+    config = config_of(settings, "config.json", "correct the config.json")
+    # A model that a run would refuse is refused, except for its data, which the next run names; without the
+    # fixes, which change settings: config.json determines them here.
+    if problems := check_config(config.model_copy(update={"train_data": "data", "valid_data": "data"})):
+        rules = [line.partition(" Fix: ")[0] for line in problems]
+        says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]
+        raise ValueError("\n".join(says))
     sources, source_bytes = _match(folder, architecture, config, drop_mtp=drop_mtp)
-    added = tokens_beyond(folder.path, config.vocab_size)
+    added = model_folder.tokens_beyond(folder.path, config.vocab_size)
     settings |= {"vocab_size": config.vocab_size + len(added)}
     config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
     for number, (piece, reads) in enumerate(sources):
-        if piece.join == "padded":  # a table of the vocabulary, which may have grown
+        # a table of the vocabulary, which may have grown
+        if piece.join == "padded":
             shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
             sources[number] = replace(piece, shape=shape, box=shape), reads
     stored = _dtype(folder, sources, dtype)
-    config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
+    config = config.model_copy(update={"dtype": model_folder.DTYPE_NAMES[stored]})
     num_bytes = source_bytes
     if dtype is not None:
         num_bytes = sum(math.prod(piece.box) for piece, _ in sources) * stored.itemsize
@@ -125,7 +131,14 @@ def from_hf(
         folders.new_folder(target, num_bytes=num_bytes) as partial,
         progress("converting", source_bytes) as advance,
     ):
-        config = _write_companions(folder.path, partial, target, config)
+        (partial / model_folder.ORIGINAL).mkdir()
+        for name in ("config.json", model_folder.GENERATION):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / model_folder.ORIGINAL / name)
+        if model_folder.copy_tokenizer(source, partial / "tokenizer"):
+            config = config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
+        else:
+            logger.warning("%s: has no tokenizer.json; TOKENIZER stays empty", source)
         written = folders.iteration_folder(partial, 0)
         _write_weights(folder, sources, written, config, dtype, advance)
         layout = {name: getattr(config, name) for name in _LAYOUT}
@@ -200,26 +213,6 @@ def _check_counts(folder: ModelFolder) -> None:
             raise unusable(folder.path, rule, "take the config.json of the weights")
 
 
-def _config(settings: Settings) -> Config:
-    try:
-        return Config(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        rule = f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}"
-        raise unusable("config.json", rule, "correct the config.json") from None
-
-
-def _check_trainable(folder: ModelFolder, config: Config) -> None:
-    """Refuses a model that fails the checks before a run."""
-    # except that of the data, which the next run names
-    named = config.model_copy(update={"train_data": "data", "valid_data": "data"})
-    if problems := check_config(named):
-        # without the fixes: they change settings, which config.json determines here
-        rules = [line.partition(" Fix: ")[0] for line in problems]
-        says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]
-        raise ValueError("\n".join(says))
-
-
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
 ) -> tuple[_Sources, int]:
@@ -234,22 +227,10 @@ def _match(
         elif piece.key:
             needed |= {part.name: part.shape for part in piece.theirs}
             planned.append((piece, [(part.name, None) for part in piece.theirs]))
-    unused = _unused(folder, architecture, config, set(needed), drop_mtp=drop_mtp)
-    found = {name: folder.weights[name] for name in sorted(needed) if name in folder.weights}
-    types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
-    shapes = {name: weight.shape for name, weight in found.items()}
-    if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
-        fix = "take the config.json that belongs to the weights, or fetch them again"
-        raise unusable(folder.path, f"tensors {wrong}", fix)
-    return planned, sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
-
-
-def _unused(
-    folder: ModelFolder, architecture: Architecture, config: Config, needed: set[str], *, drop_mtp: bool
-) -> list[str]:
-    left, embedding = [], "model.embed_tokens.weight"
+    # What is left over has to be without an effect, or left out by the caller.
+    unused, embedding = [], "model.embed_tokens.weight"
     num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
-    for name in sorted(set(folder.weights) - needed):
+    for name in sorted(set(folder.weights) - set(needed)):
         layer = _LAYER.match(name)
         if config.tie_embeddings and name == "lm_head.weight":
             if embedding in folder.weights and not torch.equal(folder.read(name), folder.read(embedding)):
@@ -263,8 +244,14 @@ def _unused(
             re.fullmatch(pattern, name) and CONDITIONS[when](config)
             for pattern, when in architecture.without_effect.items()
         ):
-            left.append(name)
-    return left
+            unused.append(name)
+    found = {name: folder.weights[name] for name in sorted(needed) if name in folder.weights}
+    types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
+    shapes = {name: weight.shape for name, weight in found.items()}
+    if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
+        fix = "take the config.json that belongs to the weights, or fetch them again"
+        raise unusable(folder.path, f"tensors {wrong}", fix)
+    return planned, sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
@@ -282,35 +269,20 @@ def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.d
 
 
 def _write_weights(
-    folder: ModelFolder,
-    sources: _Sources,
-    written: Path,
-    config: Config,
-    dtype: str | None,
-    advance: Callable[[int], None],
+    folder: ModelFolder, sources: _Sources, written: Path, config: Config, dtype: str | None, advance: Advance
 ) -> None:
-    writer = TorchDistWriter(written)
-    for piece, reads in sources:
-        parts = [folder.read(name, index) for name, index in reads]
-        advance(sum(part.numel() * part.element_size() for part in parts))
-        values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
-        # rounding expert_bias would change the choice of experts
-        if dtype is not None and not piece.key.endswith("router.expert_bias"):
-            values = values.to(TORCH_DTYPES[dtype])
-        writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
     layout = {"tp": 1, "pp": 1, "device": "cpu"}
-    writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
-
-
-def _write_companions(source: Path, partial: Path, target: Path, config: Config) -> Config:
-    (partial / ORIGINAL).mkdir()
-    for name in ("config.json", GENERATION):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, partial / ORIGINAL / name)
-    if not copy_tokenizer(source, partial / "tokenizer"):
-        logger.warning("%s: has no tokenizer.json; TOKENIZER stays empty", source)
-        return config
-    return config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
+    with TorchDistWriter(written) as writer:
+        for piece, reads in sources:
+            parts = [folder.read(name, index) for name, index in reads]
+            advance(sum(part.numel() * part.element_size() for part in parts))
+            # one tensor of a folder may hold all that ours is made of, already joined (`TensorRule.alias`)
+            values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
+            # rounding expert_bias would change the choice of experts
+            if dtype is not None and not piece.key.endswith("router.expert_bias"):
+                values = values.to(TORCH_DTYPES[dtype])
+            writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
+        writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:

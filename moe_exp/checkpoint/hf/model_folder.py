@@ -1,26 +1,26 @@
-"""Reads and writes the weights of a Hugging Face folder, safetensors files, with one tensor in memory.
-
-Reading uses `pread`: pages of a mapped file would count as memory of the process until it is closed. Writing
-does without the safetensors package, which needs all of a file. The format
-(https://github.com/huggingface/safetensors): header length (8 bytes, little-endian), header (JSON, padded
-with spaces to a multiple of 8 bytes), values of tensor after tensor.
+"""A Hugging Face folder: its weights, safetensors files that are read and written with one tensor in memory,
+and the files beside them (tokenizer, generation settings, model card).
 """
 
 import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import first_few, unusable
+from moe_exp.data.tokens import tokenizer as tokenizers
+from moe_exp.data.tokens.manifests import DocumentTokens
 from moe_exp.host import files
+from moe_exp.host.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,18 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of the setting DTYPE
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+Advance = Callable[[int], None]  # gets the number of bytes that were converted
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+ORIGINAL = "huggingface"  # folder beside a checkpoint with JSON files of its source, for exporting it again
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT = (*_TOKENS, "max_position_embeddings")  # fields that survive an import and export
 
 
 def _damaged(place: object, reason: str) -> ValueError:
@@ -68,6 +78,7 @@ class ModelFolder:
         index = self._index()
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._read_header(file)
+        # a file may have more or other tensors than the index says
         there = {name: weight.file for name, weight in self.weights.items()}
         index = there if index is None else index
         if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
@@ -123,6 +134,7 @@ class ModelFolder:
             path = self.path / file
             if not path.is_file():
                 raise _damaged(path, "is missing")
+            # Pages of a mapped file would count as memory of the process until it is closed.
             self._open = file, safe_open(str(path), framework="pt", backend="pread")
         return self._open[1]
 
@@ -160,65 +172,189 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class ShardWriter:
-    """Writes tensors in the order of `entries` into an existing folder, at most `max_bytes` of them per file;
-    a larger tensor gets its own file. `finish` writes the index if there is more than one file.
+def write_shards(
+    folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
+) -> None:
+    """Writes `tensors`, those of `entries` in order, into an existing folder, at most `max_bytes` of them per
+    file; a larger tensor gets its own file. Writes the index if there is more than one file. `advance` gets
+    the bytes of each.
     """
-
-    def __init__(self, folder: Path, entries: Sequence[Entry], *, max_bytes: int):
-        self.folder = folder
-        self._shards: list[list[Entry]] = [[]]
-        num_bytes = 0  # of the last shard
-        for entry in entries:
-            if self._shards[-1] and num_bytes + entry.num_bytes > max_bytes:
-                self._shards.append([])
-                num_bytes = 0
-            self._shards[-1].append(entry)
-            num_bytes += entry.num_bytes
-        self._expected = [(index, entry) for index, shard in enumerate(self._shards) for entry in shard]
-        self._next = 0
-        self._file: IO[bytes] | None = None
-        self._open_index = -1
-
-    def add(self, name: str, values: Tensor) -> None:
-        """Writes the next tensor."""
-        index, entry = self._expected[self._next]
-        assert (name, tuple(values.shape), values.dtype) == (entry.name, entry.shape, entry.dtype)
-        if index != self._open_index:
-            self._begin(index)
-        assert self._file is not None
-        self._file.write(values.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-        self._next += 1
-
-    def finish(self) -> None:
-        """Closes the last file and writes the index."""
-        assert self._next == len(self._expected)
-        self.close()
-        if len(self._shards) > 1:
-            weight_map = {entry.name: self._name(index) for index, entry in self._expected}
-            total = sum(entry.num_bytes for _, entry in self._expected)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            files.write_json(self.folder / INDEX, index)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _begin(self, index: int) -> None:
-        self.close()
+    shards: list[list[Entry]] = [[]]
+    num_bytes = 0  # of the last shard
+    for entry in entries:
+        if shards[-1] and num_bytes + entry.num_bytes > max_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(entry)
+        num_bytes += entry.num_bytes
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        # The safetensors package needs all of a file in memory. The format
+        # (https://github.com/huggingface/safetensors): header length (8 bytes, little-endian), header (JSON,
+        # padded with spaces to a multiple of 8 bytes), values of tensor after tensor.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
-        for entry in self._shards[index]:
+        for entry in shard:
             end = start + entry.num_bytes
             described = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape)}
             header[entry.name] = {**described, "data_offsets": [start, end]}
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file, self._open_index = (self.folder / self._name(index)).open("wb"), index
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for entry in shard:
+                values = next(tensors)
+                assert (tuple(values.shape), values.dtype) == (entry.shape, entry.dtype)
+                file.write(values.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+                advance(entry.num_bytes)
+                # before the next one is read, so that only one is in memory
+                del values
+    if count > 1:
+        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.num_bytes for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX, index)
 
-    def _name(self, index: int) -> str:
-        count = len(self._shards)
-        return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copies the tokenizer's files from a folder, or a tokenizer.json; returns whether that was there. Adds a
+    missing tokenizer_config.json with the usual end-of-text token: without it transformers guesses the class
+    from the model's and knows no end of text, which lm_eval needs to begin one.
+    """
+    files = {name: source / name for name in TOKENIZER_FILES}
+    files = {"tokenizer.json": source} if source.is_file() else files
+    found = {name: path for name, path in files.items() if path.is_file()}
+    for name, path in found.items():
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / name)
+    if "tokenizer.json" in found and "tokenizer_config.json" not in found:
+        content = read_json(found["tokenizer.json"])
+        known = (one for one in tokenizers.USUAL_EOD_TOKENS if tokenizers.token_id(content, one) is not None)
+        eod = next(known, None)
+        facts = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eod} if eod else {})
+        write_json(target / "tokenizer_config.json", facts)
+    return "tokenizer.json" in found
+
+
+def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
+    """Makes a copied tokenizer encode a text as the training's documents, with their BOS or without one, and
+    name their end as its EOS. Returns the ids for config.json and generation_config.json.
+    """
+    content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
+    named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
+    if tokenizers.ids_before_text(content) != ([] if documents.bos_id is None else [documents.bos_id]):
+        bos = None if documents.bos_id is None else tokenizers.token_text(content, documents.bos_id)
+        named |= {} if bos is None else {"bos_token": bos}
+        # Only what trims offsets stays of the old one; then the BOS stands before a text, or nothing.
+        old = content["post_processor"]
+        steps = [] if old is None else [old] if old["type"] != "Sequence" else old["processors"]
+        steps = [step for step in steps if step["type"] == "ByteLevel"]
+        if bos is not None:
+            text, begin = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
+            second = {"Sequence": {"id": "B", "type_id": 1}}
+            tokens = {bos: {"id": bos, "ids": [documents.bos_id], "tokens": [bos]}}
+            template = {"type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, second]}
+            steps.append(template | {"special_tokens": tokens})
+        one = next(iter(steps), None)
+        content["post_processor"] = {"type": "Sequence", "processors": steps} if len(steps) > 1 else one
+        write_json(folder / "tokenizer.json", content)
+    if config.get("tokenizer_class") != "PreTrainedTokenizerFast":
+        # Before transformers 5, the classes of some models decided by these, not by the post-processor.
+        named |= {"add_bos_token": documents.bos_id is not None, "add_eos_token": False}
+    write_json(folder / "tokenizer_config.json", config | named)
+    if (path := folder / "special_tokens_map.json").is_file():
+        texts = {name: token for name, token in named.items() if isinstance(token, str)}
+        write_json(path, read_json(path) | texts)
+    ids = {"eos_token_id": documents.eod_id if eod is not None else None, "bos_token_id": documents.bos_id}
+    return {name: index for name, index in ids.items() if index is not None}
+
+
+def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
+    """Added tokens with ids from `vocab_size`, in order; ValueError if not all are added ones."""
+    path = folder / "tokenizer.json"
+    if not path.is_file() or (size := tokenizers.tokenizer_vocab_size(path)) <= vocab_size:
+        return []
+    tokens = read_json(path).get("added_tokens") or []
+    added = {token["id"]: token["content"] for token in tokens}
+    beyond = range(vocab_size, size)
+    if not added.keys() >= set(beyond):
+        rule = f"has {size} tokens, and not only added ones beyond vocab_size={vocab_size} of config.json"
+        raise unusable(path, rule, "fetch the tokenizer that belongs to the weights")
+    return [added[token] for token in beyond]
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raises a ValueError unless `path` is a tokenizer.json, or a folder that has one."""
+    if path.is_file():
+        read_json(path)
+    elif not (path / "tokenizer.json").is_file():
+        fix = "name a folder with that file, or the file"
+        raise unusable(f"TOKENIZER={path}", "has no tokenizer.json", fix)
+
+
+def token_ids(folder: Path) -> dict[str, int | None]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the files of `copy_tokenizer`, else None."""
+    # None goes into config.json, too: classes of transformers have default ids for missing fields
+    if not (folder / "tokenizer.json").is_file():
+        return dict.fromkeys(_TOKENS)
+    content = read_json(folder / "tokenizer.json")
+    named: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            named |= read_json(folder / name)
+    ids: dict[str, int | None] = {}
+    for field in _TOKENS:
+        token = named.get(field.removesuffix("_id"))
+        token = token["content"] if isinstance(token, dict) else token
+        ids[field] = None if token is None else tokenizers.token_id(content, token)
+    return ids
+
+
+def kept_fields(folder: Path | None) -> dict[str, Any]:
+    """Token ids and max_position_embeddings in the folder's config.json."""
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    fields = read_json(folder / "config.json")
+    return {name: fields[name] for name in _KEPT if name in fields}
+
+
+def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that the training decided, without those that a list of the old ones contains."""
+    lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
+    return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
+
+
+def write_generation_config(
+    folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
+) -> None:
+    """Copies generation_config.json from `like` with the trained ids, or writes one with the token ids."""
+    if like is not None and (like / GENERATION).is_file():
+        old = read_json(like / GENERATION)
+        write_json(folder / GENERATION, old | as_trained(trained, old))
+        return
+    write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
+
+
+def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iteration: int) -> None:
+    """Writes README.md with what is known: the model and its origin."""
+    parent = source.resolve().parent  # of the iteration's folder
+    run = parent.parent.name if parent.name == "checkpoints" else parent.name
+    files.write_atomically(
+        folder / "README.md",
+        f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {title}
+
+A causal language model, {facts}.
+
+Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{run}`.
+License, training data and evaluation are for its authors to add.
+""",
+    )

@@ -121,7 +121,7 @@ class Theirs:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MappedPiece:
     """A box of one of our tensors, and the tensors of theirs that it is made of."""
 
     key: str  # of ours; empty for a tensor that only they have
@@ -135,7 +135,7 @@ class Piece:
     factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
 
 
-def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[Piece]:
+def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
     """All tensors, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
@@ -151,7 +151,7 @@ def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iter
 
 def _pieces_of(
     rule: TensorRule, config: Config, sizes: Mapping[str, int], layer: int | None = None, factor: float = 1.0
-) -> Iterator[Piece]:
+) -> Iterator[MappedPiece]:
     key, before = rule.ours, ""
     of_layer: list[tuple[int, int]] = []  # index and size of the axis that counts layers
     if layer is not None:
@@ -172,26 +172,22 @@ def _pieces_of(
         whole = tuple(size for _, size in axes) + shape
         offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
         box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
-        yield Piece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor)
+        yield MappedPiece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor)
 
 
-def misfits(
-    needed: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-    unused: Sequence[str],
-    of_other_types: Sequence[str] = (),
-) -> str:
-    """'missing: a, b; without a use: c' with the first five tensors of each kind; empty if all fit. `needed`
-    and `found` are shapes.
-    """
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def misfits(needed: Shapes, found: Shapes, unused: Sequence[str], of_other_types: Sequence[str] = ()) -> str:
+    """'missing: a, b; without a use: c' with the first five tensors of each kind; empty if all fit."""
+    others = []
+    for name, shape in needed.items():
+        if found.get(name, shape) != shape:
+            others.append(f"{name} {list(found[name])} instead of {list(shape)}")
     lists = {
         "missing": [name for name in needed if name not in found],
         "without a use": unused,
-        "of another shape": [
-            f"{name} {list(found[name])} instead of {list(shape)}"
-            for name, shape in needed.items()
-            if found.get(name, shape) != shape
-        ],
+        "of another shape": others,
         "of a type that is not supported": of_other_types,
     }
     return "; ".join(f"{what}: {first_few(names)}" for what, names in lists.items() if names)

@@ -1,1 +1,1 @@
-"""`moe-exp ckpt`: info, verify (soundness), diff, reshape, average, prune, shrink."""
+"""`moe-exp ckpt`: info, diff, reshape, average, prune, shrink."""

@@ -1,7 +1,7 @@
 """Compares two checkpoints of any layout and style by tensor name, block by block."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,11 +76,14 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
     found = compare_tensors(*sides)
     commons = [reader.common() for reader in readers]
     found.settings = _differing(*(common.get("config") or {} for common in commons), without=_PLACES)
-    progresses = [
-        common.get("progress") or {"iteration": iteration_of(reader.folder, common)}
-        for reader, common in zip(readers, commons, strict=True)
-    ]
-    found.progress = _differing(*map(_flat, progresses), without=_MEMORIES)
+    # One level of nesting is flattened, so that only the facts that differ are shown.
+    flat: list[dict[str, Any]] = [{}, {}]
+    for side, reader, common in zip(flat, readers, commons, strict=True):
+        progress_of = common.get("progress") or {"iteration": iteration_of(reader.folder, common)}
+        for name, value in progress_of.items():
+            is_group = isinstance(value, Mapping)
+            side |= {f"{name}.{inner}": one for inner, one in value.items()} if is_group else {name: value}
+    found.progress = _differing(*flat, without=_MEMORIES)
     return found
 
 
@@ -102,9 +105,8 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
     found.only_in_a = [name for name in in_a if name not in in_b]
     found.only_in_b = [name for name in in_b if name not in in_a]
     both = [name for name in in_a if name in in_b]
-    found.shapes = {
-        name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape
-    }
+    shapes = {name: (in_a[name].shape, in_b[name].shape) for name in both}
+    found.shapes = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
     same = [name for name in both if name not in found.shapes]
     with progress("comparing", sum(in_a[name].num_bytes for name in same)) as advance:
         found.tensors = [_difference(name, in_a[name], in_b[name], advance) for name in same]
@@ -113,8 +115,12 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
 
 def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], None]) -> TensorDifference:
     num_equal, max_abs, squares, reference = 0, 0.0, 0.0, 0.0
-    for x, y in _blocks(a, b):
-        x, y = x.double(), y.double()
+    # In blocks of rows, as the copies in fp64 take memory; a scalar has none.
+    rows = max(1, _BLOCK_BYTES // max(1, math.prod(a.shape[1:]) * 8))
+    for low in range(0, a.shape[0] if a.shape else 1, rows):
+        offsets = (low, *(0 for _ in a.shape[1:])) if a.shape else ()
+        sizes = (min(rows, a.shape[0] - low), *a.shape[1:]) if a.shape else ()
+        x, y = a.read(offsets, sizes).double(), b.read(offsets, sizes).double()
         equal = (x == y) | (x.isnan() & y.isnan())
         difference = (x - y).masked_fill_(equal, 0.0)
         num_equal += int(equal.sum())
@@ -123,31 +129,12 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
         squares += float(difference.square().sum())
         reference += float(y.square().sum())
         advance(x.numel() * a.dtype.itemsize)
+    # without a bound where B is zero, or one of the sums overflows
     relative = math.inf if squares else 0.0
     if squares and math.isfinite(squares) and math.isfinite(reference) and reference > 0:
         relative = math.sqrt(squares / reference)
     dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
     return TensorDifference(name, a.shape, (dtypes[0], dtypes[1]), num_equal, max_abs, relative)
-
-
-def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
-    """The two tensors in blocks of rows."""
-    if not a.shape:
-        yield a.read(), b.read()
-        return
-    rows = max(1, _BLOCK_BYTES // max(1, math.prod(a.shape[1:]) * 8))
-    for low in range(0, a.shape[0], rows):
-        offsets, sizes = (low, *(0 for _ in a.shape[1:])), (min(rows, a.shape[0] - low), *a.shape[1:])
-        yield a.read(offsets, sizes), b.read(offsets, sizes)
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens one level of nesting, so only the facts that differ are shown."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        is_group = isinstance(value, Mapping)
-        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if is_group else {name: value}
-    return flat
 
 
 def _differing(
@@ -170,19 +157,14 @@ def print_comparison(found: Comparison, *, top: int) -> None:
         print(f"shape: {name} {list(a)} and {list(b)}")
     for what, pairs in (("setting", found.settings), ("progress", found.progress)):
         for name, values in pairs.items():
-            print(f"{what}: {name} {_short(values[0])} and {_short(values[1])}")
+            texts = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(str, values)]
+            print(f"{what}: {name} {' and '.join(texts)}")
     for one in found.worst(top):
         types = " and ".join(dict.fromkeys(one.dtypes))
         equal = f"{one.num_equal:,} of {math.prod(one.shape):,} values equal"
-        print(
-            f"differs: {one.name}  relative {one.relative:.3g}  max abs {one.max_abs:.3g}  {equal}  {types}"
-        )
+        by = f"relative {one.relative:.3g}  max abs {one.max_abs:.3g}"
+        print(f"differs: {one.name}  {by}  {equal}  {types}")
     total = len(found.tensors)
     only = f"{len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B"
     counts = f"{found.num_equal} of {total} tensors are equal, {total - found.num_equal} differ"
     print(f"{counts}, {len(found.shapes)} have other shapes, {only}")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -9,16 +9,7 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint.format import folders
-from moe_exp.checkpoint.format.naming import (
-    LogicalTensor,
-    group_of,
-    is_optimizer,
-    layer_of,
-    logical_tensors,
-    single_styles,
-    states,
-)
+from moe_exp.checkpoint.format import folders, naming
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.host.files import bytes_text
@@ -52,17 +43,20 @@ def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
 def describe(folder: Path) -> dict[str, Any]:
     """Facts about an iteration's folder in display order, None if unknown; ValueError if it is damaged."""
     reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
-    common, weights = reader.common(), logical_tensors(reader)
+    common, weights = reader.common(), naming.logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
     samples = progress.get("consumed_samples")
     facts = manifest.facts if manifest else {}
     files = [one for one in folder.iterdir() if one.is_file()]
-    styles = zip(("layers", "experts"), single_styles(filterfalse(is_optimizer, reader.tensors)), strict=True)
+    of_weights = filterfalse(naming.is_optimizer, reader.tensors)
+    styles = zip(("layers", "experts"), naming.single_styles(of_weights), strict=True)
     layout = {**config, **(common.get("layout") or {})}
     tokens = progress.get("consumed_tokens")  # older checkpoints have samples alone
     if tokens is None and samples is not None and "seq_len" in config:
         tokens = samples * config["seq_len"]
-    kept = states(reader) or ["in a form of its layout"] * any(map(is_optimizer, reader.tensors))
+    kept = naming.states(reader)
+    if not kept and any(map(naming.is_optimizer, reader.tensors)):
+        kept = ["in a form of its layout"]
     schedule = common.get("scheduler") or common.get("opt_param_scheduler")
     if isinstance(schedule, Mapping):
         schedule = {name: value for name, value in schedule.items() if isinstance(value, int | float | str)}
@@ -93,18 +87,18 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def count_parameters(weights: Mapping[str, LogicalTensor]) -> dict[str, int]:
+def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, int]:
     """Number of trained parameters by group, and `total`."""
     counts: Counter[str] = Counter()
     for name, tensor in weights.items():
         if not name.endswith(BUFFERS):
-            counts[group_of(name)] += math.prod(tensor.shape)
+            counts[naming.group_of(name)] += math.prod(tensor.shape)
     return {**dict(counts.most_common()), "total": counts.total()}
 
 
-def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) -> str:
+def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str, Any]) -> str:
     """One-line description of the model, from the shapes of its weights and its settings, if any."""
-    layers = {layer for name in weights if (layer := layer_of(name)[0]) is not None}
+    layers = {layer for name in weights if (layer := naming.layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
     if embedding := weights.get("embedding.word_embeddings.weight"):
@@ -128,16 +122,12 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
         example = next(iter(sorted(reader.tensors)), "none at all")
         fix = f"give a pattern such as '*' ({example})"
         raise folders.unusable(f"tensors={pattern}", f"fits none of {len(reader.tensors)} tensors", fix)
-    return [
-        {
-            "name": stored.key,
-            "shape": list(stored.shape),
-            "dtype": str(stored.dtype).removeprefix("torch."),
-            "num_chunks": len(stored.chunks),
-            "num_bytes": stored.num_bytes,
-        }
-        for stored in found
-    ]
+    facts: list[dict[str, Any]] = []
+    for stored in found:
+        dtype = str(stored.dtype).removeprefix("torch.")
+        facts.append({"name": stored.key, "shape": list(stored.shape), "dtype": dtype})
+        facts[-1] |= {"num_chunks": len(stored.chunks), "num_bytes": stored.num_bytes}
+    return facts
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:

@@ -1,37 +1,35 @@
-"""Rewrites a checkpoint with other keys (see keys.py), another dtype or the weights alone, in one process.
+"""Rewrites a checkpoint with other keys (see keys.py), another dtype or the weights alone, or as the weighted
+average of several, in one process.
 
 Any checkpoint loads under any layout, so the new one has a chunk for every layer and expert, whatever the
 layout of the run. In memory are the chunk being written and the source chunks read last.
+
+The average of the last checkpoints of a run with a constant learning rate takes the place of its decay (Tian
+et al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of the checkpoints t_0 ... t_k it is t_0 plus
+all later updates, those between t_{i-1} and t_i times w_i = c_i + ... + c_k. So a decay w_1 >= ... >= w_k has
+c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format import fingerprints, folders
-from moe_exp.checkpoint.format.naming import (
-    KEEP_BYTES,
-    LogicalTensor,
-    is_optimizer,
-    layer_of,
-    logical_name,
-    logical_tensors,
-    num_leading,
-    optimizer_state,
-    single_styles,
-    states,
-)
-from moe_exp.checkpoint.format.settings import order_in
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format import fingerprints, folders, naming
+from moe_exp.checkpoint.format.settings import order_in, saved_config
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
-from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
+from moe_exp.checkpoint.tools.info import BUFFERS, chosen, iteration_of
+from moe_exp.config import setting_error
+from moe_exp.config.model_changes import model_changes
+from moe_exp.data.tokens.tokenizer import same_fingerprint
+from moe_exp.engine.optimizer_classes import AVERAGE
 from moe_exp.host.files import write_atomically
 from moe_exp.host.megatron_versions import COMMON_OBJECT
 from moe_exp.host.progress import progress
@@ -44,7 +42,19 @@ _STYLED_LAYER = re.compile(r"^decoder\.layers\.(\d+\.)?")
 _STYLED_EXPERT = re.compile(r"experts\.experts\.(\d+\.)?")
 
 _CHUNK_OVERHEAD_BYTES = 2500  # torch.save's per chunk, and its metadata
+Tensors = Mapping[str, naming.LogicalTensor]  # by name
+# Key, values, shape of the whole tensor and offsets.
 _Chunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
+
+# w_i by i and the number of checkpoints
+_DECAYS: dict[str, Callable[[int, int], float]] = {
+    "uniform": lambda i, number: 1 - i / number,
+    "1-sqrt": lambda i, number: 1 - math.sqrt(i / number),
+    "cosine": lambda i, number: (1 + math.cos(math.pi * i / number)) / 2,
+    "inverse-sqrt": lambda i, number: 1 / math.sqrt(1 + i),
+}
+WEIGHTS = (*_DECAYS, "ema")
+_BLOCK = 2**18  # values that are in fp64 at a time
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,8 @@ def reshape(
     target: Path,
     changes: Reshaping,
     *,
-    keep_bytes: int = KEEP_BYTES,
-    values: Mapping[str, LogicalTensor] | None = None,
+    keep_bytes: int = naming.KEEP_BYTES,
+    values: Tensors | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Written:
     """Rewrites the checkpoint of an iteration's folder as the only one of a new checkpoints folder, which
@@ -121,68 +131,62 @@ def reshape(
 class _Work:
     """What is read and written. Raises a ValueError if the changes do not fit the checkpoint."""
 
-    def __init__(
-        self, reader: CheckpointReader, changes: Reshaping, values: Mapping[str, LogicalTensor] | None
-    ):
+    def __init__(self, reader: CheckpointReader, changes: Reshaping, values: Tensors | None):
         self.reader, self.changes, self.values = reader, changes, values
         self.common = reader.common()
-        self.weights = logical_tensors(reader)
-        self.states = [] if changes.weights_only else states(reader)
+        self.weights = naming.logical_tensors(reader)
+        self.states = [] if changes.weights_only else naming.states(reader)
         layers: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
         for name, tensor in self.weights.items():
-            layer, inner = layer_of(name)
+            layer, inner = naming.layer_of(name)
             if layer is not None:
                 layers.setdefault(layer, set()).add((inner, tensor.shape))
         self.num_layers = len(layers)
         self.num_experts = max((_expert_of(name) + 1 for name in self.weights), default=0)
-        single_layers, single_experts = single_styles(filterfalse(is_optimizer, reader.tensors))
+        single_layers, single_experts = naming.single_styles(filterfalse(naming.is_optimizer, reader.tensors))
         # Megatron's ways of writing: one key for all layers, one for all experts (and both gated halves).
         self.experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
         self.layers_stacked = not single_layers and self.experts_stacked
         if changes.layers:
             self.layers_stacked = changes.layers == "stacked"
-        self._check(layers_are_alike=len(set(map(frozenset, layers.values()))) <= 1)
-
-    def _check(self, *, layers_are_alike: bool) -> None:
-        for key in [] if self.changes.weights_only else filter(is_optimizer, self.reader.tensors):
-            if (state := optimizer_state(key)) is None or state[2] not in self.reader.tensors:
+        for key in [] if changes.weights_only else filter(naming.is_optimizer, reader.tensors):
+            if (state := naming.optimizer_state(key)) is None or state[2] not in reader.tensors:
                 rule = f"{key} belongs to the layout that wrote it, and cannot be rewritten"
-                raise folders.unusable(f"SRC={self.reader.folder}", rule, "give --weights-only")
+                raise folders.unusable(f"SRC={reader.folder}", rule, "give --weights-only")
         rule = ""
-        if self.layers_stacked and not layers_are_alike:
+        if self.layers_stacked and len(set(map(frozenset, layers.values()))) > 1:
             rule = "the layers differ, as dense and MoE layers do"
         elif self.layers_stacked and not self.experts_stacked:
             rule = "Megatron has no such style with single experts"
         if rule:
             raise folders.unusable("layers=stacked", rule, "give --layers single")
-        has_optimizer = "optimizer" in self.common and not self.changes.weights_only
-        if self.changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
+        has_optimizer = "optimizer" in self.common and not changes.weights_only
+        if changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
             rule = "the fp32 weights that the optimizer continues from would be lost"
             raise folders.unusable("DTYPE=bf16", rule, "give --weights-only, too")
 
-    def tensors(self) -> Iterator[tuple[str, LogicalTensor, torch.dtype]]:
+    def tensors(self) -> Iterator[tuple[str, naming.LogicalTensor, torch.dtype]]:
         """Prefix of the key, values and new dtype of the weights, then of the optimizer's states."""
-        main = logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
+        main = naming.logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
         for name, stored in self.weights.items():
             dtype = stored.dtype
             if self.changes.dtype and dtype.is_floating_point and not name.endswith(BUFFERS):
                 dtype = DTYPES[self.changes.dtype]
             yield "", self.values[name] if self.values else main.get(name, stored), dtype
         for state in self.states:
-            for tensor in logical_tensors(self.reader, state).values():
-                prefix, _, _ = optimizer_state(tensor.boxes[0].stored.key) or ("", "", "")
+            for tensor in naming.logical_tensors(self.reader, state).values():
+                prefix, _, _ = naming.optimizer_state(tensor.boxes[0].stored.key) or ("", "", "")
                 yield prefix, tensor, tensor.dtype
 
-    def chunks(self, tensor: LogicalTensor) -> Iterator[_Chunk]:
-        """Key, values, shape of the whole and offsets of the chunks of a tensor: one, or two if the halves of
-        a gated first projection have keys of their own, as they do where experts are single.
-        """
+    def chunks(self, tensor: naming.LogicalTensor) -> Iterator[_Chunk]:
+        """Key, values, shape of the whole and offsets of each chunk of a tensor."""
         key = tensor.boxes[0].stored.key
-        _, _, key = optimizer_state(key) or ("", "", key)
+        _, _, key = naming.optimizer_state(key) or ("", "", key)
         key, axes = self._styled(key, tensor.name)
         values = tensor.read()
         parts = {"": values}
-        # A gate doubles the first projection: [2F, D] before [D, F].
+        # Where experts are single, the halves of a gated first projection have keys of their own. A gate
+        # doubles it: [2F, D] before [D, F].
         if not self.experts_stacked and (first := re.fullmatch(r"(.+\.linear_fc)1\.\w+", tensor.name)):
             second = self.weights.get(f"{first[1]}2.weight")
             if second is not None and values.size(0) == 2 * second.shape[1]:
@@ -196,7 +200,7 @@ class _Work:
         """Key of a logical tensor in the new style, from the old one; index and size of its leading axes."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
-        (layer, _), expert, axes = layer_of(name), _expert_of(name), []
+        (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
         if layer is not None:
             key = f"decoder.layers.{key}" if self.layers_stacked else f"decoder.layers.{layer}.{key}"
             axes += [(layer, self.num_layers)] if self.layers_stacked else []
@@ -214,7 +218,7 @@ class _Work:
                 continue
             if match and match[1].endswith("._extra_state"):
                 place = tuple(map(int, match[2].split(".")))
-                name, _ = logical_name(match[1], place[: num_leading(match[1])])
+                name, _ = naming.logical_name(match[1], place[: naming.num_leading(match[1])])
                 key, axes = self._styled(match[1], name)
                 axes = axes or [(0, 1)]
                 indices, sizes = (".".join(str(axis[part]) for axis in axes) for part in (0, 1))
@@ -242,3 +246,122 @@ def _expert_of(name: str) -> int:
     """The expert of a logical tensor; -1: it is of none."""
     match = _EXPERT.fullmatch(name)
     return int(match[1]) if match else -1
+
+
+def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
+    """The weight of each of `number` checkpoints, the oldest first; their sum is 1. `name`: `uniform` (a
+    linear decay), `1-sqrt`, `cosine` or `inverse-sqrt`, the decay whose place the average takes; `ema`, in
+    which each weighs `ema_decay` (0 to 1) times the one after it; or numbers with commas between them.
+    ValueError if there is no such name, or the numbers are not as many, or have no positive sum.
+    """
+    if name in _DECAYS:
+        decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
+        return [now - after for now, after in pairwise(decay)]
+    if name == "ema":
+        if not 0 < ema_decay < 1:
+            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "give 0.9")
+        found = [ema_decay ** (number - 1 - i) for i in range(number)]
+    else:
+        try:
+            found = [float(word) for word in name.split(",")]
+        except ValueError:
+            rule, fix = f"is none of {', '.join(WEIGHTS)}", "give one of them, or numbers as in 1,2,3"
+            raise setting_error("weights", name, rule, fix) from None
+        if len(found) != number:
+            rule = f"{len(found)} numbers for {number} checkpoints"
+            raise setting_error("weights", name, rule, "give one for each, the oldest first")
+    if not 0 < sum(found) < math.inf:
+        raise setting_error("weights", name, "must have a positive sum", "give other numbers")
+    return [one / sum(found) for one in found]
+
+
+def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
+    """Folders of the checkpoints that paths mean, of a run all or its `last`; ValueError if one is twice."""
+    if last < 0:
+        raise setting_error("last", last, "must not be negative", "give the number of checkpoints")
+    found: list[Path] = []
+    for path in paths:
+        of_path = folders.usable(path)[::-1] or [path]
+        found += [chosen(folder) for folder in of_path[-last:]]
+    places = [path.resolve() for path in found]
+    if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
+        raise setting_error("SRC", twice, "is there twice", "name it once, with a larger weight")
+    return found
+
+
+def average(
+    sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
+) -> Written:
+    """Writes the average of the weights of `sources`, iterations' folders of any layout, the oldest first, as
+    a checkpoint without optimizer, of the last one's iteration. `of_ema`: of the averages that the run kept
+    (EMA_DECAY), and the expert bias, which has none. ValueError if they are not of one model, or have no such
+    average, or as of `reshape`.
+    """
+    keep_bytes = naming.KEEP_BYTES // len(sources)
+    readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
+    stored = [naming.logical_tensors(reader) for reader in readers]
+    main = [naming.logical_tensors(reader, AVERAGE if of_ema else "param") for reader in readers]
+    for reader in readers if of_ema else ():
+        if not reader.common().get("progress", {}).get("num_averaged"):
+            fix = "omit --ema, or name a checkpoint of a run with EMA_DECAY"
+            raise setting_error("SRC", reader.folder, "has no average of the weights", fix)
+    for source, tensors in zip(sources, stored, strict=True):
+        if rule := _difference(source, tensors, sources[-1], stored[-1]):
+            raise setting_error("SRC", source, rule, "average checkpoints of one model")
+    # Where all checkpoints have fp32 main weights, those are added.
+    values: dict[str, naming.LogicalTensor] = {}
+    for name in stored[-1]:
+        of_each = main if all(name in one for one in main) else stored
+        parts = tuple(one[name] for one in of_each)
+        values[name] = _Averaged(name, parts[-1].boxes, readers[-1], parts, tuple(weights))
+    origin: list[dict[str, Any]] = []
+    for source, reader, weight in zip(sources, readers, weights, strict=True):
+        iteration = iteration_of(source, reader.common())
+        origin.append({"checkpoint": str(source), "iteration": iteration, "weight": weight})
+        origin[-1] |= {"state": AVERAGE} if of_ema else {}
+    facts = {"averaged_from": origin, "valid_loss": None}
+    return reshape(sources[-1], target, Reshaping(weights_only=True), values=values, facts=facts)
+
+
+def _difference(source: Path, tensors: Tensors, last: Path, expected: Tensors) -> str:
+    """Why the weights of `source` are not those of the model of `last`; empty if they are."""
+    for name in sorted(expected.keys() | tensors.keys()):
+        shapes = [list(one[name].shape) if name in one else None for one in (tensors, expected)]
+        if shapes[0] != shapes[1]:
+            return f"has {name} of shape {shapes[0]}, {last} of shape {shapes[1]}"
+    common, common_of_last = read_common(source), read_common(last)
+    if "config" in common and "config" in common_of_last:  # else not written by this package
+        shapes_changed, functions_changed = model_changes(saved_config(last), common["config"], str(source))
+        if changes := shapes_changed + functions_changed:
+            name = changes[0].name.upper()
+            return f"has {name}={changes[0].before}, and {last} has {name}={changes[0].value}"
+    orders = [order_in(one) for one in (common, common_of_last)]
+    prints = [one.get("tokenizer") or "" for one in orders]
+    if all(prints) and not same_fingerprint(*prints):
+        return f"was trained with another tokenizer than {last}"
+    ends = [(one.get("eod_id"), one.get("bos_id")) for one in orders]
+    if (None, None) not in ends and ends[0] != ends[1]:
+        return f"was trained with documents that end and begin with other tokens {ends[0]} than {last}"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Averaged(naming.LogicalTensor):
+    """The weighted sum of tensors."""
+
+    parts: tuple[naming.LogicalTensor, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
+        """Its values, or a box of them; the sum is rounded once."""
+        # In memory is one box of each checkpoint. What is no floating-point number is the last one's.
+        *values, out = [part.read(offsets, sizes).contiguous() for part in self.parts]
+        if out.is_floating_point():
+            flat = [one.view(-1).split(_BLOCK) for one in (*values, out)]
+            for block in zip(*flat, strict=True):
+                # a sum that begins with 0 would lose the sign of -0
+                total = block[0].to(torch.float64).mul_(self.weights[0])
+                for one, weight in zip(block[1:], self.weights[1:], strict=True):
+                    total.add_(one.to(torch.float64), alpha=weight)
+                block[-1].copy_(total)
+        return out

@@ -68,7 +68,8 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     try:
         loaded = _load(path)
         tensors = _tensors_of(loaded)
-    except Exception as error:  # a damaged or foreign file can raise anything in the unpickler
+    # a damaged or foreign file can raise anything in the unpickler
+    except Exception as error:
         text = " ".join(str(error).split())
         reason = text if isinstance(error, _Unsupported) else "is no file of torch.save, or damaged"
         if named := text.partition("Unsupported global: GLOBAL ")[2].split():
@@ -79,7 +80,8 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
         return ShrunkFile(path, before, before)
     if dry_run:
         return ShrunkFile(path, before, max(0, before - compact.gain_bytes))
-    place = path.resolve() if target is None else target  # for a link, its destination
+    # of a link the file that it points to, which takes the new content
+    place = path.resolve() if target is None else target
     if target is not None and target.exists():
         return ShrunkFile(path, before, before, f"{target} exists already")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,8 @@ def _load(path: Path) -> Any:
         warnings.simplefilter("ignore")  # about storages of old files
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files from before torch 1.6 cannot be mapped
+        # files from before torch 1.6 cannot be mapped
+        except RuntimeError:
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -184,6 +187,26 @@ class _Island:
             return [self]
         return [_Island(*_extent(members[0]), members) for members in views.values()]
 
+    def copied(self) -> dict[int, Tensor]:
+        """New tensors, by id of the old ones."""
+        first = self.members[0]
+        if self.num_bytes == first.nbytes and self.is_one_view:
+            copy = first.detach().clone()
+            copies = [copy.as_strided(copy.shape, copy.stride()) for _ in self.members]
+        else:
+            storage = torch.UntypedStorage(self.high - self.low)
+            storage.copy_(first.untyped_storage()[self.low : self.high])
+            copies = []
+            for tensor in self.members:
+                offset = tensor.storage_offset() - self.low // tensor.itemsize
+                empty = torch.empty(0, dtype=tensor.dtype)
+                copies.append(empty.set_(storage, offset, tensor.shape, tensor.stride()))
+        found: dict[int, Tensor] = {}
+        for tensor, copy in zip(self.members, copies, strict=True):
+            like = torch.nn.Parameter(copy) if isinstance(tensor, torch.nn.Parameter) else copy
+            found[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+        return found
+
     def _share_elements(self, tensors: list[Tensor]) -> bool:
         itemsize = tensors[0].itemsize
         marks = torch.zeros((self.high - self.low) // itemsize, dtype=torch.bool)
@@ -196,7 +219,8 @@ class _Island:
                 return True
             try:
                 seen.fill_(True)
-            except RuntimeError:  # overlaps itself, as torch.as_strided allows
+            # it overlaps itself, as torch.as_strided allows
+            except RuntimeError:
                 return True
         return False
 
@@ -206,7 +230,18 @@ class _Compact:
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        self._islands = [island for members in storages.values() for island in _islands(members)]
+        self._islands: list[_Island] = []
+        for members in storages.values():
+            # Views in the order of their first bytes: those that overlap are one island.
+            found: list[_Island] = []
+            for tensor in sorted(members, key=_extent):
+                low, high = _extent(tensor)
+                if found and (low < found[-1].high or _view(tensor) == _view(found[-1].members[-1])):
+                    found[-1].high = max(found[-1].high, high)
+                    found[-1].members.append(tensor)
+                else:
+                    found.append(_Island(low, high, [tensor]))
+            self._islands += [part for island in found for part in island.parted()]
         held = sum(members[0].untyped_storage().nbytes() for members in storages.values())
         self.gain_bytes = held - sum(island.num_bytes for island in self._islands)
         self._tensors: dict[int, Tensor] = {}
@@ -214,7 +249,7 @@ class _Compact:
     def replaced(self, value: Any) -> Any:
         """`value` with the new tensors; containers are changed in place, but for tuples."""
         for island in self._islands:
-            self._tensors |= _copied(island)
+            self._tensors |= island.copied()
         return self._replaced(value, {})
 
     def _replaced(self, value: Any, done: dict[int, Any]) -> Any:
@@ -234,51 +269,24 @@ class _Compact:
         return value
 
 
-def _islands(members: list[Tensor]) -> Iterator[_Island]:
-    current: _Island | None = None
-    for tensor in sorted(members, key=_extent):
-        low, high = _extent(tensor)
-        if current is not None and (low < current.high or _view(tensor) == _view(current.members[-1])):
-            current.high = max(current.high, high)
-            current.members.append(tensor)
-            continue
-        if current is not None:
-            yield from current.parted()
-        current = _Island(low, high, [tensor])
-    if current is not None:
-        yield from current.parted()
-
-
-def _copied(island: _Island) -> dict[int, Tensor]:
-    """New tensors of the island, by id of the old ones."""
-    first = island.members[0]
-    if island.num_bytes == first.nbytes and island.is_one_view:
-        copy = first.detach().clone()
-        copies = [copy.as_strided(copy.shape, copy.stride()) for _ in island.members]
-    else:
-        storage = torch.UntypedStorage(island.high - island.low)
-        storage.copy_(first.untyped_storage()[island.low : island.high])
-        copies = []
-        for tensor in island.members:
-            offset = tensor.storage_offset() - island.low // tensor.itemsize
-            empty = torch.empty(0, dtype=tensor.dtype)
-            copies.append(empty.set_(storage, offset, tensor.shape, tensor.stride()))
-    found: dict[int, Tensor] = {}
-    for tensor, copy in zip(island.members, copies, strict=True):
-        like = torch.nn.Parameter(copy) if isinstance(tensor, torch.nn.Parameter) else copy
-        found[id(tensor)] = like.requires_grad_(tensor.requires_grad)
-    return found
-
-
 def difference(a: Any, b: Any) -> str:
     """First difference of two loaded files in structure, values or sharing; empty if there is none."""
+
+    def alike(a: Any, b: Any) -> bool:
+        # of one type, bit by bit; containers are compared by what is in them
+        if isinstance(a, Tensor):
+            same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            bits = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
+            return same and (not a.numel() or torch.equal(*bits))
+        return isinstance(a, dict | list | tuple) or a == b or (isinstance(a, float) and math.isnan(a))
+
     nothing = "nothing", None
     for (where, one), (other_place, other) in zip_longest(_nodes(a), _nodes(b), fillvalue=nothing):
         if where != other_place:
             return f"{where} and {other_place}: keys"
         if type(one) is not type(other):
             return f"{where}: {type(one).__name__} and {type(other).__name__}"
-        if not _alike(one, other):
+        if not alike(one, other):
             return f"{where}: {'tensors' if isinstance(one, Tensor) else 'values'}"
     views: list[dict[View, int]] = [{}, {}]
     for index, pair in enumerate(zip(_tensors_of(a), _tensors_of(b), strict=True)):
@@ -286,12 +294,3 @@ def difference(a: Any, b: Any) -> str:
         if firsts[0] != firsts[1]:
             return f"tensor {index} is shared with another one in one of them"
     return ""
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two values of one type are equal, bit by bit; containers are compared by what is in them."""
-    if isinstance(a, Tensor):
-        same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        bits = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
-        return same and (not a.numel() or torch.equal(*bits))
-    return isinstance(a, dict | list | tuple) or a == b or (isinstance(a, float) and math.isnan(a))

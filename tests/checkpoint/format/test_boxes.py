@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_exp.checkpoint.format.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
+from moe_exp.checkpoint.format.torch_dist import (
+    Box,
+    box_at,
+    boxes_of_range,
+    first_value,
+    intersection,
+    slices,
+)
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

@@ -34,7 +34,7 @@ def total(values: torch.Tensor, offsets: tuple[int, ...] = ()) -> int:
 
 def test_the_sum_by_hand():
     x = torch.randn(3, 4, 5)
-    weights = [fingerprints._weights(3 - axis, 0, size, x.device) for axis, size in enumerate(x.shape)]
+    weights = [fingerprints.axis_weights(3 - axis, 0, size, x.device) for axis, size in enumerate(x.shape)]
     assert torch.cat(weights).remainder(2).all()
     assert len(torch.cat(weights).unique()) == 12
     expected = torch.einsum("ijk,i,j,k->", x.view(torch.int32).long(), *weights).item()

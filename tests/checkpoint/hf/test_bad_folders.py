@@ -17,6 +17,7 @@ from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+from moe_exp.checkpoint.hf import importing
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -325,3 +326,19 @@ def test_options_that_cannot_be(checkpoints, tmp_path):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
     with pytest.raises(ValueError, match=r"MAX_SHARD_SIZE=0: must be at least 1 byte\. Fix: "):
         to_hf(checkpoints["mixtral"], tmp_path / "back", max_shard_bytes=0)
+
+
+def test_a_conversion_that_fails_closes_its_file(folder, monkeypatch):
+    writers: list[TorchDistWriter] = []
+
+    class FullDisk(TorchDistWriter):
+        def add_chunk(self, *arguments: Any, **options: Any) -> None:
+            if self._num_files:
+                writers.append(self)
+                raise ValueError("no space is left. Fix: free some.")
+            super().add_chunk(*arguments, **options)
+
+    monkeypatch.setattr(importing, "TorchDistWriter", FullDisk)
+    refused(folder("mixtral"), "no space is left")
+    (writer,) = writers
+    assert writer._file is not None and writer._file.closed

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from helpers.whole_runs import SMALL
-from moe_exp.checkpoint.hf.choice import choose_architecture, exports_as
-from moe_exp.checkpoint.hf.exporting import fields_of
+from moe_exp.checkpoint.hf.exporting import choose_architecture, exports_as, fields_of
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.config import load_config
 from moe_exp.config.presets import PRESETS

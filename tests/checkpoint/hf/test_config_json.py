@@ -11,7 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_exp.checkpoint.hf.exporting import fields_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
-from moe_exp.checkpoint.hf.importing import _config, architecture_of, settings_of
+from moe_exp.checkpoint.hf.importing import architecture_of, settings_of
+from moe_exp.config import Config
 
 COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
 LLAMA = {
@@ -75,20 +76,20 @@ def test_both_forms_are_written(form):
     """Each by itself says what was read."""
     architecture = architecture_of(LLAMA)
     expected = settings(LLAMA | form)
-    written = json.loads(json.dumps(fields_of(_config(expected), architecture)))
+    written = json.loads(json.dumps(fields_of(Config(**expected), architecture)))
     for left_out in (("rope_parameters",), ("rope_theta", "rope_scaling")):
         assert settings({name: value for name, value in written.items() if name not in left_out}) == expected
 
 
 def test_a_rope_scaling_without_a_form_is_refused_by_name():
-    model = _config(settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
+    model = Config(**settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
     with pytest.raises(UnsupportedModel, match=r"^ROPE_SCALING=new: has no form .* use none, llama3 or yarn"):
         fields_of(model, architecture_of(LLAMA))
 
 
 def test_the_longest_samples_are_the_length_of_the_model():
     stages = json.dumps([{"from_samples": 8, "seq_len": 4 * LLAMA["max_position_embeddings"]}])
-    model = _config(settings(LLAMA)).model_copy(update={"data_stages": stages})
+    model = Config(**settings(LLAMA)).model_copy(update={"data_stages": stages})
     assert fields_of(model, architecture_of(LLAMA))["max_position_embeddings"] == 4 * 131072
 
 
@@ -104,7 +105,7 @@ def test_deepseek_v3_as_it_is_published():
         "yarn_mscale_all_dim": 1.0,
     }  # fmt: skip
     assert found.items() >= expected.items()
-    back = fields_of(_config(found), architecture_of(DEEPSEEK))
+    back = fields_of(Config(**found), architecture_of(DEEPSEEK))
     lost = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers", "torch_dtype", "transformers_version"}
     assert {name for name in DEEPSEEK if name not in back} == lost
     assert all(back[name] == DEEPSEEK[name] for name in DEEPSEEK.keys() - lost - {"rope_scaling"})
@@ -132,7 +133,7 @@ BALANCING: dict[str, tuple[str, dict[str, Any], tuple[str, str, float], dict[str
 def test_balancing_there_and_back(family, fields, expected, written):
     architecture = ARCHITECTURES[f"{family}ForCausalLM"]
     whole = {name: value for name, value in fields_of_class(architecture)[2].items() if name != COEF}
-    model = _config(settings_of(whole | fields, architecture))
+    model = Config(**settings_of(whole | fields, architecture))
     assert (model.aux_loss_type, model.aux_loss_coeff, model.z_loss_coeff) == expected
     back = fields_of(model, architecture)
     assert {name: back[name] for name in (COEF, Z, "aux_loss_alpha", "seq_aux") if name in back} == written
@@ -149,7 +150,7 @@ def test_balancing_there_and_back(family, fields, expected, written):
 )
 def test_the_weight_that_an_export_has_is_that_of_the_losses_of_its_formula(kinds, coefficients, weight):
     architecture = ARCHITECTURES["MixtralForCausalLM"]
-    model = _config(settings_of(fields_of_class(architecture)[2], architecture))
+    model = Config(**settings_of(fields_of_class(architecture)[2], architecture))
     model = model.model_copy(update={"aux_loss_type": kinds, "aux_loss_coeff": coefficients})
     assert fields_of(model, architecture)[COEF] == pytest.approx(weight)
 
@@ -157,7 +158,7 @@ def test_the_weight_that_an_export_has_is_that_of_the_losses_of_its_formula(kind
 def test_noise_of_the_training_is_taken_over():
     mixtral = ARCHITECTURES["MixtralForCausalLM"]
     noise = {"attention_dropout": 0.1, "router_jitter_noise": 0.02}
-    model = _config(settings_of(fields_of_class(mixtral)[2] | noise, mixtral))
+    model = Config(**settings_of(fields_of_class(mixtral)[2] | noise, mixtral))
     assert (model.attention_dropout, model.router_jitter) == (0.1, 0.02)
     assert fields_of(model, mixtral).items() >= noise.items()
 
@@ -177,7 +178,7 @@ def test_dense_layers_of_qwen(fields, expected):
     qwen = fields_of_class(ARCHITECTURES["Qwen3MoeForCausalLM"])[2] | {"num_hidden_layers": 4}
     found = settings(qwen | fields)
     assert (found["moe_layer_freq"], found["first_k_dense"]) == expected
-    is_moe = _config(found).moe_layers
+    is_moe = Config(**found).moe_layers
     step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     assert is_moe == [layer not in dense and (layer + 1) % step == 0 for layer in range(4)]
 

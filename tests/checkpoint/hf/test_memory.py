@@ -11,9 +11,10 @@ from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.hf.exporting import fields_of, to_hf
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
-from moe_exp.checkpoint.hf.importing import _config, from_hf, settings_of
-from moe_exp.checkpoint.hf.model_folder import Entry, ShardWriter
+from moe_exp.checkpoint.hf.importing import from_hf, settings_of
+from moe_exp.checkpoint.hf.model_folder import Entry, write_shards
 from moe_exp.checkpoint.hf.tensor_rules import pieces
+from moe_exp.config import Config
 
 LAYERS, SHARD_BYTES = 6, 60 * 10**6
 FIELDS = {
@@ -26,7 +27,7 @@ FIELDS = {
 def write_model(folder: Path) -> tuple[int, int]:
     """A random model of some hundred MB, drawn tensor by tensor; bytes of all, and of a layer."""
     architecture = ARCHITECTURES["MixtralForCausalLM"]
-    config = _config(settings_of(FIELDS, architecture))
+    config = Config(**settings_of(FIELDS, architecture))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields_of(config, architecture)))
     entries = [
@@ -34,10 +35,8 @@ def write_model(folder: Path) -> tuple[int, int]:
         for piece in pieces(architecture.tensors, config, scales=True)
         for part in piece.theirs
     ]
-    writer = ShardWriter(folder, entries, max_bytes=SHARD_BYTES)
-    for entry in entries:
-        writer.add(entry.name, torch.randn(entry.shape))
-    writer.finish()
+    tensors = (torch.randn(entry.shape) for entry in entries)
+    write_shards(folder, entries, tensors, lambda num_bytes: None, max_bytes=SHARD_BYTES)
     layer_bytes = sum(entry.num_bytes for entry in entries if ".layers.0." in entry.name)
     return sum(entry.num_bytes for entry in entries), layer_bytes
 

@@ -16,9 +16,8 @@ from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
-from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
-from moe_exp.checkpoint.tools.soundness import Verification
+from moe_exp.checkpoint.integrity import Verification
+from moe_exp.checkpoint.tools.reshape import WEIGHTS, Reshaping, average, reshape, sources_of, weights_of
 from moe_exp.cli import main
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation

@@ -18,10 +18,10 @@ from moe_exp.checkpoint.format.keys import model_state, sharded_tensors
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+from moe_exp.checkpoint.integrity import Verification
 from moe_exp.checkpoint.load import compare_model
 from moe_exp.checkpoint.state import sharding_metadata, unwrapped
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
-from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.engine import runtime

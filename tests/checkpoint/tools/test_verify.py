@@ -11,7 +11,7 @@ import torch
 
 from helpers.checkpoint.ckpt_files import ROUTER, common_state, drawn_state, flip_a_value, write_checkpoint
 from moe_exp.checkpoint.format.torch_dist import Chunk, StoredTensor
-from moe_exp.checkpoint.tools.soundness import Verification, layout_problem
+from moe_exp.checkpoint.integrity import Verification, layout_problem
 from moe_exp.cli import main
 
 
