@@ -60,6 +60,7 @@ class CallTrace:
         if event != "call":
             return
         code = frame.f_code
+        # cheaper than `get` where the name is there, as it nearly always is
         try:
             name = self._names[code]
         except KeyError:
@@ -93,18 +94,17 @@ def latest_calls(path: Path, number: int) -> list[str]:
     return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
 
 
-_trace: CallTrace | None = None
 _is_begun = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
     """Starts this rank's trace, once, at the first iteration from TRACE_CALLS_FROM on."""
-    global _trace, _is_begun
+    global _is_begun
     if not _is_begun and 0 < config.trace_calls_from <= iteration:
         _is_begun = True
         modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
         path = calls_file(run.path / "hang" / "calls", rank)
         try:
-            _trace = CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)
+            CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # the interpreter holds it
         except OSError as error:  # not worth ending a run
             logger.warning("no trace of calls in %s: %s", path, error.strerror or error)

@@ -37,15 +37,7 @@ from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
-from moe_exp.watch.hangs.heartbeat import (
-    ITERATION_PHASES,
-    PAUSED,
-    Heartbeat,
-    failures_file,
-    hung_file,
-    read_beats,
-)
-from moe_exp.watch.hangs.requests import (
+from moe_exp.watch.hangs.files import (
     Answer,
     Request,
     ask,
@@ -53,6 +45,14 @@ from moe_exp.watch.hangs.requests import (
     wait_for_answers,
     wait_for_verdict,
     write_answer,
+)
+from moe_exp.watch.hangs.heartbeat import (
+    ITERATION_PHASES,
+    PAUSED,
+    Heartbeat,
+    failures_file,
+    hung_file,
+    read_beats,
 )
 from moe_exp.watch.hangs.stacks import summarize
 
@@ -131,23 +131,21 @@ class HangWatch:
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
-        if now - self._looked >= _LOOK_SECONDS and not (self._thread and self._thread.is_alive()):
-            self._check(now)
-        return self._hung_at < math.inf
-
-    def _check(self, now: float) -> None:
+        if now - self._looked < _LOOK_SECONDS or (self._thread and self._thread.is_alive()):
+            return self._hung_at < math.inf
+        # With a thread, the pause may be that of its work.
         if now - self._looked > _OWN_PAUSE_SECONDS and self._thread is None:
             self._running_since = now
         self._looked, self._thread = now, None
+        watches = self._config.hang_timeout != "none"
         if (request := self._new_request()) is not None:
             self._begin(lambda: self._answer(request))
-        elif self._config.hang_timeout == "none":
-            return
-        elif reason := self._hang_reason(now):
+        elif watches and (reason := self._hang_reason(now)):
             self._begin(lambda: self._end_hang(reason))
-        elif self._hangs_at_stop(now):
+        elif watches and self._hangs_at_stop(now):
             complain("no rank has made progress since the stop request; ending them without a checkpoint")
             self._end_ranks()
+        return self._hung_at < math.inf
 
     def _begin(self, work: Callable[[], object]) -> None:
         """Runs `work` in a thread; the job continues even if the disk fails."""
@@ -172,6 +170,7 @@ class HangWatch:
         # ranks were restarted: the old reason no longer applies
         if any(beat.since > self._hung_at for beat in beats):
             self._hung, self._hung_at = "", math.inf
+        # the same standstill is judged once
         was_judged = beats and not any(beat.since > self._judged for beat in beats)
         if self._waits_for_beats(beats, now) or was_judged:
             return ""
