@@ -31,15 +31,16 @@ from moe_exp.report.comparison import (
     window_of,
 )
 from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
-from moe_exp.report.history import about_html, events_html, samples_html
-from moe_exp.report.page_parts import cost_texts, overview_rows
 from moe_exp.report.run_data import AXES, NUM_COLUMNS, VALID_CURVES, Floats, Run, read_runs, run_problems
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
 from moe_exp.runs.curves import grouped_by_seed, marks_of
 
-_GENERATOR = '<meta name="generator" content="moe-exp report">'
+# By these, an earlier report is known, which a new one may replace: in HTML, and in Markdown.
+_GENERATOR, _MARKER = '<meta name="generator" content="moe-exp report">', "<!-- moe-exp report -->"
 MOST_BYTES = 5_000_000
-_SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
+_SCRIPTS = (
+    "uplot/uPlot.iife.min.js", "format.js", "series.js", "chart.js", "tools.js", "heatmap.js", "page.js",
+)  # fmt: skip
 _LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DRAWN = (
@@ -102,12 +103,13 @@ def check_out(out: Path | None) -> list[str]:
         return [problem("out", out, "is there and is no regular file", "name a file")]
     with out.open("rb") as file:
         head = file.read(2000)
-    if head.strip() and _GENERATOR.encode() not in head and MARKER.encode() not in head:
+    if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
         return [problem("out", out, "is there and is no report", "name another file, or remove this one")]
     return []
 
 
 def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], float, str | None]:
+    """The runs in numbers, the loss that costs are given for, and its unit."""
     found, unit = common_loss(runs)
     chosen = found if loss is None else loss
     window = window_of(runs)
@@ -122,9 +124,23 @@ def title_of(runs: Sequence[Run]) -> str:
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
-    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section[2]]
-    names = [("result", "Result"), *((name, title) for name, title, *_ in sections)]
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in names)
+    cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
+    speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
+    # anchor, heading, content and whether it is unfolded
+    sections = [
+        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
+        ("numbers", "The runs in numbers", parts.overview_html(views), True),
+        ("cost", "Time to a loss", cost, True),
+        ("settings", "Settings that differ", parts.settings_html(runs, differing_settings(runs)), True),
+        ("experts", "Experts", parts.experts_html(runs), True),
+        ("training", "Training and speed", speed, False),
+        ("samples", "Generated text", parts.samples_html(runs), False),
+        ("about", "Machine and command", parts.about_html(runs), False),
+        ("events", "Events", parts.events_html(runs), False),
+    ]
+    sections = [section for section in sections if section[2]]
+    names = [("result", "Result"), *((name, heading) for name, heading, *_ in sections)]
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in names)
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
@@ -133,55 +149,24 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
         "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
         "sections": "".join(parts.section_html(*section) for section in sections),
-        **_assets(),
+        "css": asset_text("uplot/uPlot.min.css") + asset_text("page.css"),
+        "scripts": "".join(f"<script>{asset_text(name)}</script>\n" for name in _SCRIPTS),
     }
+    # With many runs, the curves get fewer points until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
-        text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
+        fields["data"] = embedded(page_data(runs, loss, detail))
+        # in one pass, so that a run named like a placeholder stays text
+        text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], asset_text("page.html"))
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"their page would be larger than {MOST_BYTES:,} bytes"
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
 
 
-def _sections(
-    runs: Sequence[Run], views: Sequence[Overview], chosen: float, unit: str | None, loss: float | None
-) -> list[tuple[str, str, str, bool]]:
-    """The foldable parts of the page below the result, as in `section_html`."""
-    differing = differing_settings(runs)
-    cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
-    speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
-    return [
-        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
-        ("numbers", "The runs in numbers", parts.overview_html(views), True),
-        ("cost", "Time to a loss", cost, True),
-        ("settings", "Settings that differ", parts.settings_html(runs, differing), True),
-        ("experts", "Experts", parts.experts_html(runs), True),
-        ("training", "Training and speed", speed, False),
-        ("samples", "Generated text", samples_html(runs), False),
-        ("about", "Machine and command", about_html(runs), False),
-        ("events", "Events", events_html(runs), False),
-    ]
-
-
 @cache
-def _assets() -> dict[str, str]:
-    def read(name: str) -> str:
-        return (parts.ASSETS / name).read_text(encoding="utf-8")
-
-    scripts = ("uplot/uPlot.iife.min.js", *(f"{name}.js" for name in _SCRIPTS))
-    return {
-        "css": read("uplot/uPlot.min.css") + read("page.css"),
-        "scripts": "".join(f"<script>{read(name)}</script>\n" for name in scripts),
-    }
-
-
-def _filled(fields: dict[str, str]) -> str:
-    """Fills the template in one pass, so that a run named like a placeholder stays text."""
-    page = (parts.ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)
-
-
-# JSON for the page's script: curves in a bounded number of points, and the expert load as bytes.
+def asset_text(name: str) -> str:
+    """A file in assets/."""
+    return (parts.ASSETS / name).read_text(encoding="utf-8")
 
 
 def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
@@ -226,6 +211,9 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
     axes = {key: train[key] for key in AXES}
     lows = [(max(0, index - 1), index) for index in new_minima(best, max(20, points // 3))]
+    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
+    after = np.searchsorted(train["iteration"], [mark.after for mark in marks], side="right")
+    changed = np.maximum(after - 1, 0).astype(int)
     return {
         "name": run.name,
         "kind": run.kind,
@@ -242,23 +230,16 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
             "loss": [[_rounded(best[at], digits=9) for at in pair] for pair in lows],
             **{key: [_list(values[at] for at in pair) for pair in lows] for key, values in axes.items()},
         },
-        "changes": _changes(run),
+        # the newest stages of data and resumes, each at the record before it, or at the first record
+        "changes": {
+            "text": [mark.text for mark in marks],
+            "kind": [mark.kind for mark in marks],
+            **{key: _list(values[changed]) for key, values in axes.items()},
+        },
         "spikes": {
             "value": _list(train["grad_norm"][spiked]),
             **{key: _list(values[spiked]) for key, values in axes.items()},
         },
-    }
-
-
-def _changes(run: Run) -> dict[str, Any]:
-    """The newest stages of data and resumes, each at the record before it, or at the first record."""
-    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
-    before = np.searchsorted(run.train["iteration"], [mark.after for mark in marks], side="right") - 1
-    at = np.maximum(before, 0).astype(int)
-    return {
-        "text": [mark.text for mark in marks],
-        "kind": [mark.kind for mark in marks],
-        **{key: _list(run.train[key][at]) for key in AXES},
     }
 
 
@@ -308,27 +289,21 @@ def _rounded(value: float, digits: int = 6) -> float | int | None:
     return int(short) if short == int(short) and abs(short) < 1e15 else short
 
 
-# Markdown: one table, and a sentence for each comparison.
-
-
-MARKER = "<!-- moe-exp report -->"
-
-
 def report_markdown(
     runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
     """The report as short Markdown with a final newline; its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
     names, warnings = [run.name for run in runs], warnings_of(runs)
-    rows = overview_rows(views)
+    rows = parts.overview_rows(views)
     if unit and math.isfinite(chosen):
-        costs = [cost_texts(view.cost) for view in views]
+        costs = [parts.cost_texts(view.cost) for view in views]
         of_loss = f"to a loss of {target_text(chosen)}{'' if unit == NATS else f' {unit}'}"
         for place, name in ((1, "FLOPs"), (2, "time")):
             rows.append((f"{name} {of_loss}", [texts[place] for texts in costs]))
     results = [*headline(runs), *other_winners(runs)]
     results += [pair_text(one, ranking(runs)) for one in (pairs(runs) if len(runs) > 1 else [])]
-    lines = [MARKER, f"### {plain(title or title_of(runs))}", ""]
+    lines = [_MARKER, f"### {plain(title or title_of(runs))}", ""]
     lines += [plain(notes), ""] * bool(notes)
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
     lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:] if text)]

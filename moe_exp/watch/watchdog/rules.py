@@ -30,6 +30,11 @@ _ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up
 _VICTIM_SECONDS = 120.0  # after a hang, while its ranks are ended
 _SLURM_SILENT_SECONDS = 900.0  # the controller restarts now and then
 _NO_END_SECONDS = 3 * 86400.0  # if the end of the run is unknown: how far ahead the disk is checked
+_BACK_SECONDS = 1800.0
+_RENAMED = {"told": "reported"}
+EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,10 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
     memory.busy = view.now if not memory.busy or (sight.queue and sight.queue.running) else memory.busy
-    memory.slurm_silent = (memory.slurm_silent or view.now) if sight.silent else 0.0
+    silence = memory.slurm_silence(sight.silent, view.now)
     if view.status == "finished":
         return {}
-    found: dict[str, str] = {}
+    found = dict[str, str]()
     disk, size, free = sight.disk, view.checkpoint_bytes, bytes_text(sight.disk.free_bytes)
     if size and size > disk.free_bytes:
         found["checkpoint_does_not_fit"] = f"a checkpoint has {bytes_text(size)}, and the disk {free} free"
@@ -70,11 +75,11 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         end = "" if left is None else f", and the run needs {span(left)}"
         found["disk_filling"] = f"the disk is full in {span(full)} {how} ({free} free){end}"
     if sight.silent:
-        found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view))
+        found |= silence | dict(_failed(view))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
-        found["stopped"] = f"it has ended at {_progress(view)}, and nothing continues it"
+        found["stopped"] = f"it has ended at {view.progress}, and nothing continues it"
     elif view.status == "failed":
         found |= dict(_failed(view))
     else:
@@ -88,7 +93,7 @@ def _queue_problems(
     sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
 ) -> Iterator[tuple[str, str]]:
     view = sight.view
-    jobs, at = f"named {slurm_name}", f"at {_progress(view)}"
+    jobs, at = f"named {slurm_name}", f"at {view.progress}"
     found = dict(_scheduling(queue, memory, limits, view.now, jobs, at))
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
     since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
@@ -128,9 +133,9 @@ def problems_before_start(
     """Problems of a run without a folder, which its first job creates, by key; `jobs`: its jobs, as in "no
     job <jobs> is queued", empty if not known; `missing`: what is missing and where.
     """
-    memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
+    silence = memory.slurm_silence(silent, now)
     if silent:
-        return dict(_silent(silent, memory, now))
+        return silence
     if queue is None:  # without jobs to ask for, or without squeue, which is a problem of its own
         add = "" if jobs else "; before its first job starts, add --slurm-name"
         return {} if memory.busy else {"unknown": f"{missing}. Fix: {_NAME_IT}{add}."}
@@ -147,11 +152,6 @@ def problems_before_start(
     return found
 
 
-def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]]:
-    if now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
-        yield "slurm_silent", f"SLURM has not answered for {span(now - memory.slurm_silent)}: {silent}"
-
-
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterator[tuple[str, str]]:
     """A failed start, until another job `begun`, with the events that ended it; `since`: what followed."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
@@ -161,9 +161,10 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterat
     if events:
         same = [event for event in events if event["event"] == events[0]["event"]]
         what = _event_text(events[0], len(same))
-    by_launcher = events and events[0]["event"] in ("rank_failed", "hang")
-    hint = "; MAX_RESTARTS=3 restarts the ranks without a new job" if by_launcher else ""
-    hint = "" if int(view.settings["max_restarts"]) else hint
+    hint = ""
+    # only the launcher can restart ranks, and only for what it sees itself
+    if events and events[0]["event"] in ("rank_failed", "hang") and not int(view.settings["max_restarts"]):
+        hint = "; MAX_RESTARTS=3 restarts the ranks without a new job"
     yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"
 
 
@@ -173,6 +174,7 @@ def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Itera
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
     patience = view.patience_seconds if limits.stuck_seconds is None else limits.stuck_seconds
+    # nothing new since the start: imports, loading, compiling
     if limits.stuck_seconds is None and (first >= memory.moved or not view.train):
         patience += START_SECONDS
     if view.now - moved > patience:
@@ -196,6 +198,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
     switches = num_switches(left, in_this_job, queue.limit_seconds)
     wait = 0.0
     if not queue.running and queue.next_start:
+        # the first switch is the wait itself
         wait = max(0.0, queue.next_start.timestamp() - view.now)
         switches = max(0, switches - 1)
     return left + wait + switches * (view.gap_seconds or 0.0)
@@ -206,6 +209,7 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
     first check reports only the last day's. Records in `memory` which were seen.
     """
     seen = memory.num_events
+    # fewer than seen: another run has taken the folder, and all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
     if seen is None:
         new = [event for event in new if view.now - event_time(event) < 86400]
@@ -230,20 +234,20 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
 
 
 def _event_text(event: Record, count: int) -> str:
-    known = ("kind", "event", "iteration", "time")
-    said = ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in known)
+    said = []
+    for name, value in event.items():
+        if name not in ("kind", "event", "iteration", "time"):
+            text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
+            text = " ".join(text.split())
+            # an event may hold a traceback, and a webhook takes 3,500 characters
+            said.append(f"{name}: {text if len(text) <= 200 else text[:197] + '...'}")
     times = f" ({count} times)" if count > 1 else ""
     where = f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}"
-    return where + (f": {said}" if said else "")
-
-
-def _short(value: Any) -> str:
-    text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
-    text = " ".join(text.split())
-    return text if len(text) <= 200 else text[:197] + "..."
+    return where + (f": {', '.join(said)}" if said else "")
 
 
 def _rounded(value: Any) -> Any:
+    """Numbers with five digits, also inside of lists and dictionaries."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -251,15 +255,11 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
-def _progress(view: RunView) -> str:
-    return f"iteration {view.iteration:,} of {view.train_iters:,}"
-
-
 def state_line(sight: Sight) -> str:
     view, queue = sight.view, sight.queue
     if view.status == "finished":
         return f"finished, {view.iteration:,} of {view.train_iters:,} iterations"
-    parts = [_progress(view)]
+    parts = [view.progress]
     if view.seconds_per_iteration:
         parts.append(f"{view.seconds_per_iteration:.3g} s each")
     if view.moved:
@@ -317,13 +317,6 @@ def all_texts(found: Mapping[str, str]) -> list[str]:
     return [found[key] for key in keys]
 
 
-logger = logging.getLogger(__name__)
-
-_BACK_SECONDS = 1800.0
-_RENAMED = {"told": "reported"}
-EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
-
-
 @dataclass
 class Reported:
     """One problem. Times are seconds since 1970."""
@@ -347,6 +340,13 @@ class Memory:
     busy: float = 0.0  # when a job was last seen running, or the run was first checked
     slurm_silent: float = 0.0  # since when squeue has not answered; 0 if it has
     failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
+
+    def slurm_silence(self, silent: str, now: float) -> dict[str, str]:
+        """Records whether SLURM answers (`silent`: why not); returns the problem that it has not for long."""
+        self.slurm_silent = (self.slurm_silent or now) if silent else 0.0
+        if not silent or now - self.slurm_silent < _SLURM_SILENT_SECONDS:
+            return {}
+        return {"slurm_silent": f"SLURM has not answered for {span(now - self.slurm_silent)}: {silent}"}
 
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float

@@ -30,6 +30,16 @@ _Result = TypeVar("_Result")
 # Allowed silence at any pace: file system lag, a slow checkpoint, NCCL's first connections.
 _PATIENCE_SECONDS = 600.0
 START_SECONDS = 1800.0  # additionally from a job's start to its first record: imports, loading, compiling
+_SETTINGS = (
+    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
+    "max_restarts",
+)  # fmt: skip
+# window of the disk's fill rate: checkpoints come in bursts, and other users write, too
+_WINDOW_SECONDS = 24 * 3600.0
+_SHORTEST_SECONDS = 3600.0
+_LARGEST_SAMPLES = 150
+
+Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,10 @@ class RunView:
     @property
     def train_iters(self) -> int:
         return int(self.settings["train_iters"])
+
+    @property
+    def progress(self) -> str:
+        return f"iteration {self.iteration:,} of {self.train_iters:,}"
 
     @property
     def status(self) -> str:
@@ -94,7 +108,7 @@ class RunView:
     @property
     def seconds_per_iteration(self) -> float | None:
         """Median over the last train records."""
-        times = [record.get("elapsed_time_per_iteration_ms") for record in self.train]
+        times = (record.get("elapsed_time_per_iteration_ms") for record in self.train)
         known = [float(one) / 1e3 for one in times if one]
         return statistics.median(known) if known else None
 
@@ -168,6 +182,10 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     folder = RunFolder(path)
     if not folder.config.exists():
         raise ValueError(f"{no_folder(path)}. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
+    settings = {name: Config.model_fields[name].default for name in _SETTINGS}
+    with suppress(ValueError):  # it is being rewritten, as at every start
+        given = recorded_settings(folder.config)
+        settings |= {name: value for name, value in given.items() if name in settings}
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now
@@ -177,7 +195,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
         launched = datetime.fromisoformat(read_json(folder.provenance)["starts"][-1]["time"]).timestamp()
     with suppress(*unwritten):
         summed_up = folder.summary.stat().st_mtime, str(read_json(folder.summary)["status"])
-    return RunView(_settings(folder.config), events, train, moved, now, launched, summed_up)
+    return RunView(settings, events, train, moved, now, launched, summed_up)
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
@@ -196,21 +214,6 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
     if not result.done():
         raise TimeoutError(f"its file system has not answered in {seconds:.0f} s")
     return result.result()
-
-
-_SETTINGS = (
-    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
-    "max_restarts",
-)  # fmt: skip
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    defaults = {name: Config.model_fields[name].default for name in _SETTINGS}
-    try:
-        given = recorded_settings(path)
-    except ValueError:  # rewritten at every start
-        given = {}
-    return defaults | {name: value for name, value in given.items() if name in defaults}
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
@@ -245,17 +248,6 @@ def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float |
     if beyond <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)
-
-
-# How full its disk is.
-
-
-# window of the fill rate: checkpoints come in bursts, and other users write, too
-_WINDOW_SECONDS = 24 * 3600.0
-_SHORTEST_SECONDS = 3600.0
-_LARGEST_SAMPLES = 150
-
-Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 
 @dataclass(frozen=True)
