@@ -171,6 +171,7 @@ class Overview:
     def __init__(self, run: Run, loss: float, unit: str | None, window_tokens: float):
         count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
         own_end = smoothed(run, NATS, window_of([run]))
+        # older files have no peak
         memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
         self.run = run
         self.total_parameters = count.total if count else nan
@@ -241,28 +242,26 @@ def parity(one: Group, other: Group) -> Parity:
     pair = [Group(tuple(run for run in group.runs if not reasons[run.name])) for group in (one, other)]
     found = Parity(one, other, reason="their seeds have no tokens in common")
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
-        curves = [mean_curve(group, what, unit, window) for group in pair]
-        if curves[0] and curves[1]:
-            found = _at_the_lowest(Parity(pair[0], pair[1], what, unit=unit), curves[0], curves[1])
-            if not found.reason:
-                break
+        curves = [curve for group in pair if (curve := mean_curve(group, what, unit, window))]
+        if len(curves) < 2:
+            continue
+        found = Parity(pair[0], pair[1], what, unit=unit)
+        own_lowest, other_lowest = (lowest(curve.loss) for curve in curves)
+        loss = rounded_up(max(own_lowest, other_lowest))
+        # What a run used before its first record is not known.
+        begins = [group.name for group, curve in zip(pair, curves, strict=True) if curve.loss[0] <= loss]
+        if begins:
+            found = replace(found, reason=f"{begins[0]} starts at {loss:.4f} {unit} or below")
+            continue
+        ours, theirs = (cost_of(curve.at, curve.loss, loss) for curve in curves)
+        assert ours and theirs
+        shares: dict[str, Any] = {}
+        for name in ("flops", "seconds", "tokens"):
+            used, base = getattr(ours, name), getattr(theirs, name)
+            shares[name] = used / base if base > 0 else float("nan")
+        is_reached = own_lowest <= other_lowest
+        return replace(found, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
     return found
-
-
-def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
-    own_lowest, other_lowest = lowest(curve.loss), lowest(other.loss)
-    loss = rounded_up(max(own_lowest, other_lowest))
-    for group, one in ((pair.run, curve), (pair.other, other)):
-        if one.loss[0] <= loss:
-            return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
-    ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
-    assert ours and theirs
-    shares: dict[str, Any] = {}
-    for name in ("flops", "seconds", "tokens"):
-        used, base = getattr(ours, name), getattr(theirs, name)
-        shares[name] = used / base if base > 0 else float("nan")
-    is_reached = own_lowest <= other_lowest
-    return replace(pair, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
 
 
 def parity_text(found: Parity) -> str:
@@ -300,19 +299,6 @@ def is_validated_alike(runs: Sequence[Run]) -> bool:
     return len({data_of(run) for run in runs if run.settings}) < 2
 
 
-def _throughput_note(run: Run) -> str:
-    """By how much tokens per second varied within a run, if by more than 20%; empty otherwise."""
-    rates = run.train["tokens_per_second"][1:]  # the first one contains compilation and caches
-    rates = rates[np.isfinite(rates)]
-    if len(rates) < _FEWEST_RATES:
-        return ""
-    low, median, high = np.percentile(rates, [5, 50, 95])
-    if not median or high - low <= _STEADY * median:
-        return ""
-    rates_text = f"from {rate_text(low)} to {rate_text(high)} tokens/s"
-    return f"{run.name} by {(high - low) / median:.0%} of its median, {rates_text}"
-
-
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
@@ -321,10 +307,13 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     of the MoE always is.
     """
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        part = TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
+        if part == "place":
+            continue
         values = [
             _UNKNOWN if name not in run.settings
-            else _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense"
+            else _NO_EXPERTS if part == "experts" and run.kind == "dense"
             else _shown(run.settings[name])
             for run in runs
         ]  # fmt: skip
@@ -335,10 +324,6 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
-
-
-def _part(name: str) -> str:
-    return TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
 
 
 def _shown(value: object) -> str:
@@ -360,7 +345,18 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
         found.append("The runs were validated on different data: they are ranked by their training losses.")
-    if uneven := [note for run in runs if (note := _throughput_note(run))]:
+    uneven = []
+    for run in runs:
+        # the first record contains compilation and caches
+        rates = run.train["tokens_per_second"][1:]
+        rates = rates[np.isfinite(rates)]
+        if len(rates) < _FEWEST_RATES:
+            continue
+        low, median, high = np.percentile(rates, [5, 50, 95])
+        if median and high - low > _STEADY * median:
+            by = f"by {(high - low) / median:.0%} of its median"
+            uneven.append(f"{run.name} {by}, from {rate_text(low)} to {rate_text(high)} tokens/s")
+    if uneven:
         rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
         found.append(f"{rule}, so that its times say little about the model: {'; '.join(uneven)}.")
     window = window_of(runs)

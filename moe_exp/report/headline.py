@@ -81,31 +81,26 @@ def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | No
     if len(groups) < 2 or unit is None:
         return None
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
-        curves = {id(run): _curve(run, what, unit, window, axis) for run in runs}
-        left_out = [tuple(run for run in group.runs if not len(curves[id(run)][0])) for group in groups]
-        spans = [(float(x[0]), float(x[-1])) for x, _ in curves.values() if len(x)]
+        curves: dict[int, tuple[Floats, Floats]] = {}  # x and loss of the runs that have them
+        for run in runs:
+            if curve := run_curve(run, what, unit, window):
+                known = np.isfinite(curve.at[axis])
+                if known.any():
+                    curves[id(run)] = curve.at[axis][known], curve.loss[known]
+        left_out = [tuple(run for run in group.runs if id(run) not in curves) for group in groups]
         # the largest x that all curves have reached, unless one begins after it
-        end = min((last for _, last in spans), default=-1.0)
-        at = end if spans and all(first <= end for first, _ in spans) else None
+        at = min((float(x[-1]) for x, _ in curves.values()), default=-1.0)
+        is_common = all(x[0] <= at for x, _ in curves.values())
         is_whole = all(len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True))
-        if at is not None and is_whole:
+        if is_common and is_whole:
             break
     else:
         return None
     standings = []
     for group, out in zip(groups, left_out, strict=True):
-        losses = [float(np.interp(at, *curves[id(run)])) for run in group.runs if len(curves[id(run)][0])]
+        losses = [float(np.interp(at, *curves[id(run)])) for run in group.runs if id(run) in curves]
         standings.append(Standing(group, float(np.mean(losses)), min(losses), max(losses), out))
     return Ranking(axis, at, what, unit, tuple(sorted(standings, key=lambda one: one.loss)))
-
-
-def _curve(run: Run, what: str, unit: str, window_tokens: float, axis: Axis) -> tuple[Floats, Floats]:
-    """x and loss of `run_curve`; empty without one."""
-    found = run_curve(run, what, unit, window_tokens)
-    if found is None:
-        return np.array([]), np.array([])
-    known = np.isfinite(found.at[axis])
-    return found.at[axis][known], found.loss[known]
 
 
 def amount_text(axis: Axis, amount: float) -> str:
@@ -122,7 +117,16 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
         One sentence, and what the seeds say about it and which runs it leaves out; the second may be empty.
     """
     if len(runs) == 1:
-        return _single(runs[0]), ""
+        (run,) = runs
+        loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
+        known = np.isfinite(run.valid["lm_loss"])
+        if known.any():
+            loss, tokens = run.valid["lm_loss"][known][-1], run.valid["consumed_tokens"][known][-1]
+            what = "a validation loss"
+        if not np.isfinite(loss):
+            return f"{run.name} has no loss yet.", ""
+        after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
+        return f"{run.name} has {what} of {loss:.4f} {NATS}{after}.", ""
     found, window = ranking(runs), window_of(runs)
     refused = [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
     if found is None:
@@ -149,29 +153,16 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
     return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
 
-def _single(run: Run) -> str:
-    loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
-    known = np.isfinite(run.valid["lm_loss"])
-    if known.any():
-        loss, tokens = run.valid["lm_loss"][known][-1], run.valid["consumed_tokens"][known][-1]
-        what = "a validation loss"
-    if not np.isfinite(loss):
-        return f"{run.name} has no loss yet."
-    after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
-    return f"{run.name} has {what} of {loss:.4f} {NATS}{after}."
-
-
 def _seeds(best: Standing, second: Standing) -> str:
     """What the seeds of the two say about the difference; empty with one seed each."""
-    missing = [run.name for one in (best, second) for run in one.left_out]
-    left_out = [f"Without a validation, and left out: {in_words(missing)}."] if missing else []
-    if not (best.has_seeds or second.has_seeds):
-        return " ".join(left_out)
-    seeded = [one for one in (best, second) if one.has_seeds]
-    ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
-    verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
-    means = f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
-    return " ".join([means, *left_out])
+    parts = []
+    if seeded := [one for one in (best, second) if one.has_seeds]:
+        ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
+        verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
+        parts.append(f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}.")
+    if missing := [run.name for one in (best, second) for run in one.left_out]:
+        parts.append(f"Without a validation, and left out: {in_words(missing)}.")
+    return " ".join(parts)
 
 
 RANKING_RULE = (
@@ -212,11 +203,13 @@ def pairs(runs: Sequence[Run]) -> list[Parity]:
 
 def difference(pair: Parity, found: Ranking | None) -> float:
     """Loss of `pair.run` minus that of `pair.other` in a ranking, to four places; NaN if unknown."""
-    losses = []
-    for group in (pair.run, pair.other):
-        for one in found.standings if found else ():
-            if any(run is other for run in one.group.runs for other in group.runs):
-                losses.append(round(one.loss, 4))
+    # by identity: a group of a pair may lack seeds that a group of the ranking has, or the other way
+    losses = [
+        round(one.loss, 4)
+        for group in (pair.run, pair.other)
+        for one in (found.standings if found else ())
+        if any(run is other for run in one.group.runs for other in group.runs)
+    ]
     return losses[0] - losses[1] if len(losses) == 2 else float("nan")
 
 
