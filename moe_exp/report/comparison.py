@@ -10,8 +10,7 @@ import numpy as np
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.quantities import rate_text
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.report.run_data import AXES, Floats, Run, latest
-from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
+from moe_exp.report.run_data import AXES, Floats, RunRecords, latest
 from moe_exp.runs.curves import grouped_by_seed, shared_points
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
@@ -37,7 +36,7 @@ class Cost:
 class Group:
     """Runs that differ only in SEED, in the order of the report."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecords, ...]
 
     @property
     def name(self) -> str:
@@ -74,44 +73,90 @@ class Parity:
     reason: str = ""  # why the two cannot be compared
 
 
-def tokenizer_of(run: Run) -> str | None:
+def tokenizer_of(run: RunRecords) -> str | None:
     """Identifies the tokenizer: TOKENIZER, else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
-def bits_per_nat(run: Run) -> float:
+def bits_per_nat(run: RunRecords) -> float:
     """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     both = np.isfinite(bits) & (nats > 0)
     return float(bits[both][-1] / nats[both][-1]) if both.any() else float("nan")
 
 
-def has_loss(run: Run) -> bool:
+def has_loss(run: RunRecords) -> bool:
     """Whether any record has a finite loss."""
     return bool(np.isfinite(run.train["lm_loss"]).any())
 
 
-def is_mixed(runs: Sequence[Run]) -> bool:
+def is_mixed(runs: Sequence[RunRecords]) -> bool:
     """Whether the runs with a loss use several tokenizers, so that losses per token do not compare."""
     return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
-def loss_unit(runs: Sequence[Run]) -> str | None:
+def loss_unit(runs: Sequence[RunRecords]) -> str | None:
     """Unit in which the losses of these runs compare: NATS with one tokenizer, else BITS; None if unknown."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
-def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
+def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
+    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself. Each
+    counts by its length in x: one of a few iterations, before a stop, for no more than these.
+
+    NaN while the records cover less than `window`, in units of the increasing `x`, and if no value is finite.
+    """
+    finite = np.isfinite(values)
+    # differences of running sums: the windows of all records in one pass
+    lengths = np.where(finite, np.diff(x, prepend=begin_of(x)), 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0) * lengths)])
+    counts = np.concatenate([[0.0], np.cumsum(lengths)])
+    ends = np.arange(1, len(x) + 1)
+    starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
+    covered = counts[ends] - counts[starts]
+    means = np.where(covered > 0, (sums[ends] - sums[starts]) / np.where(covered > 0, covered, 1), np.nan)
+    # token counts as floats may miss a whole window by rounding
+    return np.where(x - begin_of(x) >= window * (1 - 1e-9), means, np.nan)
+
+
+def begin_of(x: Floats) -> float:
+    """Start of the first record, extrapolated from the second; 0 with one record, NaN without any."""
+    # not always 0: a run from LOAD_DIR continues the counts of its checkpoint
+    known = x[np.isfinite(x)]
+    if len(known) < 2:
+        return 0.0 if len(known) else float("nan")
+    return max(0.0, float(2 * known[0] - known[1]))
+
+
+def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
+    """Index of the first value at or below `target`, and the share in (0, 1] of the straight line from the
+    value before (1 without one). None if a curve never reaches it.
+    """
+    reached = np.flatnonzero(values <= target)  # NaN compares false
+    if not len(reached):
+        return None
+    index = int(reached[0])
+    before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
+    return index, (before - target) / (before - value) if before > target else 1.0
+
+
+def on_the_way(x: Floats, index: int, share: float) -> float:
+    """`x` interpolated at a result of `first_at_or_below`."""
+    before = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
+    return float(before + share * (x[index] - before))
+
+
+def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
     """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
     losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
     return np.round(trailing_mean(run.train["consumed_tokens"], losses, window_tokens), 9)
 
 
-def window_of(runs: Sequence[Run]) -> float:
+def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, at least 1% of the longest.
 
     Runs below that 1% are ignored, so that one that has just begun does not change the other curves. Tokens
@@ -125,7 +170,7 @@ def window_of(runs: Sequence[Run]) -> float:
     return max(SMOOTHED_SHARE * min((count for count in tokens if count >= fewest), default=0.0), fewest)
 
 
-def why_not_compared(run: Run, window_tokens: float) -> str:
+def why_not_compared(run: RunRecords, window_tokens: float) -> str:
     """Why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
     if not has_loss(run):
         return "has no loss that is a number" if run.num_records else "has no loss yet"
@@ -146,7 +191,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | Non
     return None if place is None else Cost(*(on_the_way(at[axis], *place) for axis in AXES))
 
 
-def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
+def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
     """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN, and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
@@ -168,7 +213,7 @@ class Overview:
     `cost` is that of `loss` in `unit`; None if it was not reached, or if losses do not compare (no `unit`).
     """
 
-    def __init__(self, run: Run, loss: float, unit: str | None, window_tokens: float):
+    def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):
         count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
         own_end = smoothed(run, NATS, window_of([run]))
         # older files have no peak
@@ -189,20 +234,19 @@ class Overview:
         self.cost = cost_of(train, smoothed(run, unit, window_tokens), loss) if unit else None
 
 
-def seed_groups(runs: Sequence[Run]) -> list[Group]:
+def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
     """Groups runs whose settings differ only in SEED, in their place or in how they are monitored."""
     grouped = grouped_by_seed([run.settings for run in runs])
     return [Group(tuple(runs[index] for index in group)) for group in grouped]
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """The mean of `run_curve` over the runs that have one, as far as all have come; None without one, or with
-    no tokens in common.
-    """
+    """The mean of the runs' curves as far as all have come; None without any, or without common tokens."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
     tokens = [curve.at["consumed_tokens"] for curve in curves]
+    # in tokens, as the records of runs with other batch sizes lie between each other
     points = shared_points(tokens)
 
     def mean(values: Sequence[Floats]) -> Floats:
@@ -212,7 +256,7 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
     return LossCurve(at, mean([curve.loss for curve in curves])) if len(points) else None
 
 
-def run_curve(run: Run, what: str, unit: str, window_tokens: float) -> LossCurve | None:
+def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> LossCurve | None:
     """The loss of one run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without one."""
     if what == VALIDATION:
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
@@ -222,7 +266,7 @@ def run_curve(run: Run, what: str, unit: str, window_tokens: float) -> LossCurve
     return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
 
 
-def parities(runs: Sequence[Run]) -> list[Parity]:
+def parities(runs: Sequence[RunRecords]) -> list[Parity]:
     """Compares every MoE model with every dense one; runs that differ only in SEED count as one."""
     groups = seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
@@ -285,12 +329,12 @@ def in_words(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def is_validated_alike(runs: Sequence[Run]) -> bool:
+def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
     """Whether the validation losses of these runs are of the same data, as far as settings are known: files,
     order, length and number of the samples, and which of their tokens count and see each other.
     """
 
-    def data_of(run: Run) -> tuple[str, ...]:
+    def data_of(run: RunRecords) -> tuple[str, ...]:
         data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
         names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
         samples = run.config.eval_iters * run.config.gbsz if run.config else ""
@@ -299,7 +343,7 @@ def is_validated_alike(runs: Sequence[Run]) -> bool:
     return len({data_of(run) for run in runs if run.settings}) < 2
 
 
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
     `(unknown)` stands for a setting the run does not have, `–` for a MoE setting of a dense run. With dense
@@ -334,7 +378,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def warnings_of(runs: Sequence[Run]) -> list[str]:
+def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
     """Caveats of a comparison: mixed tokenizers, gaps, unreadable data."""
     found = []
     if is_mixed(runs):

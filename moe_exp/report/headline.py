@@ -24,7 +24,7 @@ from moe_exp.report.comparison import (
     why_not_compared,
     window_of,
 )
-from moe_exp.report.run_data import Floats, Run
+from moe_exp.report.run_data import Floats, RunRecords
 
 Axis = Literal["consumed_tokens", "consumed_flops", "training_seconds"]
 AXES: dict[Axis, str] = {
@@ -40,7 +40,7 @@ class Standing:
     loss: float
     low: float
     high: float
-    left_out: tuple[Run, ...] = ()
+    left_out: tuple[RunRecords, ...] = ()
 
     @property
     def has_seeds(self) -> bool:
@@ -65,16 +65,13 @@ class Ranking:
         return round(second.loss, 4) - round(best.loss, 4)
 
 
-def baseline_of(runs: Sequence[Run]) -> int:
+def baseline_of(runs: Sequence[RunRecords]) -> int:
     """Index of the run that others are compared with: the first dense one, else the first."""
     return next((index for index, run in enumerate(runs) if run.kind == "dense"), 0)
 
 
-def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups by their loss where all their runs have used the same amount of `axis`, see
-    RANKING_RULE. Runs that cannot be compared are left out, as are seeds without a validation where another
-    of their group has one; None if less than two groups remain.
-    """
+def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
+    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None if less than two are comparable."""
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)
@@ -87,6 +84,7 @@ def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | No
                 known = np.isfinite(curve.at[axis])
                 if known.any():
                     curves[id(run)] = curve.at[axis][known], curve.loss[known]
+        # seeds without a validation, where another of their group has one
         left_out = [tuple(run for run in group.runs if id(run) not in curves) for group in groups]
         # the largest x that all curves have reached, unless one begins after it
         at = min((float(x[-1]) for x, _ in curves.values()), default=-1.0)
@@ -110,7 +108,7 @@ def amount_text(axis: Axis, amount: float) -> str:
     return f"{count_text(amount)} tokens" if axis == "consumed_tokens" else f"{flops_text(amount)} FLOPs"
 
 
-def headline(runs: Sequence[Run]) -> tuple[str, str]:
+def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
     """Which run is better and by how much at equal tokens, or the loss of a single run.
 
     Returns:
@@ -174,7 +172,7 @@ RANKING_RULE = (
 )
 
 
-def other_winners(runs: Sequence[Run]) -> list[str]:
+def other_winners(runs: Sequence[RunRecords]) -> list[str]:
     """A sentence for FLOPs and for training time, if another run is the best there than at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
@@ -188,11 +186,8 @@ def other_winners(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def pairs(runs: Sequence[Run]) -> list[Parity]:
-    """Compares every MoE model with every dense one; without both kinds, every model with the baseline.
-
-    Runs that differ only in SEED are one model, with their mean curves.
-    """
+def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
+    """Compares every MoE model with every dense one; without both kinds, every model with the baseline."""
     if found := parities(runs):
         return found
     baseline = runs[baseline_of(runs)]

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,16 @@ from moe_exp.report.comparison import (
     window_of,
 )
 from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
-from moe_exp.report.run_data import AXES, NUM_COLUMNS, VALID_CURVES, Floats, Run, read_runs, run_problems
-from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+from moe_exp.report.run_data import (
+    AXES,
+    NUM_COLUMNS,
+    VALID_CURVES,
+    Floats,
+    RunRecords,
+    read_runs,
+    run_problems,
+    spikes,
+)
 from moe_exp.runs.curves import grouped_by_seed, marks_of
 
 # By these, an earlier report is known, which a new one may replace: in HTML, and in Markdown.
@@ -108,7 +116,7 @@ def check_out(out: Path | None) -> list[str]:
     return []
 
 
-def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], float, str | None]:
+def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
     """The runs in numbers, the loss that costs are given for, and its unit."""
     found, unit = common_loss(runs)
     chosen = found if loss is None else loss
@@ -116,12 +124,14 @@ def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], flo
     return [Overview(run, chosen, unit, window) for run in runs], chosen, unit
 
 
-def title_of(runs: Sequence[Run]) -> str:
+def title_of(runs: Sequence[RunRecords]) -> str:
     """A heading for these runs."""
     return f"{len(runs)} runs" if len(runs) > 3 else in_words([run.name for run in runs])
 
 
-def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
+def report_html(
+    runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
+) -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
@@ -169,10 +179,8 @@ def asset_text(name: str) -> str:
     return (parts.ASSETS / name).read_text(encoding="utf-8")
 
 
-def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """The JSON value that the script reads; `loss` as in `write_report`, `detail` a factor on the number of
-    points.
-    """
+def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
+    """The JSON value for the script; `loss` as in `write_report`, `detail` scales the number of points."""
     # limits that keep the page far under 5 MB for any runs
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), loss_unit(runs)
@@ -198,7 +206,7 @@ def embedded(value: Any) -> str:
     return text
 
 
-def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
+def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
     ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
@@ -243,6 +251,44 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     }
 
 
+def new_minima(values: Floats, most: int = 400) -> list[int]:
+    """Indices of new minima, where each loss was first reached; at most `most`, evenly spread."""
+    lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
+    before = np.concatenate([[np.inf], lowest[:-1]])
+    indices = np.flatnonzero(lowest < before)
+    if len(indices) > most:
+        indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    return [int(index) for index in indices]
+
+
+class Buckets(NamedTuple):
+    """A downsampled curve [B], of the finite values of each bucket; NaN without any."""
+
+    mean: Floats
+    low: Floats
+    high: Floats
+    num_missing: Floats  # values of each bucket that are not finite
+
+
+def bucket_starts(num_records: int, most: int) -> Floats:
+    """First index of each of at most `most` buckets of nearly equal size."""
+    num = min(num_records, most)
+    return np.floor(np.arange(num) * num_records / max(num, 1))
+
+
+def bucketed(values: Floats, starts: Floats) -> Buckets:
+    """Buckets with minimum and maximum, so that a spike of one record stays visible."""
+    index = starts.astype(int)
+    if not len(index):
+        return Buckets(values, values, values, values)
+    finite = np.isfinite(values)
+    num = np.add.reduceat(finite.astype(float), index)
+    sizes = np.diff(np.append(index, len(values)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(num > 0, np.add.reduceat(np.where(finite, values, 0.0), index) / num, np.nan)
+    return Buckets(mean, np.fmin.reduceat(values, index), np.fmax.reduceat(values, index), sizes - num)
+
+
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
     """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
     if not np.isfinite(values).any():
@@ -256,7 +302,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
     return curve
 
 
-def _experts(run: Run, budget: float) -> dict[str, Any] | None:
+def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
     """Load [C, L, E] in 1/LOAD_SCALE of the fair share as little-endian uint16, and curves per layer."""
     if not run.load:
         return None
@@ -290,7 +336,7 @@ def _rounded(value: float, digits: int = 6) -> float | int | None:
 
 
 def report_markdown(
-    runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
+    runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
     """The report as short Markdown with a final newline; its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)

@@ -45,8 +45,7 @@ from moe_exp.report.headline import (
     pairs,
     ranking,
 )
-from moe_exp.report.run_data import LAYER_KEYS, Run
-from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
+from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
 from moe_exp.runs.records import time_of
 
 ASSETS = Path(__file__).parent / "assets"
@@ -95,7 +94,7 @@ def row_html(name: str, values: Sequence[str], css: str = "") -> str:
     return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
 
 
-def run_name(run: Run, index: int) -> str:
+def run_name(run: RunRecords, index: int) -> str:
     """A run's name in its color; at most six lines, the full name on hover."""
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
@@ -106,7 +105,7 @@ def how(rule: str) -> str:
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
-def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
+def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
     """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
     text, about_seeds = headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
@@ -257,7 +256,7 @@ def cost_texts(cost: Cost | None) -> list[str]:
     return [count_text(cost.tokens), flops_text(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
 
 
-def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def settings_html(runs: Sequence[RunRecords], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """The settings that differ, a column per run."""
     if not rows:
         note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
@@ -272,7 +271,7 @@ _EXPERT_CHARTS = (
 )  # fmt: skip
 
 
-def experts_html(runs: Sequence[Run]) -> str:
+def experts_html(runs: Sequence[RunRecords]) -> str:
     """The frame of the heatmaps and expert curves, and a table of each run's layers."""
     with_experts = [run for run in runs if run.load]
     if not with_experts:
@@ -312,7 +311,7 @@ _DEAD_RULE = (
 )
 
 
-def spikes_html(runs: Sequence[Run]) -> str:
+def spikes_html(runs: Sequence[RunRecords]) -> str:
     """Number and iterations of each run's gradient norm spikes."""
     items = []
     for run in runs:
@@ -323,7 +322,7 @@ def spikes_html(runs: Sequence[Run]) -> str:
     return f'<p class="note">Spikes of the gradient norm: {"; ".join(items)}.</p>{how(rule)}'
 
 
-def events_html(runs: Sequence[Run]) -> str:
+def events_html(runs: Sequence[RunRecords]) -> str:
     """A timeline per run since its own start, all on one scale, and the events as a table."""
     timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
     if not any(timed):
@@ -346,8 +345,8 @@ def events_html(runs: Sequence[Run]) -> str:
                 for key, value in event.items()
                 if key not in ("kind", "iteration", "event", "time")
             )
-            when = str(event.get("time", "")).replace("T", " ")
-            texts = (event.get("event"), event.get("iteration"), when, more[:500])
+            stamp = str(event.get("time", "")).replace("T", " ")
+            texts = (event.get("event"), event.get("iteration"), stamp, more[:500])
             cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
             css = ' class="fault"' if is_fault(event) else ""
             rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
@@ -411,7 +410,7 @@ def is_fault(event: dict[str, Any]) -> bool:
     return is_named or "failed" in (event.get("status"), event.get("grade"))
 
 
-def about_html(runs: Sequence[Run]) -> str:
+def about_html(runs: Sequence[RunRecords]) -> str:
     """Start time, machine, versions and commands of each run, and the notes of its folder."""
     about: list[dict[str, Any]] = []
     for run in runs:
@@ -451,7 +450,7 @@ def about_html(runs: Sequence[Run]) -> str:
     return notes + table(head, rows, "Machine and command")
 
 
-def samples_html(runs: Sequence[Run]) -> str:
+def samples_html(runs: Sequence[RunRecords]) -> str:
     """Texts of `generated.jsonl` in the run folders, as `moe-exp generate --json` writes them."""
     parts = []
     for index, run in enumerate(runs):

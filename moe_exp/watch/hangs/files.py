@@ -133,10 +133,8 @@ _FOLDERS = "packages"  # name of the fact with their folders
 
 
 def package_folders() -> list[str]:
-    """Folders of PACKAGES as this process would import them, without importing them.
-
-    Names are not enough: a clone may lie in a folder called moe_exp or torch, next to unrelated files.
-    """
+    """Folders of PACKAGES as this process would import them, without importing them."""
+    # Names are not enough: a clone may lie in a folder called moe_exp or torch, next to unrelated files.
     specs = filter(None, map(importlib.util.find_spec, PACKAGES))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
     # with a link, a frame may have either path

@@ -40,9 +40,7 @@ class PartlySent(Exception):
 
 @dataclass(frozen=True)
 class Mail:
-    """E-mail through an SMTP server: TLS from the first byte, STARTTLS before the login, or neither; no login
-    without `user`.
-    """
+    """E-mail through an SMTP server, with TLS, STARTTLS or neither; without `user` there is no login."""
 
     host: str
     port: int
@@ -155,9 +153,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """The channels of the command line's flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all
-    problems.
-    """
+    """The channels of the flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     if flags.problems:

@@ -184,10 +184,7 @@ def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Itera
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
-    """Seconds until the run ends, with gaps between its jobs; None if its speed is not known.
-
-    A gap is the median of earlier ones; without any, the first is SLURM's estimate of the next start.
-    """
+    """Seconds until the run ends, with gaps between its jobs; None if its speed is not known."""
     view, queue = sight.view, sight.queue
     left = view.left_seconds
     if left is None or queue is None:
@@ -198,7 +195,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
     switches = num_switches(left, in_this_job, queue.limit_seconds)
     wait = 0.0
     if not queue.running and queue.next_start:
-        # the first switch is the wait itself
+        # the first gap is SLURM's estimate of the next start, the others are the median of earlier ones
         wait = max(0.0, queue.next_start.timestamp() - view.now)
         switches = max(0, switches - 1)
     return left + wait + switches * (view.gap_seconds or 0.0)

@@ -89,21 +89,23 @@ class RunView:
         """When the latest start failed, and its events since the first that ended it (none: only summary.json
         says so); None if it has not, or another has begun since.
         """
-        ends: list[Record] = []
-        hung: list[Record] = []
+        ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
+            # the ranks of a fresh hang may still start again
             has_hung = name == "hang" and self.now - event_time(event) > _HANG_SECONDS
             if name in (*_STARTS, "restart", "end"):
                 ends, hung = [], []
             elif name in _ENDS or has_hung or event.get("grade") == "failed":
                 ends.append(event)
             hung += [event] if name == "hang" else []
+        # without such an event, summary.json decides if it is newer than the last record
         at, status = self.summed_up or (0.0, "")
-        found: tuple[float, list[Record]] | None = (event_time(ends[-1]), ends) if ends else None
-        if found is None and status == "failed" and at >= (self.moved or 0.0):
-            found = at, hung
-        return None if found is None or self.launched > found[0] else found
+        if ends:
+            at, hung = event_time(ends[-1]), ends
+        elif status != "failed" or at < (self.moved or 0.0):
+            return None
+        return None if self.launched > at else (at, hung)
 
     @property
     def seconds_per_iteration(self) -> float | None:
@@ -124,10 +126,13 @@ class RunView:
         return pace + added + saved
 
     @property
+    def saves(self) -> list[Record]:
+        return [event for event in self.events if event["event"] == "checkpoint"]
+
+    @property
     def save_seconds(self) -> list[float]:
         """Duration of every save so far."""
-        saves = (event for event in self.events if event["event"] == "checkpoint")
-        return [float(event["seconds"]) for event in saves if event.get("seconds")]
+        return [float(event["seconds"]) for event in self.saves if event.get("seconds")]
 
     @property
     def left_seconds(self) -> float | None:
@@ -168,8 +173,7 @@ class RunView:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Size of the newest checkpoint with an event."""
-        saves = (event for event in reversed(self.events) if event["event"] == "checkpoint")
-        return next((int(event["bytes"]) for event in saves if event.get("bytes")), None)
+        return next((int(event["bytes"]) for event in reversed(self.saves) if event.get("bytes")), None)
 
 
 def no_folder(path: Path) -> str:
@@ -217,10 +221,8 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """All events of a metrics.jsonl and its last train records; both empty if there is no file.
-
-    Long runs have gigabytes of train records: only the needed lines are parsed.
-    """
+    """All events of a metrics.jsonl and its last train records; both empty if there is no file."""
+    # Long runs have gigabytes of train records: only the needed lines are parsed.
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
     with suppress(FileNotFoundError), regular(path).open("rb") as file:
@@ -280,8 +282,7 @@ def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
     if settings["keep_last"]:
         # Until the run has as many checkpoints as it keeps, the disk fills faster than later.
         number = int(settings["keep_last"]) + int(settings["keep_best"]) + 1
-        saves = [event_time(event) for event in view.events if event["event"] == "checkpoint"]
-        begin = saves[number - 1] if len(saves) >= number else math.inf
+        begin = event_time(view.saves[number - 1]) if len(view.saves) >= number else math.inf
     samples = [sample for sample in samples if sample[0] >= begin] or samples[-1:]
     seconds = samples[-1][0] - samples[0][0]
     save_seconds = int(settings["save_interval"]) * (view.seconds_per_iteration or 0.0)
