@@ -36,6 +36,7 @@ from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
 from moe_exp.watch.hangs.files import (
     Answer,
@@ -46,14 +47,7 @@ from moe_exp.watch.hangs.files import (
     wait_for_verdict,
     write_answer,
 )
-from moe_exp.watch.hangs.heartbeat import (
-    ITERATION_PHASES,
-    PAUSED,
-    Heartbeat,
-    failures_file,
-    hung_file,
-    read_beats,
-)
+from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, Heartbeat, read_beats
 from moe_exp.watch.hangs.stacks import summarize
 
 # for HANG_TIMEOUT=auto: a shared file system can stall for a minute or two without harm
@@ -286,7 +280,7 @@ class HangWatch:
         self._hung = f"the run hangs: {summary.line}; see {folder}"
         most, failure = self._config.max_restarts, 1
         with suppress(OSError, ValueError):  # the agent could not write it
-            failure = int(failures_file(self._local).read_text()) + 1
+            failure = int(heartbeat.failures_file(self._local).read_text()) + 1
         end = f", and start again (failure {failure} of at most {most})"
         if failure > most:
             end = f", and the run with them: this is failure {failure}, and MAX_RESTARTS={most}"
@@ -321,7 +315,7 @@ class HangWatch:
     def _end_ranks(self) -> None:
         self._hung_at = time.monotonic()
         with suppress(OSError):
-            hung_file(self._local).touch()
+            heartbeat.hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # also ends a process that is stopped or holds the GIL

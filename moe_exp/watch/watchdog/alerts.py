@@ -13,6 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.message import EmailMessage
@@ -203,13 +204,11 @@ class _Flags:
     def webhook(self) -> Webhook | None:
         if not (url := self._secret("webhook_file", WEBHOOK_VARIABLE)):
             return None
-        try:
+        with suppress(ValueError):  # of brackets without an IPv6 address between them
             parts = urllib.parse.urlsplit(url)
-            is_web = parts.scheme in ("http", "https") and parts.hostname
-        except ValueError:
-            is_web = False
-        if is_web and url.isascii() and url.isprintable() and " " not in url:
-            return Webhook(url)
+            is_plain = url.isascii() and url.isprintable() and " " not in url
+            if is_plain and parts.scheme in ("http", "https") and parts.hostname:
+                return Webhook(url)
         name = "--webhook-file" if self.options.get("webhook_file") else WEBHOOK_VARIABLE
         # without the secret value
         self._wrong(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")

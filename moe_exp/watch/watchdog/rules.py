@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -75,56 +75,49 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         end = "" if left is None else f", and the run needs {span(left)}"
         found["disk_filling"] = f"the disk is full in {span(full)} {how} ({free} free){end}"
     if sight.silent:
-        found |= silence | dict(_failed(view))
+        found |= silence | _failed(view)
     elif sight.queue is not None:
-        found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
+        queue, jobs = sight.queue, f"named {slurm_name}"
+        found |= _scheduling(queue, memory, limits, view.now, jobs, f"at {view.progress}")
+        begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
+        since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
+        failed = _failed(view, begun, since)
+        if failed:  # why no job is left
+            found.pop("not_scheduled", None)
+            found |= failed
+        elif queue.running:
+            found |= _stuck(view, memory, limits, since=begun)
+        # a chain of jobs that ends before the run
+        scheduled, needed = queue.scheduled_seconds, view.left_seconds
+        if (queue.running or queue.coming) and scheduled is not None and needed is not None:
+            more = f"submit {num_switches(needed, scheduled, queue.limit_seconds)} more"
+            if scheduled < min(needed, limits.ahead_seconds):
+                ends = f"its jobs end in {span(scheduled)}"
+                found["chain_short"] = f"{ends} and the run needs {span(needed)}: {more}"
     elif view.status == "stopped":
         found["stopped"] = f"it has ended at {view.progress}, and nothing continues it"
     elif view.status == "failed":
-        found |= dict(_failed(view))
+        found |= _failed(view)
     else:
-        found |= dict(_stuck(view, memory, limits, since=0.0))
+        found |= _stuck(view, memory, limits, since=0.0)
     if view.same_starts >= _MANY_STARTS:
         found["circles"] = f"it has started {view.same_starts} times in a row without a save"
     return found
 
 
-def _queue_problems(
-    sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
-) -> Iterator[tuple[str, str]]:
-    view = sight.view
-    jobs, at = f"named {slurm_name}", f"at {view.progress}"
-    found = dict(_scheduling(queue, memory, limits, view.now, jobs, at))
-    begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
-    since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
-    failed = dict(_failed(view, begun, since))
-    if failed:  # why no job is left
-        found.pop("not_scheduled", None)
-    yield from (found | failed).items()
-    if queue.running and not failed:
-        yield from _stuck(view, memory, limits, since=begun)
-    # a chain of jobs that ends before the run
-    scheduled, left = queue.scheduled_seconds, view.left_seconds
-    if scheduled is None or left is None or not (queue.running or queue.coming):
-        return
-    if scheduled >= min(left, limits.ahead_seconds):
-        return
-    more = num_switches(left, scheduled, queue.limit_seconds)
-    text = f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
-    yield "chain_short", text
-
-
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
-) -> Iterator[tuple[str, str]]:
+) -> dict[str, str]:
     """Jobs that are missing, will never start or have waited for too long; `at`: the run's progress."""
+    found = {}
     if queue.stuck:
-        yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
+        found["never_starts"] = "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
     is_ending = queue.ending and now - memory.busy < _ENDING_SECONDS
     if not (queue.running or queue.coming or queue.stuck or is_ending):
-        yield "not_scheduled", f"no job {jobs} runs or waits, {at}"
+        found["not_scheduled"] = f"no job {jobs} runs or waits, {at}"
     if not queue.running and queue.coming and now - memory.busy >= limits.wait_seconds:
-        yield "waiting", f"no job has run for {span(now - memory.busy)}: {queue.coming[0].text}"
+        found["waiting"] = f"no job has run for {span(now - memory.busy)}: {queue.coming[0].text}"
+    return found
 
 
 def problems_before_start(
@@ -144,7 +137,7 @@ def problems_before_start(
         queued = f"and no job {jobs} is queued"
         return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
     memory.busy = now if not memory.busy or queue.running else memory.busy
-    found = dict(_scheduling(queue, memory, limits, now, jobs, "and its run folder was never created"))
+    found = _scheduling(queue, memory, limits, now, jobs, "and its run folder was never created")
     begun = min((job.start.timestamp() for job in queue.running if job.start), default=now)
     if now - begun > (limits.stuck_seconds or START_SECONDS):
         job = f"job {queue.running[0].name} has been running for {span(now - begun)}"
@@ -152,10 +145,10 @@ def problems_before_start(
     return found
 
 
-def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterator[tuple[str, str]]:
+def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
     """A failed start, until another job `begun`, with the events that ended it; `since`: what followed."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
-        return
+        return {}
     at, events = view.failure
     what = "summary.json says so, train.log may say why"
     if events:
@@ -165,11 +158,11 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterat
     # only the launcher can restart ranks, and only for what it sees itself
     if events and events[0]["event"] in ("rank_failed", "hang") and not int(view.settings["max_restarts"]):
         hint = "; MAX_RESTARTS=3 restarts the ranks without a new job"
-    yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"
+    return {"failed": f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"}
 
 
-def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
-    """`since`: start of the running job."""
+def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
+    """The problem that a run writes nothing, if so; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
@@ -177,10 +170,11 @@ def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Itera
     # nothing new since the start: imports, loading, compiling
     if limits.stuck_seconds is None and (first >= memory.moved or not view.train):
         patience += START_SECONDS
-    if view.now - moved > patience:
-        pace = view.seconds_per_iteration
-        usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
-        yield "stuck", f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"
+    if view.now - moved <= patience:
+        return {}
+    pace = view.seconds_per_iteration
+    usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
+    return {"stuck": f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"}
 
 
 def wall_seconds_left(sight: Sight) -> float | None:

@@ -119,10 +119,9 @@ class Watchdog:
         view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
         free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
         memory.disk = with_sample(memory.disk, now, free)
-        queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
+        queue, silent = self._queue(check) if view.status != "finished" else (None, "")
         sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-        check.found = problems_of(sight, memory, self.limits, run.slurm_name)
-        check.found |= {"no_squeue": missing} if missing else {}
+        check.found |= problems_of(sight, memory, self.limits, run.slurm_name)
         before = dict(memory.untold_events)
         check.found |= count_events(view, memory, check.found)
         check.has_new_events = memory.untold_events != before
@@ -132,26 +131,25 @@ class Watchdog:
         """A run whose folder its first job creates: its jobs are all there is to see."""
         run, submitted = check.run, RunFolder(check.run.path).submitted
         job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
-        queue, silent, missing = self._queue(run, job_ids)
+        queue, silent = self._queue(check, job_ids)
         if job_ids:  # `moe-exp slurm` made the folder: its name is right
             check.memory.busy = check.memory.busy or now
         jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
-        check.found = problems_before_start(
+        check.found |= problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )
-        check.found |= {"no_squeue": missing} if missing else {}
         check.state = state_before_start(queue, silent)
 
-    def _queue(self, run: Watched, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str, str]:
-        """A run's jobs, why SLURM does not answer, why it cannot be asked (then it is ignored)."""
-        if not (run.slurm_name or job_ids):
-            return None, "", ""
+    def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
+        """A run's jobs, and why SLURM does not answer; a host that cannot ask it is a problem of its own."""
+        name = check.run.slurm_name
         try:
-            return read_queue(run.slurm_name, self.user, job_ids=job_ids), "", ""
+            return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
         except NoSqueue as error:
-            return None, "", str(error)
+            check.found["no_squeue"] = str(error)
+            return None, ""
         except QueueError as error:
-            return None, str(error), ""
+            return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
         """Sends one message for all runs, if needed; the next check reports failed channels to the others."""
