@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -159,24 +158,18 @@ def report_html(
         "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
         "sections": "".join(parts.section_html(*section) for section in sections),
-        "css": asset_text("uplot/uPlot.min.css") + asset_text("page.css"),
-        "scripts": "".join(f"<script>{asset_text(name)}</script>\n" for name in _SCRIPTS),
+        "css": parts.asset_text("uplot/uPlot.min.css") + parts.asset_text("page.css"),
+        "scripts": "".join(f"<script>{parts.asset_text(name)}</script>\n" for name in _SCRIPTS),
     }
     # With many runs, the curves get fewer points until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
         fields["data"] = embedded(page_data(runs, loss, detail))
         # in one pass, so that a run named like a placeholder stays text
-        text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], asset_text("page.html"))
+        text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], parts.asset_text("page.html"))
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"their page would be larger than {MOST_BYTES:,} bytes"
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
-
-
-@cache
-def asset_text(name: str) -> str:
-    """A file in assets/."""
-    return (parts.ASSETS / name).read_text(encoding="utf-8")
 
 
 def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
@@ -201,9 +194,8 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
 def embedded(value: Any) -> str:
     """`value` as JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    # the last two end a line in JavaScript, though not in JSON
+    return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
 
 def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, Any]:
@@ -261,44 +253,34 @@ def new_minima(values: Floats, most: int = 400) -> list[int]:
     return [int(index) for index in indices]
 
 
-class Buckets(NamedTuple):
-    """A downsampled curve [B], of the finite values of each bucket; NaN without any."""
-
-    mean: Floats
-    low: Floats
-    high: Floats
-    num_missing: Floats  # values of each bucket that are not finite
-
-
 def bucket_starts(num_records: int, most: int) -> Floats:
     """First index of each of at most `most` buckets of nearly equal size."""
     num = min(num_records, most)
     return np.floor(np.arange(num) * num_records / max(num, 1))
 
 
-def bucketed(values: Floats, starts: Floats) -> Buckets:
-    """Buckets with minimum and maximum, so that a spike of one record stays visible."""
-    index = starts.astype(int)
-    if not len(index):
-        return Buckets(values, values, values, values)
-    finite = np.isfinite(values)
+def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Mean, minimum and maximum of the finite values of each bucket (NaN without any), and the number of its
+    other values, all [B].
+    """
+    index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.where(num > 0, np.add.reduceat(np.where(finite, values, 0.0), index) / num, np.nan)
-    return Buckets(mean, np.fmin.reduceat(values, index), np.fmax.reduceat(values, index), sizes - num)
+    return mean, np.fmin.reduceat(values, index), np.fmax.reduceat(values, index), sizes - num
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
     """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
     if not np.isfinite(values).any():
         return None
-    found = bucketed(values, starts)
-    curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    mean, low, high, num_missing = bucketed(values, starts)
+    curve: dict[str, Any] = {"mean": _list(mean), "gaps": np.flatnonzero(num_missing).tolist()}
     if len(starts) < len(values):  # else the page has every record
         curve["last"] = _rounded(values[np.isfinite(values)][-1])
-    if with_range and len(starts) < len(values):
-        curve |= {"low": _list(found.low), "high": _list(found.high)}
+        # a spike of one record has to stay visible
+        curve |= {"low": _list(low), "high": _list(high)} if with_range else {}
     return curve
 
 

@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +49,6 @@ from moe_exp.report.headline import (
 from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
 from moe_exp.runs.records import time_of
 
-ASSETS = Path(__file__).parent / "assets"
 FAULTS = (
     "checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data", "hang", "too_many_bad_steps",
     "bad_step", "replicas_differ", "spike",
@@ -63,6 +63,12 @@ _MARKS = {name: name for name in ("start", "resume", "checkpoint", "end")}
 _MARKS |= {"changed_settings": "changed", "data_stage": "stage"}
 _MOST_MARKS = 150
 _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
+
+
+@cache
+def asset_text(name: str) -> str:
+    """A file in assets/."""
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def section_html(name: str, title: str, content: str, is_open: bool) -> str:
@@ -301,7 +307,7 @@ def experts_html(runs: Sequence[RunRecords]) -> str:
         shown = table(head, rows, f"Layers of {run.name}")
         tables += f"<details><summary>{title}</summary>{shown}</details>"
     charts = f"<summary>Curves of the experts</summary>{charts_html(_EXPERT_CHARTS)}"
-    view = (ASSETS / "experts.html").read_text(encoding="utf-8").rstrip()
+    view = asset_text("experts.html").rstrip()
     return f'{view}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
 
 

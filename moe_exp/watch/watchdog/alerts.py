@@ -9,7 +9,6 @@ import json
 import smtplib
 import socket
 import ssl
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
