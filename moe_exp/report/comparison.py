@@ -56,8 +56,7 @@ class LossCurve:
 class Parity:
     """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest loss that both reach.
 
-    Shares are of what `other` had used when it was there; NaN if unknown. Several seeds are compared by their
-    mean curves.
+    Shares are of what `other` had used there, NaN if unknown; several seeds are compared by mean curves.
     """
 
     run: Group
@@ -83,6 +82,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 def bits_per_nat(run: RunRecords) -> float:
     """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
+    # the ratio is that of tokens to bytes: it depends on the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
     return float(bits[both][-1] / nats[both][-1]) if both.any() else float("nan")
 
@@ -182,6 +182,7 @@ def why_not_compared(run: RunRecords, window_tokens: float) -> str:
 
 
 def lowest(values: Floats) -> float:
+    # fmin passes over NaN
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
@@ -204,6 +205,7 @@ def rounded_up(loss: float) -> float:
     """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
+    # as text: 4.1 + 0.2 is a little more than 4.3, and would come to 4.3001
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
@@ -262,6 +264,7 @@ def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> Lo
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
     else:
         table, loss = run.train, smoothed(run, unit, window_tokens)
+    # gaps are left out: between two points the curve is a straight line
     known = np.isfinite(table["consumed_tokens"]) & np.isfinite(loss)
     return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
 
@@ -335,6 +338,7 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
     """
 
     def data_of(run: RunRecords) -> tuple[str, ...]:
+        # without VALID_DATA, validation takes its share of the training data
         data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
         names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
         samples = run.config.eval_iters * run.config.gbsz if run.config else ""
@@ -355,6 +359,7 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
         part = TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
         if part == "place":
             continue
+        # dense runs have these settings, too, but they mean nothing there
         values = [
             _UNKNOWN if name not in run.settings
             else _NO_EXPERTS if part == "experts" and run.kind == "dense"

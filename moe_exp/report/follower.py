@@ -75,6 +75,7 @@ class Watched:
         elif kind == "valid":
             self.valid = dict(record)
         elif kind == "train":
+            # fewer in the first record after a start
             num_iterations = max(1, iteration - self.since_iteration)
             self.num_train += 1
             self.train, self.since_iteration = dict(record), iteration
@@ -213,6 +214,7 @@ def dead_experts(tokens_per_expert: Sequence[float]) -> int:
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     """The MoE layers of a train record, the one with the busiest expert first."""
     found = []
+    # a record of another version or another hand may hold anything
     for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):
         counts = map(number, _list(layer.get("tokens_per_expert")))
         tokens = [count for count in counts if count is not None]

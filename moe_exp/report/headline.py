@@ -177,6 +177,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
+    # all but tokens, which the headline is about
     for one in filter(None, (ranking(runs, axis) for axis in list(AXES)[1:])):
         best, second = one.standings[:2]
         if one.lead and best.group.name != by_tokens.standings[0].group.name:
@@ -216,6 +217,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
     """A sentence if a ranking at equal tokens says the opposite of `pair.tokens`; empty otherwise."""
     lead = difference(pair, found)
+    # the same sign: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.tokens - 1) * lead < 0:
         return ""
     better = pair.other if lead > 0 else pair.run

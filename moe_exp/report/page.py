@@ -102,6 +102,7 @@ def check_out(out: Path | None) -> list[str]:
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
+        # a link is written where it points to
         rule = f"{folder if out.is_symlink() else out.parent} is no directory"
         return [problem("out", out, rule, "make it, or name a file elsewhere")]
     if not out.exists():
@@ -260,9 +261,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean, minimum and maximum of the finite values of each bucket (NaN without any), and the number of its
-    other values, all [B].
-    """
+    """Mean, minimum and maximum of each bucket's finite values, NaN without any, and number of others [B]."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))

@@ -102,6 +102,7 @@ def row_html(name: str, values: Sequence[str], css: str = "") -> str:
 
 def run_name(run: RunRecords, index: int) -> str:
     """A run's name in its color; at most six lines, the full name on hover."""
+    # page.css has eight colors
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
 
@@ -125,6 +126,7 @@ def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
     names, rows = list[str](), []
     for one in found.values():
         losses = {standing.group.name: standing.loss for standing in one.standings}
+        # groups stay in the order of the first row, by tokens
         names = names or list(losses)
         css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
         cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
@@ -154,6 +156,7 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
     if not found:
         return ""
     title = "What the same loss costs"
+    # more of them as a table
     if len(found) <= 4:
         cards = ""
         for one in found:
@@ -220,6 +223,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
         ("TFLOP/s per rank", [digits_text(view.tflops_per_gpu, 3) for view in views]),
         ("peak memory of a rank", [bytes_text(view.peak_memory_bytes) for view in views]),
     ]
+    # a dash stands for what was not measured
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
@@ -239,6 +243,7 @@ def cost_html(
         return f'<p class="note">{note}</p>'
     rows = []
     for index, view in enumerate(views):
+        # by these attributes the script finds what it updates
         cells = zip([*AXES, "iteration"], cost_texts(view.cost), strict=True)
         values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
@@ -374,6 +379,7 @@ def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[s
     """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
+        # False comes before True
         return not is_fault(events[index]), is_checkpoint(events[index]), -index
 
     return [events[index] for index in sorted(sorted(range(len(events)), key=rank)[:most])]

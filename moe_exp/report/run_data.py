@@ -86,6 +86,7 @@ class LoadHistory:
             counts = [[layer["tokens_per_expert"] for layer in experts] for experts in of_records]
             values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for experts in of_records]
             counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
+        # of another version, or damaged
         except (AttributeError, KeyError, TypeError, ValueError):
             return False
         if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
@@ -276,6 +277,7 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
     follower = Follower(path, reader.add, advance)
     folder = follower.folder
     _read_settings(run, folder.config)
+    # Lines are counted first, as each record has to know its column.
     if folder.metrics.exists():
         with regular(folder.metrics).open("rb") as file:
             num_lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
@@ -350,6 +352,7 @@ class _Reader:
         if kind != "train":
             return
         iteration = number(record.get("iteration"))
+        # curves need an increasing x
         if iteration is None or iteration <= self.last_iteration:
             self.num_out_of_order += 1
             return
@@ -389,6 +392,7 @@ class _Reader:
             known = np.isfinite(train[key])
             if known.any():
                 at, values = train["iteration"][known], train[key][known]
+                # what was used before the first record is not known
                 _fill(valid[key], np.interp(valid["iteration"], at, values, left=np.nan))
         _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 

@@ -137,8 +137,22 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
         problems.append(problem("run", folder.path, rule, fix))
     if problems:
         raise ConfigError(problems)
-    found = {folder.path.resolve(): folder for folder in folders}.values()
-    return [_read(folder) for folder in found]
+    runs = []
+    for folder in {folder.path.resolve(): folder for folder in folders}.values():
+        squares = LoadSquares()
+        follower = Follower(folder.path, also=squares.take)
+        follower.refresh()
+        if follower.trouble:
+            rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
+            raise ConfigError(
+                [problem("run", folder.path, rule, "change its permissions, or check the disk")]
+            )
+        settings = follower.settings()
+        # Without settings, the records show whether there are experts.
+        is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
+        kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
+        runs.append(MirroredRun(_wandb_id(folder), kind, follower, squares))
+    return runs
 
 
 def _wandb_id(folder: RunFolder) -> str:
@@ -146,20 +160,6 @@ def _wandb_id(folder: RunFolder) -> str:
         return (folder.wandb / "run_id").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-
-
-def _read(folder: RunFolder) -> MirroredRun:
-    squares = LoadSquares()
-    follower = Follower(folder.path, also=squares.take)
-    follower.refresh()
-    if follower.trouble:
-        rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
-        raise ConfigError([problem("run", folder.path, rule, "change its permissions, or check the disk")])
-    settings = follower.settings()
-    # Without settings, the records show whether there are experts.
-    is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
-    kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
-    return MirroredRun(_wandb_id(folder), kind, follower, squares)
 
 
 def _report_api() -> Any:
@@ -260,9 +260,7 @@ def _markdown(text: str) -> str:
 
 
 class LoadSquares:
-    """Largest max over mean of each MoE layer over a run: a row per layer, a column for some records. As
-    text, because a report takes pictures only of curves.
-    """
+    """Largest max over mean of each MoE layer over a run, as text: a report takes pictures only of curves."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, array[float]] = {}  # of each record by layer; 0: not measured

@@ -110,6 +110,7 @@ def save_advice(
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
+        # rates of independent failures add up
         hours = mtbf_hours / num_nodes
         source = f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} node{'s' * (num_nodes != 1)}"
     else:

@@ -46,7 +46,7 @@ class CallTrace:
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
-        self._names: dict[CodeType, bytes | None] = {}
+        self._names: dict[CodeType, bytes | None] = {}  # None: the function is not traced
         self._count = 0
         os.register_at_fork(after_in_child=self.stop)  # a child shares the pages
         threading.setprofile(self._called)
@@ -64,22 +64,18 @@ class CallTrace:
         try:
             name = self._names[code]
         except KeyError:
-            name = self._names[code] = self._name(frame)
+            module, name = str(frame.f_globals.get("__name__", "")), None
+            if any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
+                # Python 3.11+: includes the class
+                function = getattr(code, "co_qualname", code.co_name)
+                text = f"{module}.{function}:{code.co_firstlineno}"[-_NAME_BYTES:]
+                name = text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
+            self._names[code] = name
         if name is None:
             return
         count, self._count = self._count, self._count + 1
         place = count % self._num_lines * _LINE_BYTES
         self._map[place : place + _LINE_BYTES] = b"%012d %14.6f %s" % (count, time.monotonic(), name)
-
-    def _name(self, frame: FrameType) -> bytes | None:
-        """The function as a fixed number of bytes, or None if it is not traced."""
-        module = str(frame.f_globals.get("__name__", ""))
-        if not any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
-            return None
-        # Python 3.11+: includes the class
-        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-        text = f"{module}.{function}:{frame.f_code.co_firstlineno}"[-_NAME_BYTES:]
-        return text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
 
 
 def latest_calls(path: Path, number: int) -> list[str]:

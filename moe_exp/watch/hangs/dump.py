@@ -59,6 +59,7 @@ def nccl_environment(local: Path) -> dict[str, str]:
         "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size, "TORCH_FR_DUMP_TEMP_FILE": file,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
     }  # fmt: skip
+    # what a user has set stays
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -104,9 +105,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (psutil's, such as sleeping or running; TRACED under a debugger; or GONE), kernel wait
-    function, number of GPUs of the node, and the heartbeat as text.
-    """
+    """Host, pid, state (psutil's, or TRACED or GONE), kernel wait function, number of GPUs, and heartbeat."""
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:

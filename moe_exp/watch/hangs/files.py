@@ -204,6 +204,7 @@ def write_dump(
     folder: Path, rank: int, facts: Mapping[str, Any], stacks: str,
     *, native: str = "", calls: Sequence[str] = (),
 ) -> None:  # fmt: skip
+    # who reads it may have the packages in other folders
     facts = {"rank": rank, **facts, _FOLDERS: os.pathsep.join(package_folders())}
     lines = [*(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
     lines += ["", _NATIVE, native.rstrip()] if native else []

@@ -58,9 +58,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """A file of one rank: its `beat`; `stacks`, written by faulthandler; `pipe`, in which a byte asks for
-    `collectives.json`, torch's flight recorder.
-    """
+    """A rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or the `pipe` that asks for it."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 

@@ -185,6 +185,7 @@ class HangWatch:
         if now - since < _STOP_SECONDS or self._hung_at < math.inf:
             return False
         beats = self._live_beats()
+        # saving and loading may take long without a heartbeat
         are_training = all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats)
         if len(beats) != self._config.gpus_per_node or self._paused(beats) or not are_training:
             return False
@@ -226,6 +227,7 @@ class HangWatch:
         """Writes this node's stacks; returns the verdict on a hang and acts on it, or None."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
+        # The launcher that asked decides for all nodes, with the answers of all.
         verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
         if verdict:
             self._end_ranks()
@@ -294,6 +296,7 @@ class HangWatch:
 
     def _named_by_another(self) -> Request | None:
         """Another node's request for the same hang; node 0 does not wait for one."""
+        # All nodes see the hang at about the same moment, and one folder holds all of their stacks.
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:
             request = self._new_request()

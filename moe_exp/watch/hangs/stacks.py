@@ -15,6 +15,7 @@ this order of evidence:
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +80,7 @@ def is_waiting(dump: RankDump) -> bool:
         return True
     if not frames[0].is_in_packages:
         return False
+    # on a CPU such calls find their result ready
     on_gpu = dump.facts.get("gpus", "0") != "0"
     return ".wait(" in source or (on_gpu and any(text in source for text in _DEVICE_WAITS))
 
@@ -212,6 +214,7 @@ def summarize(folder: Path) -> Summary:
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
     """Stacks, latest function calls of the named ranks (all if none is named), and which tool had to do."""
+    # one stack for all ranks that have it: thousands are in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
         yield f"{_ranks(group)}: {where(group[0])}"
@@ -240,13 +243,10 @@ def _ranks(group: Sequence[RankDump]) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     """Formats 0, 1, 2, 3, 5 as 0-3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    # consecutive numbers have the same distance to their places
+    runs = groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    ends = ((found[0][1], found[-1][1]) for found in (list(run) for _, run in runs))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:

@@ -146,6 +146,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
         # sockets, TLS, SMTP, HTTP, encodings: no error may keep the other channels from their message
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
+            # the longest first, as a URL contains its path
             for secret in sorted((one for one in channel.secrets if len(one) > 1), key=len, reverse=True):
                 reason = reason.replace(secret, "***")
             failed[channel.name] = reason
@@ -195,6 +196,7 @@ class _Flags:
         if user and not password:
             fix = "set it, or give --smtp-password-file"
             self._wrong("--smtp-user", user, f"has no password in {PASSWORD_VARIABLE}", fix)
+        # nobody listens between two processes of this host
         if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
             rule = "would send the password as plain text"
             self._wrong("--smtp-security", "none", rule, "use starttls or tls")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -67,6 +68,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         return {}
     found = dict[str, str]()
     disk, size, free = sight.disk, view.checkpoint_bytes, bytes_text(sight.disk.free_bytes)
+    # a limit of its own: the last save fails before the disk is full
     if size and size > disk.free_bytes:
         found["checkpoint_does_not_fit"] = f"a checkpoint has {bytes_text(size)}, and the disk {free} free"
     full, left = disk.full_in_seconds, wall_seconds_left(sight)
@@ -138,6 +140,7 @@ def problems_before_start(
         return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
     memory.busy = now if not memory.busy or queue.running else memory.busy
     found = _scheduling(queue, memory, limits, now, jobs, "and its run folder was never created")
+    # of several jobs, the one that has run longest should have made the folder
     begun = min((job.start.timestamp() for job in queue.running if job.start), default=now)
     if now - begun > (limits.stuck_seconds or START_SECONDS):
         job = f"job {queue.running[0].name} has been running for {span(now - begun)}"
@@ -226,24 +229,17 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
 
 def _event_text(event: Record, count: int) -> str:
     said = []
-    for name, value in event.items():
+    for name, given in event.items():
         if name not in ("kind", "event", "iteration", "time"):
-            text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
+            # numbers get five digits, also inside of lists and dictionaries
+            value = json.loads(json.dumps(given), parse_float=lambda text: float(f"{float(text):.5g}"))
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             text = " ".join(text.split())
             # an event may hold a traceback, and a webhook takes 3,500 characters
             said.append(f"{name}: {text if len(text) <= 200 else text[:197] + '...'}")
     times = f" ({count} times)" if count > 1 else ""
     where = f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}"
     return where + (f": {', '.join(said)}" if said else "")
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers with five digits, also inside of lists and dictionaries."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def state_line(sight: Sight) -> str:
@@ -273,16 +269,6 @@ def state_line(sight: Sight) -> str:
     filling = f", full in {span(full)}" if full is not None else ""
     parts.append(f"{bytes_text(sight.disk.free_bytes)} free{filling}")
     return "; ".join(parts)
-
-
-def state_before_start(queue: Queue | None, silent: str) -> str:
-    """State of a run without a folder."""
-    jobs = queue.all_jobs if queue is not None else []
-    state = "" if queue is None or queue.running else "queued: "
-    parts = [f"{state}{jobs[0].text}, no run folder yet" if jobs else "no run folder yet"]
-    if queue is not None and queue.next_start:
-        parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
-    return "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
 
 
 def span(seconds: float) -> str:

@@ -212,6 +212,7 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
         except Exception as error:
             result.set_exception(error)
 
+    # a daemon thread does not keep the process alive
     thread = threading.Thread(target=work, name="watchdog reader", daemon=True)
     thread.start()
     thread.join(seconds)

@@ -35,7 +35,6 @@ from moe_exp.watch.watchdog.rules import (
     problems_before_start,
     problems_of,
     read_memory,
-    state_before_start,
     state_line,
 )
 from moe_exp.watch.watchdog.run import disk_of, no_folder, view_run, with_sample, within
@@ -85,6 +84,7 @@ class Watchdog:
             check.news, check.over = check.memory.to_report(check.found, now, self.again_seconds)
         self._send(checks, now)
         for check in checks:
+            # after the message: a crash in between repeats it rather than losing it
             check.memory.forget_old(now, self.again_seconds)
             self._kept[check.memory_path] = check.memory
             try:
@@ -116,6 +116,7 @@ class Watchdog:
 
     def _check_started(self, check: RunCheck, now: float) -> None:
         run, memory = check.run, check.memory
+        # a file system that hangs must not keep the other runs from their check
         view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
         free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
         memory.disk = with_sample(memory.disk, now, free)
@@ -138,7 +139,13 @@ class Watchdog:
         check.found |= problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )
-        check.state = state_before_start(queue, silent)
+        parts = ["no run folder yet"]
+        if queue is not None and queue.all_jobs:
+            state = "" if queue.running else "queued: "
+            parts = [f"{state}{queue.all_jobs[0].text}, no run folder yet"]
+        if queue is not None and queue.next_start:
+            parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
+        check.state = "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
         """A run's jobs, and why SLURM does not answer; a host that cannot ask it is a problem of its own."""
@@ -228,6 +235,7 @@ def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> N
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
         start = time.monotonic()
         try:
+            # a full disk or a locked folder may be well again at the next check
             print_checks(watchdog.check(), quiet=quiet)
         except (OSError, ValueError) as error:
             _warn(str(error))
