@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.config import TRAITS, Config
+from moe_exp.config.setting_types import as_given
 from moe_exp.host.quantities import rate_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.run_data import AXES, Floats, RunRecords, latest
@@ -17,7 +18,7 @@ SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
 _FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput, and how far it may vary
 _ALWAYS = ("num_experts", "topk", "moe_type")
-_UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
+_UNKNOWN, _NOT_SET, _NO_EXPERTS = "(unknown)", "(not set)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 VALIDATION, TRAINING = "validation loss", "training loss"
 
@@ -132,24 +133,6 @@ def begin_of(x: Floats) -> float:
     return max(0.0, float(2 * known[0] - known[1]))
 
 
-def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
-    """Index of the first value at or below `target`, and the share in (0, 1] of the straight line from the
-    value before (1 without one). None if a curve never reaches it.
-    """
-    reached = np.flatnonzero(values <= target)  # NaN compares false
-    if not len(reached):
-        return None
-    index = int(reached[0])
-    before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
-    return index, (before - target) / (before - value) if before > target else 1.0
-
-
-def on_the_way(x: Floats, index: int, share: float) -> float:
-    """`x` interpolated at a result of `first_at_or_below`."""
-    before = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
-    return float(before + share * (x[index] - before))
-
-
 def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
     """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
     losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
@@ -188,8 +171,18 @@ def lowest(values: Floats) -> float:
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
     """Cost (`at`: AXES) at which `values` first reach `loss` (interpolated linearly), or None."""
-    place = first_at_or_below(values, loss)
-    return None if place is None else Cost(*(on_the_way(at[axis], *place) for axis in AXES))
+    reached = np.flatnonzero(values <= loss)  # NaN compares false
+    if not len(reached):
+        return None
+    index = int(reached[0])
+    before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
+    # how far on the straight line from the value before; all of it without one
+    share = (before - loss) / (before - value) if before > loss else 1.0
+    amounts = []
+    for x in (at[axis] for axis in AXES):
+        start = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
+        amounts.append(float(start + share * (x[index] - start)))
+    return Cost(*amounts)
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
@@ -333,9 +326,7 @@ def in_words(parts: Sequence[str]) -> str:
 
 
 def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
-    """Whether the validation losses of these runs are of the same data, as far as settings are known: files,
-    order, length and number of the samples, and which of their tokens count and see each other.
-    """
+    """Whether validation losses are of the same samples and tokens, as far as the settings are known."""
 
     def data_of(run: RunRecords) -> tuple[str, ...]:
         # without VALID_DATA, validation takes its share of the training data
@@ -363,24 +354,17 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
         values = [
             _UNKNOWN if name not in run.settings
             else _NO_EXPERTS if part == "experts" and run.kind == "dense"
-            else _shown(run.settings[name])
+            else as_given(run.settings[name]) or _NOT_SET
             for run in runs
         ]  # fmt: skip
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
         is_chosen = False
         if known and _NO_EXPERTS in values:
-            is_chosen = name in _ALWAYS or known != {_shown(Config.model_fields[name].default)}
+            default = as_given(Config.model_fields[name].default) or _NOT_SET
+            is_chosen = name in _ALWAYS or known != {default}
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    if value == "":
-        return "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def warnings_of(runs: Sequence[RunRecords]) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -124,12 +124,10 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
         width = max(len(name), *(row[name].cell_len for row in rows))
         if name == "run":
             width = min(width, max(16, console.width // 4))
-        if width + _BETWEEN > left:
-            continue
-        left -= width + _BETWEEN
-        table.add_column(name, justify="right", width=width, no_wrap=name != "run", overflow="fold")
-        if name in ("run", "state", "worst layer", "curve"):
-            table.columns[-1].justify = "left"
+        if width + _BETWEEN <= left:
+            left -= width + _BETWEEN
+            side: JustifyMethod = "left" if name in ("run", "state", "worst layer", "curve") else "right"
+            table.add_column(name, justify=side, width=width, no_wrap=name != "run", overflow="fold")
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
     late = (follower for follower in followers if follower.trouble or follower.is_late())

@@ -148,9 +148,14 @@ def report_html(
         ("about", "Machine and command", parts.about_html(runs), False),
         ("events", "Events", parts.events_html(runs), False),
     ]
-    sections = [section for section in sections if section[2]]
-    names = [("result", "Result"), *((name, heading) for name, heading, *_ in sections)]
-    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in names)
+    links, shown = '<li><a href="#result">Result</a></li>', ""
+    for name, heading, content, is_open in sections:
+        if content:
+            links += f'<li><a href="#{name}">{heading}</a></li>'
+            # the heading is the handle that folds it
+            summary = f'<summary><h2 id="h-{name}">{heading}</h2></summary>'
+            details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
+            shown += f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
@@ -158,7 +163,7 @@ def report_html(
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
         "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
-        "sections": "".join(parts.section_html(*section) for section in sections),
+        "sections": shown,
         "css": parts.asset_text("uplot/uPlot.min.css") + parts.asset_text("page.css"),
         "scripts": "".join(f"<script>{parts.asset_text(name)}</script>\n" for name in _SCRIPTS),
     }

@@ -71,13 +71,6 @@ def asset_text(name: str) -> str:
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
-def section_html(name: str, title: str, content: str, is_open: bool) -> str:
-    """A section with its heading as the handle that folds it; `content` is HTML."""
-    summary = f'<summary><h2 id="h-{name}">{title}</h2></summary>'
-    details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
-    return f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
-
-
 def charts_html(names: Sequence[str], wide: str = "") -> str:
     """Places of charts, which the script fills, and of the note about those that it hides."""
     css = {name: "chart wide" if name == wide else "chart" for name in names}

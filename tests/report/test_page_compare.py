@@ -8,17 +8,17 @@ import pytest
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.report import comparison, page
 from moe_exp.report.comparison import (
+    Cost,
     common_loss,
-    first_at_or_below,
+    cost_of,
     loss_unit,
-    on_the_way,
     parities,
     parity_text,
     trailing_mean,
     warnings_of,
 )
 from moe_exp.report.page import page_data, report_html
-from moe_exp.report.run_data import read_runs, spikes
+from moe_exp.report.run_data import AXES, read_runs, spikes
 
 NAN = float("nan")
 
@@ -36,11 +36,12 @@ def test_trailing_mean():
 
 def test_when_a_loss_is_reached():
     values = np.array([NAN, 5, 4, 4.5, 4, 3])
-    assert first_at_or_below(values, 4.2) == (2, pytest.approx(0.8))
-    assert on_the_way(np.array([0.0, 10.0, 20.0]), 2, 0.8) == pytest.approx(18.0)
+    at = dict.fromkeys(AXES, np.arange(0.0, 60.0, 10.0))
+    # 0.8 of the way from the second to the third
+    assert cost_of(at, values, 4.2).tokens == pytest.approx(18.0)
     # A value that is met exactly, one with nothing before it, and one that never comes.
-    found = [first_at_or_below(values, target) for target in (4, 5, 2)]
-    assert found == [(2, 1.0), (1, 1.0), None]
+    found = [cost_of(at, values, target) for target in (4, 5, 2)]
+    assert found == [Cost(20, 20, 20, 20), Cost(10, 10, 10, 10), None]
     assert page.new_minima(values) == [1, 2, 5]
     assert len(page.new_minima(np.arange(5000.0, 0, -1), most=400)) == 400
 

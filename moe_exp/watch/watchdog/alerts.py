@@ -134,9 +134,7 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message to all channels, even if some fail; returns reasons of failures by channel name, with
-    *** for secrets, and `NAME in part` if it reached some recipients.
-    """
+    """Sends a message to all channels; returns reasons of failures by channel name, with *** for secrets."""
     failed = {}
     for channel in channels:
         try:

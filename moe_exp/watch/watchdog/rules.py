@@ -125,9 +125,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems of a run without a folder, which its first job creates, by key; `jobs`: its jobs, as in "no
-    job <jobs> is queued", empty if not known; `missing`: what is missing and where.
-    """
+    """Problems of a run without a folder, by key; `jobs`: its jobs in words or empty; `missing`: the path."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -199,12 +197,11 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Texts of unreported events by key, the latest of each name, without those of the problem `failed`; the
-    first check reports only the last day's. Records in `memory` which were seen.
-    """
+    """Texts of unreported events by key, but those of the problem `failed`; records in `memory` what it saw."""
     seen = memory.num_events
     # fewer than seen: another run has taken the folder, and all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
+    # at the first check of a run, only the last day's
     if seen is None:
         new = [event for event in new if view.now - event_time(event) < 86400]
     memory.num_events = len(view.events)

@@ -86,9 +86,7 @@ class RunView:
 
     @property
     def failure(self) -> tuple[float, list[Record]] | None:
-        """When the latest start failed, and its events since the first that ended it (none: only summary.json
-        says so); None if it has not, or another has begun since.
-        """
+        """When the latest start failed, and the events that ended it; None if it has not, or one follows."""
         ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
