@@ -20,8 +20,7 @@ from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number, number_text
 from moe_exp.report.run_data import distinct_names, run_problems
 
-_PLOT_RECORDS = 500
-_LAYERS = 3
+_PLOT_RECORDS, _LAYERS = 500, 3
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 # Bit of each dot of a Braille character, by row and column: Unicode added the last row later.

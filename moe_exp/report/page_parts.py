@@ -58,10 +58,9 @@ _KEY = (
     (' class="changed"', "resume with changed settings"), (' class="stage"', "data stage"),
     (' class="fault"', "fault"), (' class="end"', "end"),
 )  # fmt: skip
-_MOST_ROWS = 300
 _MARKS = {name: name for name in ("start", "resume", "checkpoint", "end")}
 _MARKS |= {"changed_settings": "changed", "data_stage": "stage"}
-_MOST_MARKS = 150
+_MOST_ROWS, _MOST_MARKS = 300, 150
 _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
 
 

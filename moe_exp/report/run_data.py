@@ -31,8 +31,7 @@ Floats = NDArray[np.float64]
 NUM_COLUMNS = 120
 _CHUNK = 512  # records
 DEAD_BELOW = 0.01  # of the fair share
-SPIKE_FACTOR, SPIKE_WINDOW = 3.0, 50
-_SPIKE_FEWEST = 10
+SPIKE_FACTOR, SPIKE_WINDOW, _SPIKE_FEWEST = 3.0, 50, 10
 
 # Keys of one layer in metrics.jsonl; older files lack some.
 LAYER_KEYS = (
@@ -337,11 +336,9 @@ class _Reader:
 
     def __init__(self, run: RunRecords):
         self.run = run
-        self.train: list[list[Any]] = []
+        self.train, self.valid = list[list[Any]](), list[list[Any]]()
         self.with_experts: list[int] = []
-        self.valid: list[list[Any]] = []
-        self.last_iteration = -math.inf
-        self.num_out_of_order = 0
+        self.last_iteration, self.num_out_of_order = -math.inf, 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")

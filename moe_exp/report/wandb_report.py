@@ -143,10 +143,8 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
         follower = Follower(folder.path, also=squares.take)
         follower.refresh()
         if follower.trouble:
-            rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
-            raise ConfigError(
-                [problem("run", folder.path, rule, "change its permissions, or check the disk")]
-            )
+            rule, fix = "its metrics.jsonl cannot be read", "change its permissions, or check the disk"
+            raise ConfigError([problem("run", folder.path, f"{rule} ({follower.trouble})", fix)])
         settings = follower.settings()
         # Without settings, the records show whether there are experts.
         is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))

@@ -1,8 +1,7 @@
 """How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
 
-The formulas are in planner/costs/goodput.py.
-With ASYNC_SAVE training waits for less than d, and a failure loses the unpublished save: d is an upper bound
-for both.
+The formulas are in planner/costs/goodput.py. With ASYNC_SAVE training waits for less than d, and a failure
+loses the unpublished save: d is an upper bound for both.
 """
 
 import math

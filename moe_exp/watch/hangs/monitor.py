@@ -96,9 +96,7 @@ class HangWatch:
         self._judged = -math.inf  # newest heartbeat that was judged
         self._answered = latest_request(self._hang)
         self._thread: threading.Thread | None = None
-        self._hung = ""
-        self._hung_at = math.inf
-        self._stopping_since = math.inf
+        self._hung, self._hung_at, self._stopping_since = "", math.inf, math.inf
 
     def __enter__(self) -> HangWatch:
         return self

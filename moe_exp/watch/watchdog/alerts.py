@@ -25,8 +25,7 @@ from typing import Any, Literal
 from moe_exp.config import ConfigError
 from moe_exp.host.files import expanded, regular
 
-PASSWORD_VARIABLE = "SMTP_PASSWORD"
-WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
+PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
 _MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
 _SECONDS = 30.0  # timeout of a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones

@@ -197,7 +197,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Texts of unreported events by key, but those of the problem `failed`; records in `memory` what it saw."""
+    """Texts of unreported events by key, but those of the problem `failed`; `memory` records what it saw."""
     seen = memory.num_events
     # fewer than seen: another run has taken the folder, and all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
