@@ -460,17 +460,10 @@ def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
     """The rows as objects, each with the first line."""
     return [
         {
-            "cause": one.fault.cause,
-            "what": one.fault.name,
-            "host": one.where.host or None,
-            "rank": int(one.where.rank) if one.where.rank else None,
-            "device": one.where.device or None,
-            "count": one.count,
-            "first": one.where.time or None,
-            "last": one.last or None,
-            "advice": one.fault.advice,
-            "excludes": one.fault.excludes,
-            "line": one.line,
+            "cause": one.fault.cause, "what": one.fault.name, "host": one.where.host or None,
+            "rank": int(one.where.rank) if one.where.rank else None, "device": one.where.device or None,
+            "count": one.count, "first": one.where.time or None, "last": one.last or None,
+            "advice": one.fault.advice, "excludes": one.fault.excludes, "line": one.line,
         }
         for one in found
-    ]
+    ]  # fmt: skip
