@@ -62,7 +62,7 @@ LAYERS = [
     {"spec"},
 ]
 # they import nothing from each other
-APART = ("watch/hangs", "watch/nodes", "watch/watchdog", "watch/storage.py")
+APART = ("watch/hangs", "watch/watchdog", "watch/blame.py", "watch/excluded_nodes.py", "watch/storage.py")
 
 HEAVY = {"torch", "megatron"}
 # Files or folders that may import torch, or megatron, even inside a function; no others do.

@@ -55,7 +55,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
     from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
-    from moe_exp.watch.nodes.exclude import EXCLUDE_NODES
+    from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
     config = load_config(flags)
@@ -84,7 +84,7 @@ def _add_exclude(commands: Any) -> None:
 
 
 def _exclude(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes import exclude as nodes
+    from moe_exp.watch import excluded_nodes as nodes
 
     for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
@@ -116,8 +116,8 @@ def _add_blame(commands: Any) -> None:
 
 
 def _blame(arguments: argparse.Namespace) -> None:
-    from moe_exp.watch.nodes import blame
-    from moe_exp.watch.nodes.exclude import exclude
+    from moe_exp.watch import blame
+    from moe_exp.watch.excluded_nodes import exclude
 
     found = blame.blame(blame.log_files(arguments.logs))
     bad = blame.hosts_to_exclude(found)

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from moe_exp.config import TRAITS, Config
+from moe_exp.config.setting_types import as_given
 from moe_exp.host.quantities import rate_text
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.report.run_data import AXES, Floats, Run, latest
-from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
+from moe_exp.report.run_data import AXES, Floats, RunRecords, latest
 from moe_exp.runs.curves import grouped_by_seed, shared_points
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
 _FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput, and how far it may vary
 _ALWAYS = ("num_experts", "topk", "moe_type")
-_UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
+_UNKNOWN, _NOT_SET, _NO_EXPERTS = "(unknown)", "(not set)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 VALIDATION, TRAINING = "validation loss", "training loss"
 
@@ -37,7 +37,7 @@ class Cost:
 class Group:
     """Runs that differ only in SEED, in the order of the report."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecords, ...]
 
     @property
     def name(self) -> str:
@@ -57,8 +57,7 @@ class LossCurve:
 class Parity:
     """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest loss that both reach.
 
-    Shares are of what `other` had used when it was there; NaN if unknown. Several seeds are compared by their
-    mean curves.
+    Shares are of what `other` had used there, NaN if unknown; several seeds are compared by mean curves.
     """
 
     run: Group
@@ -74,44 +73,73 @@ class Parity:
     reason: str = ""  # why the two cannot be compared
 
 
-def tokenizer_of(run: Run) -> str | None:
+def tokenizer_of(run: RunRecords) -> str | None:
     """Identifies the tokenizer: TOKENIZER, else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
-def bits_per_nat(run: Run) -> float:
+def bits_per_nat(run: RunRecords) -> float:
     """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
+    # the ratio is that of tokens to bytes: it depends on the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
     return float(bits[both][-1] / nats[both][-1]) if both.any() else float("nan")
 
 
-def has_loss(run: Run) -> bool:
+def has_loss(run: RunRecords) -> bool:
     """Whether any record has a finite loss."""
     return bool(np.isfinite(run.train["lm_loss"]).any())
 
 
-def is_mixed(runs: Sequence[Run]) -> bool:
+def is_mixed(runs: Sequence[RunRecords]) -> bool:
     """Whether the runs with a loss use several tokenizers, so that losses per token do not compare."""
     return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
-def loss_unit(runs: Sequence[Run]) -> str | None:
+def loss_unit(runs: Sequence[RunRecords]) -> str | None:
     """Unit in which the losses of these runs compare: NATS with one tokenizer, else BITS; None if unknown."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
-def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
+def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
+    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself. Each
+    counts by its length in x: one of a few iterations, before a stop, for no more than these.
+
+    NaN while the records cover less than `window`, in units of the increasing `x`, and if no value is finite.
+    """
+    finite = np.isfinite(values)
+    # differences of running sums: the windows of all records in one pass
+    lengths = np.where(finite, np.diff(x, prepend=begin_of(x)), 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0) * lengths)])
+    counts = np.concatenate([[0.0], np.cumsum(lengths)])
+    ends = np.arange(1, len(x) + 1)
+    starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
+    covered = counts[ends] - counts[starts]
+    means = np.where(covered > 0, (sums[ends] - sums[starts]) / np.where(covered > 0, covered, 1), np.nan)
+    # token counts as floats may miss a whole window by rounding
+    return np.where(x - begin_of(x) >= window * (1 - 1e-9), means, np.nan)
+
+
+def begin_of(x: Floats) -> float:
+    """Start of the first record, extrapolated from the second; 0 with one record, NaN without any."""
+    # not always 0: a run from LOAD_DIR continues the counts of its checkpoint
+    known = x[np.isfinite(x)]
+    if len(known) < 2:
+        return 0.0 if len(known) else float("nan")
+    return max(0.0, float(2 * known[0] - known[1]))
+
+
+def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
     """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
     losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
     return np.round(trailing_mean(run.train["consumed_tokens"], losses, window_tokens), 9)
 
 
-def window_of(runs: Sequence[Run]) -> float:
+def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, at least 1% of the longest.
 
     Runs below that 1% are ignored, so that one that has just begun does not change the other curves. Tokens
@@ -125,7 +153,7 @@ def window_of(runs: Sequence[Run]) -> float:
     return max(SMOOTHED_SHARE * min((count for count in tokens if count >= fewest), default=0.0), fewest)
 
 
-def why_not_compared(run: Run, window_tokens: float) -> str:
+def why_not_compared(run: RunRecords, window_tokens: float) -> str:
     """Why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
     if not has_loss(run):
         return "has no loss that is a number" if run.num_records else "has no loss yet"
@@ -137,16 +165,27 @@ def why_not_compared(run: Run, window_tokens: float) -> str:
 
 
 def lowest(values: Floats) -> float:
+    # fmin passes over NaN
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
     """Cost (`at`: AXES) at which `values` first reach `loss` (interpolated linearly), or None."""
-    place = first_at_or_below(values, loss)
-    return None if place is None else Cost(*(on_the_way(at[axis], *place) for axis in AXES))
+    reached = np.flatnonzero(values <= loss)  # NaN compares false
+    if not len(reached):
+        return None
+    index = int(reached[0])
+    before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
+    # how far on the straight line from the value before; all of it without one
+    share = (before - loss) / (before - value) if before > loss else 1.0
+    amounts = []
+    for x in (at[axis] for axis in AXES):
+        start = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
+        amounts.append(float(start + share * (x[index] - start)))
+    return Cost(*amounts)
 
 
-def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
+def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
     """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN, and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
@@ -159,6 +198,7 @@ def rounded_up(loss: float) -> float:
     """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
+    # as text: 4.1 + 0.2 is a little more than 4.3, and would come to 4.3001
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
@@ -168,9 +208,10 @@ class Overview:
     `cost` is that of `loss` in `unit`; None if it was not reached, or if losses do not compare (no `unit`).
     """
 
-    def __init__(self, run: Run, loss: float, unit: str | None, window_tokens: float):
+    def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):
         count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
         own_end = smoothed(run, NATS, window_of([run]))
+        # older files have no peak
         memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
         self.run = run
         self.total_parameters = count.total if count else nan
@@ -188,20 +229,19 @@ class Overview:
         self.cost = cost_of(train, smoothed(run, unit, window_tokens), loss) if unit else None
 
 
-def seed_groups(runs: Sequence[Run]) -> list[Group]:
+def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
     """Groups runs whose settings differ only in SEED, in their place or in how they are monitored."""
     grouped = grouped_by_seed([run.settings for run in runs])
     return [Group(tuple(runs[index] for index in group)) for group in grouped]
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """The mean of `run_curve` over the runs that have one, as far as all have come; None without one, or with
-    no tokens in common.
-    """
+    """The mean of the runs' curves as far as all have come; None without any, or without common tokens."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
     tokens = [curve.at["consumed_tokens"] for curve in curves]
+    # in tokens, as the records of runs with other batch sizes lie between each other
     points = shared_points(tokens)
 
     def mean(values: Sequence[Floats]) -> Floats:
@@ -211,17 +251,18 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
     return LossCurve(at, mean([curve.loss for curve in curves])) if len(points) else None
 
 
-def run_curve(run: Run, what: str, unit: str, window_tokens: float) -> LossCurve | None:
+def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> LossCurve | None:
     """The loss of one run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without one."""
     if what == VALIDATION:
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
     else:
         table, loss = run.train, smoothed(run, unit, window_tokens)
+    # gaps are left out: between two points the curve is a straight line
     known = np.isfinite(table["consumed_tokens"]) & np.isfinite(loss)
     return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
 
 
-def parities(runs: Sequence[Run]) -> list[Parity]:
+def parities(runs: Sequence[RunRecords]) -> list[Parity]:
     """Compares every MoE model with every dense one; runs that differ only in SEED count as one."""
     groups = seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
@@ -241,28 +282,26 @@ def parity(one: Group, other: Group) -> Parity:
     pair = [Group(tuple(run for run in group.runs if not reasons[run.name])) for group in (one, other)]
     found = Parity(one, other, reason="their seeds have no tokens in common")
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
-        curves = [mean_curve(group, what, unit, window) for group in pair]
-        if curves[0] and curves[1]:
-            found = _at_the_lowest(Parity(pair[0], pair[1], what, unit=unit), curves[0], curves[1])
-            if not found.reason:
-                break
+        curves = [curve for group in pair if (curve := mean_curve(group, what, unit, window))]
+        if len(curves) < 2:
+            continue
+        found = Parity(pair[0], pair[1], what, unit=unit)
+        own_lowest, other_lowest = (lowest(curve.loss) for curve in curves)
+        loss = rounded_up(max(own_lowest, other_lowest))
+        # What a run used before its first record is not known.
+        begins = [group.name for group, curve in zip(pair, curves, strict=True) if curve.loss[0] <= loss]
+        if begins:
+            found = replace(found, reason=f"{begins[0]} starts at {loss:.4f} {unit} or below")
+            continue
+        ours, theirs = (cost_of(curve.at, curve.loss, loss) for curve in curves)
+        assert ours and theirs
+        shares: dict[str, Any] = {}
+        for name in ("flops", "seconds", "tokens"):
+            used, base = getattr(ours, name), getattr(theirs, name)
+            shares[name] = used / base if base > 0 else float("nan")
+        is_reached = own_lowest <= other_lowest
+        return replace(found, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
     return found
-
-
-def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
-    own_lowest, other_lowest = lowest(curve.loss), lowest(other.loss)
-    loss = rounded_up(max(own_lowest, other_lowest))
-    for group, one in ((pair.run, curve), (pair.other, other)):
-        if one.loss[0] <= loss:
-            return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
-    ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
-    assert ours and theirs
-    shares: dict[str, Any] = {}
-    for name in ("flops", "seconds", "tokens"):
-        used, base = getattr(ours, name), getattr(theirs, name)
-        shares[name] = used / base if base > 0 else float("nan")
-    is_reached = own_lowest <= other_lowest
-    return replace(pair, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
 
 
 def parity_text(found: Parity) -> str:
@@ -286,12 +325,11 @@ def in_words(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def is_validated_alike(runs: Sequence[Run]) -> bool:
-    """Whether the validation losses of these runs are of the same data, as far as settings are known: files,
-    order, length and number of the samples, and which of their tokens count and see each other.
-    """
+def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
+    """Whether validation losses are of the same samples and tokens, as far as the settings are known."""
 
-    def data_of(run: Run) -> tuple[str, ...]:
+    def data_of(run: RunRecords) -> tuple[str, ...]:
+        # without VALID_DATA, validation takes its share of the training data
         data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
         names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
         samples = run.config.eval_iters * run.config.gbsz if run.config else ""
@@ -300,20 +338,7 @@ def is_validated_alike(runs: Sequence[Run]) -> bool:
     return len({data_of(run) for run in runs if run.settings}) < 2
 
 
-def _throughput_note(run: Run) -> str:
-    """By how much tokens per second varied within a run, if by more than 20%; empty otherwise."""
-    rates = run.train["tokens_per_second"][1:]  # the first one contains compilation and caches
-    rates = rates[np.isfinite(rates)]
-    if len(rates) < _FEWEST_RATES:
-        return ""
-    low, median, high = np.percentile(rates, [5, 50, 95])
-    if not median or high - low <= _STEADY * median:
-        return ""
-    rates_text = f"from {rate_text(low)} to {rate_text(high)} tokens/s"
-    return f"{run.name} by {(high - low) / median:.0%} of its median, {rates_text}"
-
-
-def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
     `(unknown)` stands for a setting the run does not have, `–` for a MoE setting of a dense run. With dense
@@ -321,35 +346,28 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     of the MoE always is.
     """
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        part = TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
+        if part == "place":
+            continue
+        # dense runs have these settings, too, but they mean nothing there
         values = [
             _UNKNOWN if name not in run.settings
-            else _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense"
-            else _shown(run.settings[name])
+            else _NO_EXPERTS if part == "experts" and run.kind == "dense"
+            else as_given(run.settings[name]) or _NOT_SET
             for run in runs
         ]  # fmt: skip
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
         is_chosen = False
         if known and _NO_EXPERTS in values:
-            is_chosen = name in _ALWAYS or known != {_shown(Config.model_fields[name].default)}
+            default = as_given(Config.model_fields[name].default) or _NOT_SET
+            is_chosen = name in _ALWAYS or known != {default}
         if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
 
 
-def _part(name: str) -> str:
-    return TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    if value == "":
-        return "(not set)"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def warnings_of(runs: Sequence[Run]) -> list[str]:
+def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
     """Caveats of a comparison: mixed tokenizers, gaps, unreadable data."""
     found = []
     if is_mixed(runs):
@@ -360,7 +378,18 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
         found.append("The runs were validated on different data: they are ranked by their training losses.")
-    if uneven := [note for run in runs if (note := _throughput_note(run))]:
+    uneven = []
+    for run in runs:
+        # the first record contains compilation and caches
+        rates = run.train["tokens_per_second"][1:]
+        rates = rates[np.isfinite(rates)]
+        if len(rates) < _FEWEST_RATES:
+            continue
+        low, median, high = np.percentile(rates, [5, 50, 95])
+        if median and high - low > _STEADY * median:
+            by = f"by {(high - low) / median:.0%} of its median"
+            uneven.append(f"{run.name} {by}, from {rate_text(low)} to {rate_text(high)} tokens/s")
+    if uneven:
         rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
         found.append(f"{rule}, so that its times say little about the model: {'; '.join(uneven)}.")
     window = window_of(runs)

@@ -75,6 +75,7 @@ class Watched:
         elif kind == "valid":
             self.valid = dict(record)
         elif kind == "train":
+            # fewer in the first record after a start
             num_iterations = max(1, iteration - self.since_iteration)
             self.num_train += 1
             self.train, self.since_iteration = dict(record), iteration
@@ -106,10 +107,9 @@ class Follower:
         self._also, self._advance = also, advance
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
         self.name = self.folder.path.resolve().name
-        self.watched = Watched()
         self.trouble: str | None = None  # why the file cannot be read, if it exists
         self.modified: float | None = None  # when it was last written, seconds since 1970; None without one
-        self._offset, self._tail = 0, b""
+        self.watched, self._offset, self._tail = Watched(), 0, b""
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def refresh(self) -> None:
@@ -117,40 +117,32 @@ class Follower:
         self.trouble = None
         try:
             with regular(self.folder.metrics).open("rb") as file:
-                self._read_on(file)
+                # Other bytes before the last position show a rewritten file, which is read from its start.
+                file.seek(self._offset - len(self._tail))
+                if file.read(len(self._tail)) != self._tail:
+                    self.watched, self._offset, self._tail = Watched(), 0, b""
+                file.seek(self._offset)
+                while chunk := file.read(_CHUNK_BYTES):
+                    # an incomplete line, or one longer than a chunk
+                    whole = chunk[: chunk.rfind(b"\n") + 1] or chunk + file.readline()
+                    if not whole.endswith(b"\n"):
+                        break
+                    for line in filter(bytes.strip, whole.splitlines()):
+                        record = fast_record(line)
+                        if record is None:
+                            self.watched.num_unreadable_lines += 1
+                        elif self.watched.take(record):
+                            self._also(record)
+                    self._advance(len(whole))
+                    self._offset += len(whole)
+                    self._tail = (self._tail + whole)[-_TAIL_BYTES:]
+                    file.seek(self._offset)
                 self.modified = self.folder.metrics.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
             self.modified = None
-            self._start_over()
+            self.watched, self._offset, self._tail = Watched(), 0, b""
         except OSError as error:
             self.trouble = error.strerror or str(error)
-
-    def _start_over(self) -> None:
-        self.watched, self._offset, self._tail = Watched(), 0, b""
-
-    def _read_on(self, file: Any) -> None:
-        """Reads from the last position, or from 0 if the bytes before it show a rewritten file."""
-        file.seek(self._offset - len(self._tail))
-        if file.read(len(self._tail)) != self._tail:
-            self._start_over()
-        file.seek(self._offset)
-        while chunk := file.read(_CHUNK_BYTES):
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            if not whole:  # an incomplete line, or one longer than a chunk
-                line = chunk + file.readline()
-                if not line.endswith(b"\n"):
-                    return
-                whole = line
-            for line in filter(bytes.strip, whole.splitlines()):
-                record = fast_record(line)
-                if record is None:
-                    self.watched.num_unreadable_lines += 1
-                elif self.watched.take(record):
-                    self._also(record)
-            self._advance(len(whole))
-            self._offset += len(whole)
-            self._tail = (self._tail + whole)[-_TAIL_BYTES:]
-            file.seek(self._offset)
 
     def settings(self) -> dict[str, Any]:
         """The run's config.yaml."""
@@ -222,6 +214,7 @@ def dead_experts(tokens_per_expert: Sequence[float]) -> int:
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     """The MoE layers of a train record, the one with the busiest expert first."""
     found = []
+    # a record of another version or another hand may hold anything
     for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):
         counts = map(number, _list(layer.get("tokens_per_expert")))
         tokens = [count for count in counts if count is not None]

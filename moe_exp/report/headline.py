@@ -24,7 +24,7 @@ from moe_exp.report.comparison import (
     why_not_compared,
     window_of,
 )
-from moe_exp.report.run_data import Floats, Run
+from moe_exp.report.run_data import Floats, RunRecords
 
 Axis = Literal["consumed_tokens", "consumed_flops", "training_seconds"]
 AXES: dict[Axis, str] = {
@@ -40,7 +40,7 @@ class Standing:
     loss: float
     low: float
     high: float
-    left_out: tuple[Run, ...] = ()
+    left_out: tuple[RunRecords, ...] = ()
 
     @property
     def has_seeds(self) -> bool:
@@ -65,47 +65,40 @@ class Ranking:
         return round(second.loss, 4) - round(best.loss, 4)
 
 
-def baseline_of(runs: Sequence[Run]) -> int:
+def baseline_of(runs: Sequence[RunRecords]) -> int:
     """Index of the run that others are compared with: the first dense one, else the first."""
     return next((index for index, run in enumerate(runs) if run.kind == "dense"), 0)
 
 
-def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups by their loss where all their runs have used the same amount of `axis`, see
-    RANKING_RULE. Runs that cannot be compared are left out, as are seeds without a validation where another
-    of their group has one; None if less than two groups remain.
-    """
+def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
+    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None if less than two are comparable."""
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)
     if len(groups) < 2 or unit is None:
         return None
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
-        curves = {id(run): _curve(run, what, unit, window, axis) for run in runs}
-        left_out = [tuple(run for run in group.runs if not len(curves[id(run)][0])) for group in groups]
-        spans = [(float(x[0]), float(x[-1])) for x, _ in curves.values() if len(x)]
+        curves: dict[int, tuple[Floats, Floats]] = {}  # x and loss of the runs that have them
+        for run in runs:
+            if curve := run_curve(run, what, unit, window):
+                known = np.isfinite(curve.at[axis])
+                if known.any():
+                    curves[id(run)] = curve.at[axis][known], curve.loss[known]
+        # seeds without a validation, where another of their group has one
+        left_out = [tuple(run for run in group.runs if id(run) not in curves) for group in groups]
         # the largest x that all curves have reached, unless one begins after it
-        end = min((last for _, last in spans), default=-1.0)
-        at = end if spans and all(first <= end for first, _ in spans) else None
+        at = min((float(x[-1]) for x, _ in curves.values()), default=-1.0)
+        is_common = all(x[0] <= at for x, _ in curves.values())
         is_whole = all(len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True))
-        if at is not None and is_whole:
+        if is_common and is_whole:
             break
     else:
         return None
     standings = []
     for group, out in zip(groups, left_out, strict=True):
-        losses = [float(np.interp(at, *curves[id(run)])) for run in group.runs if len(curves[id(run)][0])]
+        losses = [float(np.interp(at, *curves[id(run)])) for run in group.runs if id(run) in curves]
         standings.append(Standing(group, float(np.mean(losses)), min(losses), max(losses), out))
     return Ranking(axis, at, what, unit, tuple(sorted(standings, key=lambda one: one.loss)))
-
-
-def _curve(run: Run, what: str, unit: str, window_tokens: float, axis: Axis) -> tuple[Floats, Floats]:
-    """x and loss of `run_curve`; empty without one."""
-    found = run_curve(run, what, unit, window_tokens)
-    if found is None:
-        return np.array([]), np.array([])
-    known = np.isfinite(found.at[axis])
-    return found.at[axis][known], found.loss[known]
 
 
 def amount_text(axis: Axis, amount: float) -> str:
@@ -115,14 +108,23 @@ def amount_text(axis: Axis, amount: float) -> str:
     return f"{count_text(amount)} tokens" if axis == "consumed_tokens" else f"{flops_text(amount)} FLOPs"
 
 
-def headline(runs: Sequence[Run]) -> tuple[str, str]:
+def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
     """Which run is better and by how much at equal tokens, or the loss of a single run.
 
     Returns:
         One sentence, and what the seeds say about it and which runs it leaves out; the second may be empty.
     """
     if len(runs) == 1:
-        return _single(runs[0]), ""
+        (run,) = runs
+        loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
+        known = np.isfinite(run.valid["lm_loss"])
+        if known.any():
+            loss, tokens = run.valid["lm_loss"][known][-1], run.valid["consumed_tokens"][known][-1]
+            what = "a validation loss"
+        if not np.isfinite(loss):
+            return f"{run.name} has no loss yet.", ""
+        after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
+        return f"{run.name} has {what} of {loss:.4f} {NATS}{after}.", ""
     found, window = ranking(runs), window_of(runs)
     refused = [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
     if found is None:
@@ -149,29 +151,16 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
     return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
 
-def _single(run: Run) -> str:
-    loss, tokens, what = run.last("lm_loss"), run.last("consumed_tokens"), "a training loss"
-    known = np.isfinite(run.valid["lm_loss"])
-    if known.any():
-        loss, tokens = run.valid["lm_loss"][known][-1], run.valid["consumed_tokens"][known][-1]
-        what = "a validation loss"
-    if not np.isfinite(loss):
-        return f"{run.name} has no loss yet."
-    after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
-    return f"{run.name} has {what} of {loss:.4f} {NATS}{after}."
-
-
 def _seeds(best: Standing, second: Standing) -> str:
     """What the seeds of the two say about the difference; empty with one seed each."""
-    missing = [run.name for one in (best, second) for run in one.left_out]
-    left_out = [f"Without a validation, and left out: {in_words(missing)}."] if missing else []
-    if not (best.has_seeds or second.has_seeds):
-        return " ".join(left_out)
-    seeded = [one for one in (best, second) if one.has_seeds]
-    ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
-    verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
-    means = f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
-    return " ".join([means, *left_out])
+    parts = []
+    if seeded := [one for one in (best, second) if one.has_seeds]:
+        ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
+        verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
+        parts.append(f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}.")
+    if missing := [run.name for one in (best, second) for run in one.left_out]:
+        parts.append(f"Without a validation, and left out: {in_words(missing)}.")
+    return " ".join(parts)
 
 
 RANKING_RULE = (
@@ -183,11 +172,12 @@ RANKING_RULE = (
 )
 
 
-def other_winners(runs: Sequence[Run]) -> list[str]:
+def other_winners(runs: Sequence[RunRecords]) -> list[str]:
     """A sentence for FLOPs and for training time, if another run is the best there than at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
+    # all but tokens, which the headline is about
     for one in filter(None, (ranking(runs, axis) for axis in list(AXES)[1:])):
         best, second = one.standings[:2]
         if one.lead and best.group.name != by_tokens.standings[0].group.name:
@@ -197,11 +187,8 @@ def other_winners(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def pairs(runs: Sequence[Run]) -> list[Parity]:
-    """Compares every MoE model with every dense one; without both kinds, every model with the baseline.
-
-    Runs that differ only in SEED are one model, with their mean curves.
-    """
+def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
+    """Compares every MoE model with every dense one; without both kinds, every model with the baseline."""
     if found := parities(runs):
         return found
     baseline = runs[baseline_of(runs)]
@@ -212,11 +199,13 @@ def pairs(runs: Sequence[Run]) -> list[Parity]:
 
 def difference(pair: Parity, found: Ranking | None) -> float:
     """Loss of `pair.run` minus that of `pair.other` in a ranking, to four places; NaN if unknown."""
-    losses = []
-    for group in (pair.run, pair.other):
-        for one in found.standings if found else ():
-            if any(run is other for run in one.group.runs for other in group.runs):
-                losses.append(round(one.loss, 4))
+    # by identity: a group of a pair may lack seeds that a group of the ranking has, or the other way
+    losses = [
+        round(one.loss, 4)
+        for group in (pair.run, pair.other)
+        for one in (found.standings if found else ())
+        if any(run is other for run in one.group.runs for other in group.runs)
+    ]
     return losses[0] - losses[1] if len(losses) == 2 else float("nan")
 
 
@@ -228,6 +217,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
     """A sentence if a ranking at equal tokens says the opposite of `pair.tokens`; empty otherwise."""
     lead = difference(pair, found)
+    # the same sign: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.tokens - 1) * lead < 0:
         return ""
     better = pair.other if lead > 0 else pair.run

@@ -2,14 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -21,10 +20,11 @@ from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number, number_text
 from moe_exp.report.run_data import distinct_names, run_problems
 
-_PLOT_RECORDS = 500
-_LAYERS = 3
+_PLOT_RECORDS, _LAYERS = 500, 3
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
+# Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
 _STYLES = {
     "finished": "green", "failed": "bold red", "stopped": "yellow", "late": "bold yellow", "waiting": "dim",
@@ -54,27 +54,27 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     names = distinct_names([follower.folder.path for follower in followers])
     for follower, name in zip(followers, names, strict=True):
         follower.name = name
+
+    def picture() -> RenderableType:
+        for follower in followers:
+            follower.refresh()
+        return one_run(followers[0], console) if len(followers) == 1 else many_runs(followers, console)
+
     if once:
-        console.print(_render(followers, console))
+        console.print(picture())
         return
     # Set by Ctrl-C: a KeyboardInterrupt raised inside a `__del__` would be lost.
     pressed = threading.Event()
+    # Python lets only the main thread handle signals.
     is_main = threading.current_thread() is threading.main_thread()
-    signals = [signal.SIGINT] if is_main else []
-    handled = signals_handled(lambda *_: pressed.set(), signals=signals)
+    handled = signals_handled(lambda *_: pressed.set(), signals=[signal.SIGINT] if is_main else [])
     with handled, Live(console=console, auto_refresh=False) as live:
         while not pressed.is_set():
-            live.update(_render(followers, console), refresh=True)
+            live.update(picture(), refresh=True)
             if all(follower.status() for follower in followers):
                 return
             pressed.wait(seconds)
     raise KeyboardInterrupt
-
-
-def _render(followers: Sequence[Follower], console: Console) -> RenderableType:
-    for follower in followers:
-        follower.refresh()
-    return one_run(followers[0], console) if len(followers) == 1 else many_runs(followers, console)
 
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
@@ -87,11 +87,29 @@ def one_run(follower: Follower, console: Console) -> RenderableType:
     title.no_wrap, title.overflow = True, "ellipsis"
     parts: list[RenderableType] = [title, _age_line(follower)]
     if watched.num_train:
-        parts += [_progress(follower), *_loss_plot(follower, console)]
-        parts.append(_values(follower, console))
+        total = number(settings.get("train_iters"))
+        cells: list[RenderableType] = [Text(f"iteration {_iterations(follower)}")]
+        if total:
+            cells.append(ProgressBar(total=total, completed=min(watched.iteration, total), width=30))
+        if not follower.status():
+            cells.append(Text(f"eta {_eta(follower)}"))
+        line = Table.grid(padding=(0, 2))
+        line.add_row(*cells)
+        parts += [line, *_loss_plot(follower, console), _values(follower, console)]
         parts += _layer_lines(layers_by_load(watched.train))
     if watched.events:
-        parts.append(_event_lines(follower))
+        table = Table.grid(padding=(0, 2))
+        for overflow in ("fold", "fold", "ellipsis"):
+            table.add_column(no_wrap=True, overflow=overflow)
+        for event in list(watched.events)[-3:]:
+            known = ("kind", "iteration", "event", "time")
+            details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
+            table.add_row(
+                Text(_printable(str(event.get("time", ""))[11:19]), style="dim"),
+                Text(_printable(str(event.get("event"))), style="magenta"),
+                Text(_printable(f"iteration {event['iteration']:,}  {details}")),
+            )
+        parts.append(table)
     return Group(*parts)
 
 
@@ -100,31 +118,30 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
     rows = [_cells(follower, console) for follower in followers]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     left = console.width
+    # in order of importance: a column that does not fit is left out, a narrower one after it may fit
     for name in rows[0]:
         width = max(len(name), *(row[name].cell_len for row in rows))
         if name == "run":
             width = min(width, max(16, console.width // 4))
-        if width + _BETWEEN > left:
-            continue
-        left -= width + _BETWEEN
-        table.add_column(name, justify="right", width=width, no_wrap=name != "run", overflow="fold")
-        if name in ("run", "state", "worst layer", "curve"):
-            table.columns[-1].justify = "left"
+        if width + _BETWEEN <= left:
+            left -= width + _BETWEEN
+            side: JustifyMethod = "left" if name in ("run", "state", "worst layer", "curve") else "right"
+            table.add_column(name, justify=side, width=width, no_wrap=name != "run", overflow="fold")
     for row in rows:
         table.add_row(*(row[str(column.header)] for column in table.columns))
-    lines = [
-        Text.assemble(f"{_printable(follower.name)}: ", _age_line(follower))
-        for follower in followers
-        if follower.trouble or follower.is_late()
-    ]
-    return Group(table, *lines)
+    late = (follower for follower in followers if follower.trouble or follower.is_late())
+    return Group(table, *(Text.assemble(f"{_printable(one.name)}: ", _age_line(one)) for one in late))
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
     """Cells by column name, most important first."""
     watched, train = follower.watched, follower.watched.train
-    losses, age = [loss for _, loss in watched.losses][-_PLOT_RECORDS:], follower.age_seconds()
+    losses, age = [value for _, value in watched.losses][-_PLOT_RECORDS:], follower.age_seconds()
     memory = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
+    loss = Text(_NOTHING)
+    if watched.num_train:
+        known = number(train.get("lm_loss"))
+        loss = Text("not a number", "bold red") if known is None else Text(f"{known:.4f}", "bold")
     worst = Text(_NOTHING)
     if layers := layers_by_load(train):
         worst = Text(f"{layers[0].layer}: {number_text(layers[0].max_over_mean, '.2f')}x")
@@ -134,7 +151,7 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
         "run": Text(_printable(follower.name)),
         "state": _state(follower),
         "iteration": Text(_iterations(follower)),
-        "loss": _loss_text(follower),
+        "loss": loss,
         "eta": Text(_eta(follower)),
         "tokens/s": Text(number_text(train.get("tokens_per_second"), ",.0f")),
         "worst layer": worst,
@@ -156,17 +173,6 @@ def _state(follower: Follower) -> Text:
 def _iterations(follower: Follower) -> str:
     train_iters = number(follower.settings().get("train_iters"))
     return f"{follower.watched.iteration:,}" + (f"/{train_iters:,.0f}" if train_iters else "")
-
-
-def _progress(follower: Follower) -> RenderableType:
-    line, total = Table.grid(padding=(0, 2)), number(follower.settings().get("train_iters"))
-    parts: list[RenderableType] = [Text(f"iteration {_iterations(follower)}")]
-    if total:
-        parts.append(ProgressBar(total=total, completed=min(follower.watched.iteration, total), width=30))
-    if not follower.status():
-        parts.append(Text(f"eta {_eta(follower)}"))
-    line.add_row(*parts)
-    return line
 
 
 def _eta(follower: Follower) -> str:
@@ -191,19 +197,12 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
         caption += f": {min(known):.4f} to {max(known):.4f}"
         return [Text(sparkline(losses, width, ascii_only=True)), Text(caption, style="dim")]
     height = max(3, min(8, console.height - 19))  # the other lines of the view
-    lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
+    lines = plot(losses, min(width, (len(losses) + 1) // 2), height)
     # Approximate: the plot shows means of neighbors.
-    labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
+    labels = [f"{max(known):.4g}", *[""] * (height - 2), f"{min(known):.4g}"]
     pairs = zip(labels, lines, strict=True)
     rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in pairs]
     return [*rows, Text(" " * 9 + caption, style="dim")]
-
-
-def _loss_text(follower: Follower) -> Text:
-    if not follower.watched.num_train:
-        return Text(_NOTHING)
-    loss = number(follower.watched.train.get("lm_loss"))
-    return Text("not a number", style="bold red") if loss is None else Text(f"{loss:.4f}", style="bold")
 
 
 def _values(follower: Follower, console: Console) -> RenderableType:
@@ -222,23 +221,19 @@ def _values(follower: Follower, console: Console) -> RenderableType:
         (watched.num_unreadable_lines, "lines of metrics.jsonl are no records"),
     )
     trouble = ", ".join(f"{count:,.0f} {what}" for count, what in troubles if count)
-    cells["validation"] = Text(_validation(watched.valid))
-    cells["throughput"], cells["trouble"] = Text(throughput or _NOTHING), Text(trouble, style="red")
+    validation = _NOTHING
+    if valid := watched.valid:
+        ppl, ema = number(valid.get("lm_loss_ppl")), number(valid.get("ema_lm_loss"))
+        perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
+        averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
+        at = f" at iteration {valid['iteration']:,}"
+        validation = number_text(valid.get("lm_loss"), ".4f") + perplexity + averaged + at
+    cells["validation"], cells["throughput"] = Text(validation), Text(throughput or _NOTHING)
+    cells["trouble"] = Text(trouble, style="red")
     for name in ("loss", "validation", "learning rate", "grad norm", "throughput", "memory", "trouble"):
         if cells[name]:
             table.add_row(Text(name, style="dim"), cells[name])
     return table
-
-
-def _validation(valid: Mapping[str, Any]) -> str:
-    if not valid:
-        return _NOTHING
-    ppl = number(valid.get("lm_loss_ppl"))
-    perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
-    ema = number(valid.get("ema_lm_loss"))
-    averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
-    loss = number_text(valid.get("lm_loss"), ".4f")
-    return f"{loss}{perplexity}{averaged} at iteration {valid['iteration']:,}"
 
 
 def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
@@ -257,21 +252,6 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
         )
     head = f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers"
     return [Text(head, style="dim"), table]
-
-
-def _event_lines(follower: Follower) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    for overflow in ("fold", "fold", "ellipsis"):
-        table.add_column(no_wrap=True, overflow=overflow)
-    for event in list(follower.watched.events)[-3:]:
-        known = ("kind", "iteration", "event", "time")
-        details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
-        table.add_row(
-            Text(_printable(str(event.get("time", ""))[11:19]), style="dim"),
-            Text(_printable(str(event.get("event"))), style="magenta"),
-            Text(_printable(f"iteration {event['iteration']:,}  {details}")),
-        )
-    return table
 
 
 def _age_line(follower: Follower) -> Text:
@@ -296,13 +276,6 @@ def _age_line(follower: Follower) -> Text:
 def _printable(text: str) -> str:
     """Removes control characters: names come from files of others."""
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-# Curves as text; None stays empty.
-
-
-# Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:

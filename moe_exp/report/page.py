@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,24 @@ from moe_exp.report.comparison import (
     window_of,
 )
 from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
-from moe_exp.report.history import about_html, events_html, samples_html
-from moe_exp.report.page_parts import cost_texts, overview_rows
-from moe_exp.report.run_data import AXES, NUM_COLUMNS, VALID_CURVES, Floats, Run, read_runs, run_problems
-from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+from moe_exp.report.run_data import (
+    AXES,
+    NUM_COLUMNS,
+    VALID_CURVES,
+    Floats,
+    RunRecords,
+    read_runs,
+    run_problems,
+    spikes,
+)
 from moe_exp.runs.curves import grouped_by_seed, marks_of
 
-_GENERATOR = '<meta name="generator" content="moe-exp report">'
+# By these, an earlier report is known, which a new one may replace: in HTML, and in Markdown.
+_GENERATOR, _MARKER = '<meta name="generator" content="moe-exp report">', "<!-- moe-exp report -->"
 MOST_BYTES = 5_000_000
-_SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
+_SCRIPTS = (
+    "uplot/uPlot.iife.min.js", "format.js", "series.js", "chart.js", "tools.js", "heatmap.js", "page.js",
+)  # fmt: skip
 _LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DRAWN = (
@@ -94,6 +102,7 @@ def check_out(out: Path | None) -> list[str]:
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
+        # a link is written where it points to
         rule = f"{folder if out.is_symlink() else out.parent} is no directory"
         return [problem("out", out, rule, "make it, or name a file elsewhere")]
     if not out.exists():
@@ -102,29 +111,51 @@ def check_out(out: Path | None) -> list[str]:
         return [problem("out", out, "is there and is no regular file", "name a file")]
     with out.open("rb") as file:
         head = file.read(2000)
-    if head.strip() and _GENERATOR.encode() not in head and MARKER.encode() not in head:
+    if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
         return [problem("out", out, "is there and is no report", "name another file, or remove this one")]
     return []
 
 
-def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], float, str | None]:
+def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
+    """The runs in numbers, the loss that costs are given for, and its unit."""
     found, unit = common_loss(runs)
     chosen = found if loss is None else loss
     window = window_of(runs)
     return [Overview(run, chosen, unit, window) for run in runs], chosen, unit
 
 
-def title_of(runs: Sequence[Run]) -> str:
+def title_of(runs: Sequence[RunRecords]) -> str:
     """A heading for these runs."""
     return f"{len(runs)} runs" if len(runs) > 3 else in_words([run.name for run in runs])
 
 
-def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
+def report_html(
+    runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
+) -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
-    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section[2]]
-    names = [("result", "Result"), *((name, title) for name, title, *_ in sections)]
-    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in names)
+    cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
+    speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
+    # anchor, heading, content and whether it is unfolded
+    sections = [
+        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
+        ("numbers", "The runs in numbers", parts.overview_html(views), True),
+        ("cost", "Time to a loss", cost, True),
+        ("settings", "Settings that differ", parts.settings_html(runs, differing_settings(runs)), True),
+        ("experts", "Experts", parts.experts_html(runs), True),
+        ("training", "Training and speed", speed, False),
+        ("samples", "Generated text", parts.samples_html(runs), False),
+        ("about", "Machine and command", parts.about_html(runs), False),
+        ("events", "Events", parts.events_html(runs), False),
+    ]
+    links, shown = '<li><a href="#result">Result</a></li>', ""
+    for name, heading, content, is_open in sections:
+        if content:
+            links += f'<li><a href="#{name}">{heading}</a></li>'
+            # the heading is the handle that folds it
+            summary = f'<summary><h2 id="h-{name}">{heading}</h2></summary>'
+            details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
+            shown += f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
     number = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     fields = {
         "title": escape(title or title_of(runs)),
@@ -132,62 +163,23 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
         "contents": f"<ul>{links}</ul>",
         "result": parts.result_html(runs, warnings_of(runs)),
-        "sections": "".join(parts.section_html(*section) for section in sections),
-        **_assets(),
+        "sections": shown,
+        "css": parts.asset_text("uplot/uPlot.min.css") + parts.asset_text("page.css"),
+        "scripts": "".join(f"<script>{parts.asset_text(name)}</script>\n" for name in _SCRIPTS),
     }
+    # With many runs, the curves get fewer points until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
-        text = _filled(fields | {"data": embedded(page_data(runs, loss, detail))})
+        fields["data"] = embedded(page_data(runs, loss, detail))
+        # in one pass, so that a run named like a placeholder stays text
+        text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], parts.asset_text("page.html"))
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"their page would be larger than {MOST_BYTES:,} bytes"
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
 
 
-def _sections(
-    runs: Sequence[Run], views: Sequence[Overview], chosen: float, unit: str | None, loss: float | None
-) -> list[tuple[str, str, str, bool]]:
-    """The foldable parts of the page below the result, as in `section_html`."""
-    differing = differing_settings(runs)
-    cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
-    speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
-    return [
-        ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
-        ("numbers", "The runs in numbers", parts.overview_html(views), True),
-        ("cost", "Time to a loss", cost, True),
-        ("settings", "Settings that differ", parts.settings_html(runs, differing), True),
-        ("experts", "Experts", parts.experts_html(runs), True),
-        ("training", "Training and speed", speed, False),
-        ("samples", "Generated text", samples_html(runs), False),
-        ("about", "Machine and command", about_html(runs), False),
-        ("events", "Events", events_html(runs), False),
-    ]
-
-
-@cache
-def _assets() -> dict[str, str]:
-    def read(name: str) -> str:
-        return (parts.ASSETS / name).read_text(encoding="utf-8")
-
-    scripts = ("uplot/uPlot.iife.min.js", *(f"{name}.js" for name in _SCRIPTS))
-    return {
-        "css": read("uplot/uPlot.min.css") + read("page.css"),
-        "scripts": "".join(f"<script>{read(name)}</script>\n" for name in scripts),
-    }
-
-
-def _filled(fields: dict[str, str]) -> str:
-    """Fills the template in one pass, so that a run named like a placeholder stays text."""
-    page = (parts.ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)
-
-
-# JSON for the page's script: curves in a bounded number of points, and the expert load as bytes.
-
-
-def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """The JSON value that the script reads; `loss` as in `write_report`, `detail` a factor on the number of
-    points.
-    """
+def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
+    """The JSON value for the script; `loss` as in `write_report`, `detail` scales the number of points."""
     # limits that keep the page far under 5 MB for any runs
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), loss_unit(runs)
@@ -208,12 +200,11 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
 def embedded(value: Any) -> str:
     """`value` as JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    # the last two end a line in JavaScript, though not in JSON
+    return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
 
-def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
+def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, Any]:
     starts = bucket_starts(run.num_records, points)
     ends = np.append(starts, run.num_records)[1:].astype(int) - 1
     train = run.train
@@ -226,6 +217,9 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
     axes = {key: train[key] for key in AXES}
     lows = [(max(0, index - 1), index) for index in new_minima(best, max(20, points // 3))]
+    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
+    after = np.searchsorted(train["iteration"], [mark.after for mark in marks], side="right")
+    changed = np.maximum(after - 1, 0).astype(int)
     return {
         "name": run.name,
         "kind": run.kind,
@@ -242,7 +236,12 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
             "loss": [[_rounded(best[at], digits=9) for at in pair] for pair in lows],
             **{key: [_list(values[at] for at in pair) for pair in lows] for key, values in axes.items()},
         },
-        "changes": _changes(run),
+        # the newest stages of data and resumes, each at the record before it, or at the first record
+        "changes": {
+            "text": [mark.text for mark in marks],
+            "kind": [mark.kind for mark in marks],
+            **{key: _list(values[changed]) for key, values in axes.items()},
+        },
         "spikes": {
             "value": _list(train["grad_norm"][spiked]),
             **{key: _list(values[spiked]) for key, values in axes.items()},
@@ -250,32 +249,46 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     }
 
 
-def _changes(run: Run) -> dict[str, Any]:
-    """The newest stages of data and resumes, each at the record before it, or at the first record."""
-    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
-    before = np.searchsorted(run.train["iteration"], [mark.after for mark in marks], side="right") - 1
-    at = np.maximum(before, 0).astype(int)
-    return {
-        "text": [mark.text for mark in marks],
-        "kind": [mark.kind for mark in marks],
-        **{key: _list(run.train[key][at]) for key in AXES},
-    }
+def new_minima(values: Floats, most: int = 400) -> list[int]:
+    """Indices of new minima, where each loss was first reached; at most `most`, evenly spread."""
+    lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
+    before = np.concatenate([[np.inf], lowest[:-1]])
+    indices = np.flatnonzero(lowest < before)
+    if len(indices) > most:
+        indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
+    return [int(index) for index in indices]
+
+
+def bucket_starts(num_records: int, most: int) -> Floats:
+    """First index of each of at most `most` buckets of nearly equal size."""
+    num = min(num_records, most)
+    return np.floor(np.arange(num) * num_records / max(num, 1))
+
+
+def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Mean, minimum and maximum of each bucket's finite values, NaN without any, and number of others [B]."""
+    index, finite = starts.astype(int), np.isfinite(values)
+    num = np.add.reduceat(finite.astype(float), index)
+    sizes = np.diff(np.append(index, len(values)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(num > 0, np.add.reduceat(np.where(finite, values, 0.0), index) / num, np.nan)
+    return mean, np.fmin.reduceat(values, index), np.fmax.reduceat(values, index), sizes - num
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
     """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
     if not np.isfinite(values).any():
         return None
-    found = bucketed(values, starts)
-    curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    mean, low, high, num_missing = bucketed(values, starts)
+    curve: dict[str, Any] = {"mean": _list(mean), "gaps": np.flatnonzero(num_missing).tolist()}
     if len(starts) < len(values):  # else the page has every record
         curve["last"] = _rounded(values[np.isfinite(values)][-1])
-    if with_range and len(starts) < len(values):
-        curve |= {"low": _list(found.low), "high": _list(found.high)}
+        # a spike of one record has to stay visible
+        curve |= {"low": _list(low), "high": _list(high)} if with_range else {}
     return curve
 
 
-def _experts(run: Run, budget: float) -> dict[str, Any] | None:
+def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
     """Load [C, L, E] in 1/LOAD_SCALE of the fair share as little-endian uint16, and curves per layer."""
     if not run.load:
         return None
@@ -308,27 +321,21 @@ def _rounded(value: float, digits: int = 6) -> float | int | None:
     return int(short) if short == int(short) and abs(short) < 1e15 else short
 
 
-# Markdown: one table, and a sentence for each comparison.
-
-
-MARKER = "<!-- moe-exp report -->"
-
-
 def report_markdown(
-    runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
+    runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
     """The report as short Markdown with a final newline; its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
     names, warnings = [run.name for run in runs], warnings_of(runs)
-    rows = overview_rows(views)
+    rows = parts.overview_rows(views)
     if unit and math.isfinite(chosen):
-        costs = [cost_texts(view.cost) for view in views]
+        costs = [parts.cost_texts(view.cost) for view in views]
         of_loss = f"to a loss of {target_text(chosen)}{'' if unit == NATS else f' {unit}'}"
         for place, name in ((1, "FLOPs"), (2, "time")):
             rows.append((f"{name} {of_loss}", [texts[place] for texts in costs]))
     results = [*headline(runs), *other_winners(runs)]
     results += [pair_text(one, ranking(runs)) for one in (pairs(runs) if len(runs) > 1 else [])]
-    lines = [MARKER, f"### {plain(title or title_of(runs))}", ""]
+    lines = [_MARKER, f"### {plain(title or title_of(runs))}", ""]
     lines += [plain(notes), ""] * bool(notes)
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
     lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:] if text)]

@@ -1,10 +1,16 @@
 """Parts of the page without script: tables, sentences, timeline. Text that runs contain is escaped here."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from moe_exp.config import TRAITS, Config, module_arguments
+from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.host.quantities import (
     bytes_text,
     count_text,
@@ -16,7 +22,16 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
-from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, has_loss, why_not_compared
+from moe_exp.report.comparison import (
+    NATS,
+    VALIDATION,
+    Cost,
+    Overview,
+    Parity,
+    has_loss,
+    in_words,
+    why_not_compared,
+)
 from moe_exp.report.headline import (
     AXES,
     RANKING_RULE,
@@ -31,17 +46,28 @@ from moe_exp.report.headline import (
     pairs,
     ranking,
 )
-from moe_exp.report.run_data import LAYER_KEYS, Run
-from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
+from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
+from moe_exp.runs.records import time_of
 
-ASSETS = Path(__file__).parent / "assets"
+FAULTS = (
+    "checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data", "hang", "too_many_bad_steps",
+    "bad_step", "replicas_differ", "spike",
+)  # fmt: skip
+_KEY = (
+    (' class="start"', "start, resume"), ("", "checkpoint"),
+    (' class="changed"', "resume with changed settings"), (' class="stage"', "data stage"),
+    (' class="fault"', "fault"), (' class="end"', "end"),
+)  # fmt: skip
+_MARKS = {name: name for name in ("start", "resume", "checkpoint", "end")}
+_MARKS |= {"changed_settings": "changed", "data_stage": "stage"}
+_MOST_ROWS, _MOST_MARKS = 300, 150
+_MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
 
 
-def section_html(name: str, title: str, content: str, is_open: bool) -> str:
-    """A section with its heading as the handle that folds it; `content` is HTML."""
-    summary = f'<summary><h2 id="h-{name}">{title}</h2></summary>'
-    details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
-    return f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
+@cache
+def asset_text(name: str) -> str:
+    """A file in assets/."""
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:
@@ -66,8 +92,9 @@ def row_html(name: str, values: Sequence[str], css: str = "") -> str:
     return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
 
 
-def run_name(run: Run, index: int) -> str:
+def run_name(run: RunRecords, index: int) -> str:
     """A run's name in its color; at most six lines, the full name on hover."""
+    # page.css has eight colors
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
 
@@ -77,7 +104,7 @@ def how(rule: str) -> str:
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
-def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
+def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
     """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
     text, about_seeds = headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
@@ -91,6 +118,7 @@ def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
     names, rows = list[str](), []
     for one in found.values():
         losses = {standing.group.name: standing.loss for standing in one.standings}
+        # groups stay in the order of the first row, by tokens
         names = names or list(losses)
         css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
         cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
@@ -120,8 +148,23 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
     if not found:
         return ""
     title = "What the same loss costs"
-    if len(found) <= 4:  # more as a table
-        cards = "".join(_card(one, rankings) for one in found)
+    # more of them as a table
+    if len(found) <= 4:
+        cards = ""
+        for one in found:
+            # a share is green only if the ranking at equal amounts does not say the opposite
+            shares: list[tuple[float, Axis, str]] = [
+                (one.tokens, "consumed_tokens", "of the tokens"),
+                (one.flops, "consumed_flops", "of the FLOPs"),
+                (one.seconds, "training_seconds", "of the time"),
+            ]
+            figures = ""
+            for share, axis, what in shares:
+                css = "less" if share < 1 and not difference(one, rankings.get(axis)) >= 0 else ""
+                figures += f'<div><b class="{css}">{percent(share, 0)}</b><span>{what}</span></div>'
+            figures = "" if one.reason else f'<div class="figures">{figures}</div>'
+            text = escape(pair_text(one, rankings.get("consumed_tokens")))
+            cards += f'<div class="card">{figures}<p>{text}</p></div>'
         return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
     rows, opposite = [], ""
     for one in found:
@@ -131,28 +174,12 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
         if one.reason:
             cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
         else:
-            shares = (one.tokens, one.flops, one.seconds)
             loss = f"{loss_text(one.loss)}{'' if one.what == VALIDATION else ' (training)'}"
-            cells = "".join(f"<td>{text}</td>" for text in (loss, *(percent(share, 0) for share in shares)))
+            texts = (loss, *(percent(share, 0) for share in (one.tokens, one.flops, one.seconds)))
+            cells = "".join(f"<td>{text}</td>" for text in texts)
         rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
     head = ["run", "loss that both reach", "of the tokens", "of the FLOPs", "of the time"]
     return f"<h3>{title}</h3>{table(head, rows, title, css='scroll tall')}{opposite}{how(_PARITY_RULE)}"
-
-
-def _card(found: Parity, rankings: Mapping[Axis, Ranking]) -> str:
-    text = f"<p>{escape(pair_text(found, rankings.get('consumed_tokens')))}</p>"
-    if found.reason:
-        return f'<div class="card">{text}</div>'
-    shares: list[tuple[float, Axis, str]] = [
-        (found.tokens, "consumed_tokens", "of the tokens"),
-        (found.flops, "consumed_flops", "of the FLOPs"),
-        (found.seconds, "training_seconds", "of the time"),
-    ]
-    figures = ""
-    for share, axis, what in shares:
-        css = "less" if share < 1 and not difference(found, rankings.get(axis)) >= 0 else ""
-        figures += f'<div><b class="{css}">{percent(share, 0)}</b><span>{what}</span></div>'
-    return f'<div class="card"><div class="figures">{figures}</div>{text}</div>'
 
 
 def overview_html(views: Sequence[Overview]) -> str:
@@ -188,6 +215,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
         ("TFLOP/s per rank", [digits_text(view.tflops_per_gpu, 3) for view in views]),
         ("peak memory of a rank", [bytes_text(view.peak_memory_bytes) for view in views]),
     ]
+    # a dash stands for what was not measured
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
@@ -207,6 +235,7 @@ def cost_html(
         return f'<p class="note">{note}</p>'
     rows = []
     for index, view in enumerate(views):
+        # by these attributes the script finds what it updates
         cells = zip([*AXES, "iteration"], cost_texts(view.cost), strict=True)
         values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
@@ -230,7 +259,7 @@ def cost_texts(cost: Cost | None) -> list[str]:
     return [count_text(cost.tokens), flops_text(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
 
 
-def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def settings_html(runs: Sequence[RunRecords], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """The settings that differ, a column per run."""
     if not rows:
         note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
@@ -245,14 +274,37 @@ _EXPERT_CHARTS = (
 )  # fmt: skip
 
 
-def experts_html(runs: Sequence[Run]) -> str:
+def experts_html(runs: Sequence[RunRecords]) -> str:
     """The frame of the heatmaps and expert curves, and a table of each run's layers."""
     with_experts = [run for run in runs if run.load]
     if not with_experts:
         return '<p class="note">None of the runs has recorded experts.</p>'
-    tables = "".join(_layer_table(run) for run in with_experts)
+    head = [
+        "layer", "busiest / mean", "MaxVio of a batch", "dead experts", "dropped slots", "router entropy",
+        "of the largest", "weight of the first choice",
+    ]  # fmt: skip
+    tables = ""
+    for run in with_experts:
+        bounds, _, means = run.load.columns()
+        first, last = bounds[-1].astype(int)
+        when = f"iteration {last}" if first == last else f"iterations {first} to {last}"
+        # the largest entropy is that of equal probabilities
+        largest = math.log(run.load.num_experts) or float("nan")
+        rows = []
+        for index, layer in enumerate(run.load.layers):
+            of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
+            entropy = of_layer["router_entropy"]
+            cells = [
+                digits_text(of_layer["max_over_mean"]), digits_text(of_layer["max_vio"]),
+                percent(of_layer["dead_fraction"]), percent(of_layer["dropped_fraction"]),
+                digits_text(entropy), percent(entropy / largest), digits_text(of_layer["top1_weight"]),
+            ]  # fmt: skip
+            rows.append(row_html(str(layer), cells))
+        title = f"{escape(run.name)}: layers at {when}"
+        shown = table(head, rows, f"Layers of {run.name}")
+        tables += f"<details><summary>{title}</summary>{shown}</details>"
     charts = f"<summary>Curves of the experts</summary>{charts_html(_EXPERT_CHARTS)}"
-    view = (ASSETS / "experts.html").read_text(encoding="utf-8").rstrip()
+    view = asset_text("experts.html").rstrip()
     return f'{view}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
 
 
@@ -262,30 +314,7 @@ _DEAD_RULE = (
 )
 
 
-def _layer_table(run: Run) -> str:
-    bounds, _, means = run.load.columns()
-    first, last = bounds[-1].astype(int)
-    when = f"iteration {last}" if first == last else f"iterations {first} to {last}"
-    head = [
-        "layer", "busiest / mean", "MaxVio of a batch", "dead experts", "dropped slots", "router entropy",
-        "of the largest", "weight of the first choice",
-    ]  # fmt: skip
-    rows = []
-    for index, layer in enumerate(run.load.layers):
-        of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
-        entropy, num_experts = of_layer["router_entropy"], run.load.num_experts
-        cells = [
-            digits_text(of_layer["max_over_mean"]), digits_text(of_layer["max_vio"]),
-            percent(of_layer["dead_fraction"]), percent(of_layer["dropped_fraction"]), digits_text(entropy),
-            percent(entropy / math.log(num_experts) if num_experts > 1 else float("nan")),
-            digits_text(of_layer["top1_weight"]),
-        ]  # fmt: skip
-        rows.append(row_html(str(layer), cells))
-    title = f"{escape(run.name)}: layers at {when}"
-    return f"<details><summary>{title}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
-
-
-def spikes_html(runs: Sequence[Run]) -> str:
+def spikes_html(runs: Sequence[RunRecords]) -> str:
     """Number and iterations of each run's gradient norm spikes."""
     items = []
     for run in runs:
@@ -294,3 +323,145 @@ def spikes_html(runs: Sequence[Run]) -> str:
         items.append(f"{escape(run.name)}: {f'{len(found)} (iterations {shown})' if found else 'none'}")
     rule = f"A spike is more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it."
     return f'<p class="note">Spikes of the gradient norm: {"; ".join(items)}.</p>{how(rule)}'
+
+
+def events_html(runs: Sequence[RunRecords]) -> str:
+    """A timeline per run since its own start, all on one scale, and the events as a table."""
+    timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
+    if not any(timed):
+        return '<p class="note">No events are recorded.</p>'
+    # A run that is still running extends to its last record.
+    spans = []
+    for run, events in zip(runs, timed, strict=True):
+        times = [when for when, _ in events] or [0.0]
+        last = run.written.timestamp() if events and run.written and run.status == "running" else 0.0
+        spans.append((min(times), max(last, *times)))
+    longest = max(end - start for start, end in spans)
+    tracks, rows, left_out = "", list[str](), list[str]()
+    for index, (run, events) in enumerate(zip(runs, timed, strict=True)):
+        track = _track(index, events, spans[index], longest)
+        tracks += f'<div><div class="name">{run_name(run, index)}</div>{track}</div>'
+        kept = most_informative(run.events, _MOST_ROWS)
+        for event in kept:
+            more = ", ".join(
+                f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
+                for key, value in event.items()
+                if key not in ("kind", "iteration", "event", "time")
+            )
+            stamp = str(event.get("time", "")).replace("T", " ")
+            texts = (event.get("event"), event.get("iteration"), stamp, more[:500])
+            cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
+            css = ' class="fault"' if is_fault(event) else ""
+            rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
+        checkpoints = sum(map(is_checkpoint, run.events)) - sum(map(is_checkpoint, kept))
+        parts = [(checkpoints, "checkpoints"), (len(run.events) - len(kept) - checkpoints, "others")]
+        if text := in_words([f"{number:,} {what}" for number, what in parts if number]):
+            left_out.append(f"{text} of {run.name}")
+    kinds = "".join(f"<span><i{css}></i>{what}</span>" for css, what in _KEY)
+    key = f'<p class="note key">{kinds}<span>whole width: {duration(longest)}</span></p>'
+    head = ["run", "event", "iteration", "time", "details"]
+    shown = table(head, rows, "Events", css="scroll tall")
+    title = f"All events ({len(rows)})"
+    if left_out:
+        title = f"Events: {len(rows)}; left out are {escape(in_words(left_out))}"
+    return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
+
+
+def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
+
+    def rank(index: int) -> tuple[bool, bool, int]:
+        # False comes before True
+        return not is_fault(events[index]), is_checkpoint(events[index]), -index
+
+    return [events[index] for index in sorted(sorted(range(len(events)), key=rank)[:most])]
+
+
+def is_checkpoint(event: dict[str, Any]) -> bool:
+    return event.get("event") == "checkpoint"
+
+
+def _track(
+    index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float
+) -> str:
+    def place(when: float) -> str:
+        return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
+
+    parts = []
+    starts = [at for at, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
+    for start, following in pairwise([*starts, len(events)]):  # each to the last event before the next
+        begin = events[start][0]
+        end = max(span[1] if following == len(events) else events[following - 1][0], begin)
+        style = f"--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"
+        parts.append(f'<i class="active" style="{style}"></i>')
+    # Checkpoints are thinned out evenly, of the others the least informative go.
+    times = {id(event): when for when, event in events}
+    checkpoints = [event for _, event in events if is_checkpoint(event)]
+    others = most_informative([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
+    for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
+        when = times[id(event)]
+        name = str(event.get("event"))
+        css = "fault" if is_fault(event) else _MARKS.get(name, "")
+        text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
+        parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
+    label = "timeline; the table below has the events"
+    return f'<div class="track" role="img" aria-label="{label}">{"".join(parts)}</div>'
+
+
+def is_fault(event: dict[str, Any]) -> bool:
+    name = str(event.get("event"))
+    is_named = name in FAULTS or "fault" in name or "fail" in name
+    return is_named or "failed" in (event.get("status"), event.get("grade"))
+
+
+def about_html(runs: Sequence[RunRecords]) -> str:
+    """Start time, machine, versions and commands of each run, and the notes of its folder."""
+    about: list[dict[str, Any]] = []
+    for run in runs:
+        first, last = (run.starts[at] if run.starts else {} for at in (0, -1))
+        versions, command, config = last.get("versions") or {}, last.get("command"), run.config
+        again = ""
+        # not for a run of another version, or a damaged one
+        if config and config.preset in PRESETS:
+            base = Config(**(preset_values(config.preset) | {"preset": config.preset}))
+            chosen = {
+                name: value
+                for name, value in config.model_dump().items()
+                if TRAITS[name].part != "place" and name != "preset" and value != getattr(base, name)
+            }
+            arguments = module_arguments({"preset": config.preset, **chosen})
+            again = shlex.join(["moe-exp", "train", *arguments])
+        row = {
+            "started": str(first.get("time") or "").replace("T", " "),
+            "starts": len(run.starts),
+            "latest start": str(last.get("time") or "").replace("T", " "),
+            "host": last.get("host"),
+            "device": last.get("device"),
+            "nodes x ranks per node": f"{config.nnodes} x {config.gpus_per_node}" if config else "",
+            "platform": last.get("platform"),
+            "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+            "commit": last.get("commit"),
+            "command of a rank": shlex.join(map(str, command)) if isinstance(command, list) else "",
+            "command with the same settings": again,
+            "run folder": run.path,
+        }
+        about.append({name: str(value or "–") for name, value in row.items()})
+    names = [name for name in about[0] if {one[name] for one in about} != {"–"}]
+    rows = [row_html(name, [one[name] for one in about], css=' class="text"') for name in names]
+    head = ["", *(run_name(run, index) for index, run in enumerate(runs))]
+    texts = {escape(run.name): escape(run.text) for run in runs if run.text}
+    notes = "".join(f'<h3>Notes of {name}</h3><p class="own">{text}</p>' for name, text in texts.items())
+    return notes + table(head, rows, "Machine and command")
+
+
+def samples_html(runs: Sequence[RunRecords]) -> str:
+    """Texts of `generated.jsonl` in the run folders, as `moe-exp generate --json` writes them."""
+    parts = []
+    for index, run in enumerate(runs):
+        for prompt, text in run.samples[:_MOST_SAMPLES]:
+            said = f"<b>{escape(prompt[:_MOST_CHARACTERS])}</b>{escape(text[:_MOST_CHARACTERS])}"
+            caption = f"<figcaption>{run_name(run, index)}</figcaption>"
+            parts.append(f'<figure class="sample">{caption}<p>{said}</p></figure>')
+        if len(run.samples) > _MOST_SAMPLES:
+            parts.append(f'<p class="note">{len(run.samples) - _MOST_SAMPLES} more of {escape(run.name)}</p>')
+    return "".join(parts)

@@ -7,7 +7,7 @@ Reads files of any age and state: every key is optional, and an incomplete last 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +22,7 @@ from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.host.files import read_json, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.report.follower import Follower
+from moe_exp.report.follower import Follower, number
 from moe_exp.runs.records import parsed_record
 from moe_exp.runs.run_folder import RunFolder
 
@@ -31,6 +31,7 @@ Floats = NDArray[np.float64]
 NUM_COLUMNS = 120
 _CHUNK = 512  # records
 DEAD_BELOW = 0.01  # of the fair share
+SPIKE_FACTOR, SPIKE_WINDOW, _SPIKE_FEWEST = 3.0, 50, 10
 
 # Keys of one layer in metrics.jsonl; older files lack some.
 LAYER_KEYS = (
@@ -47,16 +48,8 @@ VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss"
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 
 
-def number(value: object) -> float:
-    """A JSON value as a float; NaN if it is not a number."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
-
-
 class LoadHistory:
-    """Sums the `experts` of train records into columns of equal numbers of records, layer by layer.
-
-    With more records than `num_records`, the last column gets the rest.
-    """
+    """Sums the `experts` of train records into columns of equal numbers of records, layer by layer."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -69,6 +62,7 @@ class LoadHistory:
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Adds one record's `experts`; call `finish` after the last one."""
+        # a running job may have written more records than were counted: the last column gets the rest
         column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
         self._waiting.append((column, iteration, experts))
         self._num_seen += 1
@@ -91,6 +85,7 @@ class LoadHistory:
             counts = [[layer["tokens_per_expert"] for layer in experts] for experts in of_records]
             values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for experts in of_records]
             counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
+        # of another version, or damaged
         except (AttributeError, KeyError, TypeError, ValueError):
             return False
         if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
@@ -102,12 +97,6 @@ class LoadHistory:
             self._counts_CKL = np.zeros_like(self._sums_CKL)
         if any(row != self.layers for row in layers) or counts_RLE.shape[1:] != self._loads_CLE.shape[1:]:
             return False
-        self._sum(np.array([column for column, _, _ in records]), counts_RLE, values_RKL)
-        for column, iteration, _ in records:
-            self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
-        return True
-
-    def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
         # Older files lack the first two of LAYER_KEYS; compute them from the counts.
         computed = (shares_RLE.max(axis=2), (shares_RLE < DEAD_BELOW).mean(axis=2))
@@ -116,12 +105,18 @@ class LoadHistory:
             values_RKL[:, index][missing] = from_counts_RL[missing]
         known_RKL = np.isfinite(values_RKL)
         sums_RKL = np.where(known_RKL, values_RKL, 0)
+        # `add.at` counts a column as often as it occurs, `+=` once
+        columns_R = np.array([column for column, _, _ in records])
         np.add.at(self._loads_CLE, columns_R, counts_RLE)
         np.add.at(self._sums_CKL, columns_R, sums_RKL)
         np.add.at(self._counts_CKL, columns_R, known_RKL)
         means_RK = _mean(sums_RKL.sum(axis=2), known_RKL.sum(axis=2))
+        # the first of LAYER_KEYS, max_over_mean, is that of the worst layer
         means_RK[:, 0] = np.fmax.reduce(values_RKL[:, 0], axis=1)
         self._means.append(means_RK)
+        for column, iteration, _ in records:
+            self._bounds[column] = np.fmin(self._bounds[column, 0], iteration), iteration
+        return True
 
     def record_means(self) -> dict[str, Floats]:
         """LAYER_KEYS of each record, mean over layers (`max_over_mean`: maximum) [num_added]."""
@@ -159,7 +154,7 @@ def _mean(sums: Floats, counts: Floats) -> Floats:
 
 
 @dataclass
-class Run:
+class RunRecords:
     """Contents of one run folder. Curves are arrays [num_records] by key."""
 
     name: str  # unique among the runs of a report
@@ -214,18 +209,33 @@ def latest(values: Floats) -> float:
     return float(finite[-1]) if len(finite) else float("nan")
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def spikes(values: Floats) -> list[int]:
+    """Indices of values above SPIKE_FACTOR times the median of the last SPIKE_WINDOW (ten or more finite)."""
+    found: list[int] = []
+    if len(values) <= _SPIKE_FEWEST:
+        return found
+    padded = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values[:-1]])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, SPIKE_WINDOW)
+    for start in range(0, len(values), 8192):  # the median copies its input
+        part = windows[start : start + 8192]
+        enough = np.isfinite(part).sum(axis=1) >= _SPIKE_FEWEST
+        limits = np.full(len(part), np.nan)
+        limits[enough] = SPIKE_FACTOR * np.nanmedian(part[enough], axis=1)
+        found += (start + np.flatnonzero(values[start : start + 8192] > limits)).tolist()
+    return found
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
     """Reads run folders, duplicates once; first raises ConfigError for paths that are not, a line each."""
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)
     metrics = [RunFolder(path).metrics for path in folders]
     total = sum(path.stat().st_size for path in metrics if path.exists())
-    if total < 1 << 26:
-        runs = [read_run(path) for path in folders]
-    else:
-        with progress("reading metrics", total) as advance:
-            runs = [read_run(path, advance) for path in folders]
+    # a bar only for files that take a while
+    shown = progress("reading metrics", total) if total >= 1 << 26 else nullcontext(lambda num_bytes: None)
+    with shown as advance:
+        runs = [read_run(path, advance) for path in folders]
     for run, name in zip(runs, distinct_names(folders), strict=True):
         run.name = name
     return runs
@@ -259,13 +269,14 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 
-def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
+def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> RunRecords:
     """Reads one run folder, which may be empty; calls `advance` with the number of bytes read."""
-    run = Run(name=path.resolve().name, path=path)
+    run = RunRecords(name=path.resolve().name, path=path)
     reader = _Reader(run)
     follower = Follower(path, reader.add, advance)
     folder = follower.folder
     _read_settings(run, folder.config)
+    # Lines are counted first, as each record has to know its column.
     if folder.metrics.exists():
         with regular(folder.metrics).open("rb") as file:
             num_lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
@@ -290,7 +301,7 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
     return run
 
 
-def _text_of(run: Run, name: str) -> str:
+def _text_of(run: RunRecords, name: str) -> str:
     try:
         with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
             return file.read(200_000)
@@ -301,7 +312,7 @@ def _text_of(run: Run, name: str) -> str:
         return ""
 
 
-def _read_settings(run: Run, path: Path) -> None:
+def _read_settings(run: RunRecords, path: Path) -> None:
     if not path.exists():
         run.notes.append("config.yaml is missing: settings, parameters and FLOPs are unknown")
         return
@@ -323,13 +334,11 @@ def _read_settings(run: Run, path: Path) -> None:
 class _Reader:
     """Collects the records of one run."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunRecords):
         self.run = run
-        self.train: list[list[Any]] = []
+        self.train, self.valid = list[list[Any]](), list[list[Any]]()
         self.with_experts: list[int] = []
-        self.valid: list[list[Any]] = []
-        self.last_iteration = -math.inf
-        self.num_out_of_order = 0
+        self.last_iteration, self.num_out_of_order = -math.inf, 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         kind = record.get("kind")
@@ -340,7 +349,8 @@ class _Reader:
         if kind != "train":
             return
         iteration = number(record.get("iteration"))
-        if not iteration > self.last_iteration:
+        # curves need an increasing x
+        if iteration is None or iteration <= self.last_iteration:
             self.num_out_of_order += 1
             return
         self.last_iteration = iteration
@@ -350,19 +360,38 @@ class _Reader:
         self.train.append([record.get(key) for key in _TRAIN_COLUMNS])
 
     def finish(self) -> None:
-        """Writes the arrays to the run."""
+        """Writes the arrays to the run, with the axes that files of older versions lack."""
         run = self.run
-        run.train = _arrays(self.train, _TRAIN_COLUMNS)
+        run.train, run.valid = _arrays(self.train, _TRAIN_COLUMNS), _arrays(self.valid, _VALID_COLUMNS)
         run.load.finish()
         for key, means in run.load.record_means().items():
             values = np.full(len(self.train), np.nan)
             values[self.with_experts] = means
             run.train[f"experts/{key}"] = values
-        run.valid = _arrays(self.valid, _VALID_COLUMNS)
-        _complete_axes(run)
         if self.num_out_of_order:
             rule = f"{self.num_out_of_order} train records do not come after the one before"
             run.notes.append(f"metrics.jsonl: {rule} and are left out")
+        train, valid = run.train, run.valid
+        if run.config:
+            _fill(train["consumed_flops"], train["consumed_samples"] * flops_per_iteration(run.config, 1))
+        if seq_len := number(run.settings.get("seq_len")):
+            _fill(train["consumed_tokens"], train["consumed_samples"] * seq_len)
+        milliseconds = train["elapsed_time_per_iteration_ms"]
+        if np.isfinite(milliseconds).any():
+            # a record's time is the mean of the iterations since the record before it
+            steps = np.diff(train["iteration"], prepend=0)
+            complete = np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds))
+            summed = np.cumsum(complete * steps) / 1e3
+            _fill(train["training_seconds"], summed)
+            if (np.diff(train["training_seconds"]) < 0).any():  # started by an older version
+                train["training_seconds"] = summed
+        for key in AXES[1:]:
+            known = np.isfinite(train[key])
+            if known.any():
+                at, values = train["iteration"][known], train[key][known]
+                # what was used before the first record is not known
+                _fill(valid[key], np.interp(valid["iteration"], at, values, left=np.nan))
+        _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 
 
 def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
@@ -373,29 +402,6 @@ def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
     table = table.reshape(len(rows), len(keys))
     table[~np.isfinite(table)] = np.nan
     return {key: table[:, index].copy() for index, key in enumerate(keys)}
-
-
-def _complete_axes(run: Run) -> None:
-    """FLOPs and wall time for older files: FLOPs per sample times samples, and the sum of iteration times."""
-    train, valid = run.train, run.valid
-    if run.config:
-        _fill(train["consumed_flops"], train["consumed_samples"] * flops_per_iteration(run.config, 1))
-    _fill(train["consumed_tokens"], train["consumed_samples"] * number(run.settings.get("seq_len")))
-    milliseconds = train["elapsed_time_per_iteration_ms"]
-    if np.isfinite(milliseconds).any():
-        steps = np.diff(train["iteration"], prepend=0)
-        complete = np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds))
-        summed = np.cumsum(complete * steps) / 1e3
-        seconds = train["training_seconds"]
-        _fill(seconds, summed)
-        if (np.diff(seconds) < 0).any():  # started by an older version
-            train["training_seconds"] = summed
-    for key in AXES[1:]:
-        known = np.isfinite(train[key])
-        if known.any():
-            at, values = train["iteration"][known], train[key][known]
-            _fill(valid[key], np.interp(valid["iteration"], at, values, left=np.nan))
-    _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 
 
 def _fill(values: Floats, other: Floats) -> None:

@@ -46,6 +46,10 @@ _COLORS = {
 _MOST_COLUMNS, _PANEL_LINES = 24, 8  # of wandb's grid
 _LONGEST_TITLE = 128  # of wandb's own model of a report
 _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
+_MOST_SQUARES = 48
+# (upper limit, square); white was not measured.
+_SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
+_MISSING = "⬜"
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,19 @@ def wandb_report(
     """
     runs = mirrored_runs(paths, project=project)
     _report_api()
-    _need_key()
     import wandb
 
+    # Checked before anything is built, so that a missing key is reported with its fix.
+    try:
+        has_key = wandb.login(prompt=False, verify=False)
+    except wandb.errors.Error as error:  # an invalid key, or unreadable key storage
+        reason = " ".join(str(error).split())
+        if key := os.environ.get("WANDB_API_KEY", "").strip():
+            reason = reason.replace(key, "the key")
+        rule, fix = f"wandb does not take the key ({reason})", f"{_LOGIN} to the whole key"
+        raise ConfigError([problem("wandb_api_key", "...", rule, fix)]) from None
+    if not has_key:
+        raise ConfigError([problem("wandb_api_key", "", "wandb has no key", _LOGIN)])
     try:
         owner = entity or wandb.Api().default_entity
         if not owner:
@@ -96,41 +110,47 @@ def wandb_report(
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads what a report needs of the runs; each metrics.jsonl once. ConfigError with a line for each path
-    that is not a run folder, or whose run is not in wandb's `project`.
-    """
+    """Reads the runs, each metrics.jsonl once; ConfigError with a line for each that is not in `project`."""
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
-    problems = [line for folder in folders for line in _problems(folder, project)]
-    if not folders:
-        problems.append(problem("run", "", "at least one is needed", "give run folders"))
+    problems = [] if folders else [problem("run", "", "at least one is needed", "give run folders")]
+    for folder in folders:
+        path = shlex.quote(str(folder.path))
+        was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
+        offline = folder.wandb.glob("offline-run-*")
+        unsent = sum(not any(run.glob("*.wandb.synced")) for run in offline)
+        # the first reason only, as the others follow from it
+        if not folder.metrics.exists():
+            rule, fix = "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME"
+        elif not _wandb_id(folder):
+            rule = "has no wandb run: WANDB_PROJECT was not set"
+            fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network)"
+            fix += ", or use `moe-exp report`"
+        elif unsent:
+            were = "was" if unsent == 1 else "were"
+            rule = f"wandb has not got all of it: {unsent} of its starts {were} offline"
+            fix = f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
+        elif was_in != project and any(folder.wandb.glob("run-*")):
+            rule = f"is in the wandb project {was_in}, not in {project}"
+            fix = f"give --project {shlex.quote(was_in)}"
+        else:
+            continue
+        problems.append(problem("run", folder.path, rule, fix))
     if problems:
         raise ConfigError(problems)
-    found = {folder.path.resolve(): folder for folder in folders}.values()
-    return [_read(folder) for folder in found]
-
-
-def _problems(folder: RunFolder, project: str) -> list[str]:
-    """Why a report cannot show a run: the first reason only, as the others follow from it."""
-    path = shlex.quote(str(folder.path))
-    was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
-    offline = folder.wandb.glob("offline-run-*")
-    unsent = sum(not any(run.glob("*.wandb.synced")) for run in offline)
-    if not folder.metrics.exists():
-        rule, fix = "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME"
-    elif not _wandb_id(folder):
-        rule = "has no wandb run: WANDB_PROJECT was not set"
-        fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network)"
-        fix += ", or use `moe-exp report`"
-    elif unsent:
-        were = "was" if unsent == 1 else "were"
-        rule = f"wandb has not got all of it: {unsent} of its starts {were} offline"
-        fix = f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
-    elif was_in != project and any(folder.wandb.glob("run-*")):
-        rule = f"is in the wandb project {was_in}, not in {project}"
-        fix = f"give --project {shlex.quote(was_in)}"
-    else:
-        return []
-    return [problem("run", folder.path, rule, fix)]
+    runs = []
+    for folder in {folder.path.resolve(): folder for folder in folders}.values():
+        squares = LoadSquares()
+        follower = Follower(folder.path, also=squares.take)
+        follower.refresh()
+        if follower.trouble:
+            rule, fix = "its metrics.jsonl cannot be read", "change its permissions, or check the disk"
+            raise ConfigError([problem("run", folder.path, f"{rule} ({follower.trouble})", fix)])
+        settings = follower.settings()
+        # Without settings, the records show whether there are experts.
+        is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
+        kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
+        runs.append(MirroredRun(_wandb_id(folder), kind, follower, squares))
+    return runs
 
 
 def _wandb_id(folder: RunFolder) -> str:
@@ -138,20 +158,6 @@ def _wandb_id(folder: RunFolder) -> str:
         return (folder.wandb / "run_id").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-
-
-def _read(folder: RunFolder) -> MirroredRun:
-    squares = LoadSquares()
-    follower = Follower(folder.path, also=squares.take)
-    follower.refresh()
-    if follower.trouble:
-        rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
-        raise ConfigError([problem("run", folder.path, rule, "change its permissions, or check the disk")])
-    settings = follower.settings()
-    # Without settings, the records show whether there are experts.
-    is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
-    kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
-    return MirroredRun(_wandb_id(folder), kind, follower, squares)
 
 
 def _report_api() -> Any:
@@ -167,27 +173,10 @@ def _report_api() -> Any:
     return api
 
 
-def _need_key() -> None:
-    import wandb
-
-    try:
-        has_key = wandb.login(prompt=False, verify=False)
-    except wandb.errors.Error as error:  # an invalid key, or unreadable key storage
-        reason = " ".join(str(error).split())
-        if key := os.environ.get("WANDB_API_KEY", "").strip():
-            reason = reason.replace(key, "the key")
-        rule, fix = f"wandb does not take the key ({reason})", f"{_LOGIN} to the whole key"
-        raise ConfigError([problem("wandb_api_key", "...", rule, fix)]) from None
-    if not has_key:
-        raise ConfigError([problem("wandb_api_key", "", "wandb has no key", _LOGIN)])
-
-
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments and errors as in
-    `wandb_report`.
-    """
+    """The report (wandb_workspaces.reports.v2.Report), unsent; arguments and errors of `wandb_report`."""
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}"
         raise ConfigError([problem("title", f"{title[:20]}...", rule, fix)])
@@ -237,6 +226,7 @@ def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, column
     for index, panel in enumerate(panels):
         x, y = index % columns * width, index // columns * _PANEL_LINES
         panel.layout = wr.Layout(x=x, y=y, w=width, h=_PANEL_LINES)
+    # a color for each run, dense and MoE ones from palettes of their own
     sets, colors = [], dict[str, str]()
     for is_moe, name in ((False, "dense"), (True, "MoE")):
         ids = [run.wandb_id for run in runs if run.is_moe == is_moe]
@@ -267,17 +257,8 @@ def _markdown(text: str) -> str:
     return re.sub(r"[\\`*_{}\[\]()<>#+!|&~$\r\n]", lambda found: f"&#{ord(found[0])};", text)
 
 
-# Expert load as colored squares: a report takes pictures only of curves.
-
-
-_MOST_SQUARES = 48
-# (upper limit, square); white was not measured.
-_SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
-_MISSING = "⬜"
-
-
 class LoadSquares:
-    """Largest max over mean of each MoE layer over a run: a row per layer, a column for some records."""
+    """Largest max over mean of each MoE layer over a run, as text: a report takes pictures only of curves."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, array[float]] = {}  # of each record by layer; 0: not measured
@@ -300,7 +281,8 @@ class LoadSquares:
         layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
         if not layers:
             return ""
-        step = 1  # records a square
+        # records a square: a power of two, so that squares of a growing run keep their bounds
+        step = 1
         while -(-self._num_records // step) > _MOST_SQUARES:
             step *= 2
         *below, (_, largest) = _SQUARES

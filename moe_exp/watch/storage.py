@@ -1,8 +1,7 @@
 """How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
 
-The formulas are in planner/costs/goodput.py.
-With ASYNC_SAVE training waits for less than d, and a failure loses the unpublished save: d is an upper bound
-for both.
+The formulas are in planner/costs/goodput.py. With ASYNC_SAVE training waits for less than d, and a failure
+loses the unpublished save: d is an upper bound for both.
 """
 
 import math
@@ -48,7 +47,17 @@ def measured(records: Sequence[Record]) -> Measured:
     saves = [event for event in events if event.get("event") == "checkpoint"]
     times = _numbers(train[-_NUM_RECORDS:], "elapsed_time_per_iteration_ms")
     seconds = _numbers(saves, "seconds")
-    failures, restarts = _failures(events)
+    # A restart takes from the last report of a failure to the next resume.
+    failures, restarts, last, is_down = 0, list[float](), -math.inf, False
+    for event in events:
+        if (when := time_of(event)) is None:
+            continue
+        if event.get("event") in FAILURES:
+            failures += when - last > _ONE_FAILURE_SECONDS
+            last, is_down = when, True
+        elif event.get("event") in ("resume", "start") and is_down:
+            restarts.append(when - last)
+            is_down = False
     return Measured(
         iteration_seconds=statistics.median(times) / 1e3 if times else None,
         save_seconds=statistics.median(seconds) if seconds else None,
@@ -64,22 +73,6 @@ def _numbers(records: Sequence[Record], key: str) -> list[float]:
     """Values of a key that are finite and more than 0."""
     values = (record.get(key) for record in records)
     return [value for value in values if isinstance(value, int | float) and 0 < value < math.inf]
-
-
-def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
-    """Number of failures, and the seconds from each to the next resume."""
-    count, restarts, last = 0, [], -math.inf
-    is_down = False
-    for event in events:
-        if (seconds := time_of(event)) is None:
-            continue
-        if event.get("event") in FAILURES:
-            count += seconds - last > _ONE_FAILURE_SECONDS
-            last, is_down = seconds, True
-        elif event.get("event") in ("resume", "start") and is_down:
-            restarts.append(seconds - last)
-            is_down = False
-    return count, restarts
 
 
 @dataclass(frozen=True)
@@ -116,6 +109,7 @@ def save_advice(
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
+        # rates of independent failures add up
         hours = mtbf_hours / num_nodes
         source = f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} node{'s' * (num_nodes != 1)}"
     else:
@@ -161,7 +155,8 @@ def storage_of(path: Path) -> Storage:
         raise ValueError(f"{settings}: cannot be read ({error}). Fix: name another file.") from None
     config = load_config(given, {})
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
-    found = measured([record | {"experts": None} for record in lines])  # experts may have gigabytes
+    # `experts` of all records may have gigabytes
+    found = measured([record | {"experts": None} for record in lines])
     there = folder.checkpoint_iterations() if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
     return Storage(config, found, use, tuple(there))

@@ -6,52 +6,63 @@ import numpy as np
 import pytest
 
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
-from moe_exp.report import comparison, series
-from moe_exp.report.comparison import common_loss, loss_unit, parities, parity_text, warnings_of
+from moe_exp.report import comparison, page
+from moe_exp.report.comparison import (
+    Cost,
+    common_loss,
+    cost_of,
+    loss_unit,
+    parities,
+    parity_text,
+    trailing_mean,
+    warnings_of,
+)
 from moe_exp.report.page import page_data, report_html
-from moe_exp.report.run_data import read_runs
+from moe_exp.report.run_data import AXES, read_runs, spikes
 
 NAN = float("nan")
 
 
 def test_trailing_mean():
     x, values = np.array([1.0, 2, 3, 4, 5]), np.array([1.0, 2, NAN, 4, 8])
-    assert np.array_equal(series.trailing_mean(x, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
-    assert np.array_equal(series.trailing_mean(x, values, 0.5), [1, 2, NAN, 4, 8], equal_nan=True)
-    assert series.trailing_mean(np.array([]), np.array([]), 1).tolist() == []
+    assert np.array_equal(trailing_mean(x, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
+    assert np.array_equal(trailing_mean(x, values, 0.5), [1, 2, NAN, 4, 8], equal_nan=True)
+    assert trailing_mean(np.array([]), np.array([]), 1).tolist() == []
     # the second is of one iteration before a stop: it counts a twentieth of the others
-    assert series.trailing_mean(np.array([20.0, 40, 41]), np.array([2.0, 2, 23]), 21)[-1] == pytest.approx(3)
+    assert trailing_mean(np.array([20.0, 40, 41]), np.array([2.0, 2, 23]), 21)[-1] == pytest.approx(3)
     # A run from LOAD_DIR counts on from what its checkpoint had consumed.
-    assert np.array_equal(series.trailing_mean(x + 100, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
+    assert np.array_equal(trailing_mean(x + 100, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
 
 
 def test_when_a_loss_is_reached():
     values = np.array([NAN, 5, 4, 4.5, 4, 3])
-    assert series.first_at_or_below(values, 4.2) == (2, pytest.approx(0.8))
-    assert series.on_the_way(np.array([0.0, 10.0, 20.0]), 2, 0.8) == pytest.approx(18.0)
+    at = dict.fromkeys(AXES, np.arange(0.0, 60.0, 10.0))
+    # 0.8 of the way from the second to the third
+    assert cost_of(at, values, 4.2).tokens == pytest.approx(18.0)
     # A value that is met exactly, one with nothing before it, and one that never comes.
-    assert [series.first_at_or_below(values, target) for target in (4, 5, 2)] == [(2, 1.0), (1, 1.0), None]
-    assert series.new_minima(values) == [1, 2, 5]
-    assert len(series.new_minima(np.arange(5000.0, 0, -1), most=400)) == 400
+    found = [cost_of(at, values, target) for target in (4, 5, 2)]
+    assert found == [Cost(20, 20, 20, 20), Cost(10, 10, 10, 10), None]
+    assert page.new_minima(values) == [1, 2, 5]
+    assert len(page.new_minima(np.arange(5000.0, 0, -1), most=400)) == 400
 
 
 def test_spikes():
     norms = np.ones(200)
     # before there are ten records, above and below three times the median
     norms[[5, 100, 150]] = 3.5, 3.5, 2.9
-    assert series.spikes(norms) == [100]
+    assert spikes(norms) == [100]
     norms[90:99] = NAN
-    assert series.spikes(norms) == [100]
+    assert spikes(norms) == [100]
 
 
 def test_a_spike_of_one_record_is_seen_among_100000():
     values = np.ones(100_000)
     values[77_777], values[5] = 50, NAN
-    starts = series.bucket_starts(len(values), 1000)
-    found = series.bucketed(values, starts)
-    assert len(starts) == 1000 and found.high.max() == 50 and found.high.argmax() == 777
-    assert found.num_missing.sum() == 1 and found.mean[0] == 1
-    assert math.isnan(series.bucketed(np.array([NAN, NAN]), series.bucket_starts(2, 1)).mean[0])
+    starts = page.bucket_starts(len(values), 1000)
+    mean, _, high, num_missing = page.bucketed(values, starts)
+    assert len(starts) == 1000 and high.max() == 50 and high.argmax() == 777
+    assert num_missing.sum() == 1 and mean[0] == 1
+    assert math.isnan(page.bucketed(np.array([NAN, NAN]), page.bucket_starts(2, 1))[0][0])
 
 
 def runs_of(folder, losses, **settings):

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.warm_runs import answer_warm, run_warm
 from helpers.whole_runs import SCRIPT, Runs
-from moe_exp.report.history import about_html
+from moe_exp.report.page_parts import about_html
 from moe_exp.report.run_data import read_run
 
 SHORT = {"TRAIN_ITERS": 2, "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "LOG_INTERVAL": 1}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.runs.run_folder import existing_place
-from moe_exp.watch.nodes.blame import hardware_faults
+from moe_exp.watch.blame import hardware_faults
 
 SHARED_MEMORY = Path("/dev/shm")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")

@@ -15,7 +15,7 @@ from moe_exp.launch.preflight.node import preflight, wait_for_port
 from moe_exp.launch.preflight.verdicts import GRADES, SPEEDS, Verdict
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.nodes.exclude import EXCLUDE_NODES, exclude
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES, exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
 

@@ -17,7 +17,7 @@ from moe_exp.host.processes import own_command
 from moe_exp.host.slurm_queue import job_environment
 from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.nodes.exclude import EXCLUDE_NODES
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 
 _BODY = Path(__file__).with_name("batch_body.sh")
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]

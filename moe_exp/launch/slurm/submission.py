@@ -21,7 +21,7 @@ from moe_exp.launch.machine_checks import check_files, training_problem
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
 from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings, passed_variables
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.nodes.exclude import read_excluded
+from moe_exp.watch.excluded_nodes import read_excluded
 
 # Variables with sbatch options override the file's; a site may set these for all users.
 _KEPT = (

@@ -139,7 +139,7 @@
     document.getElementById("controls").hidden = !known.length;
   }
 
-  // On the straight line between two records, [before, at], where the loss comes to the target; see series.first_at_or_below.
+  // On the straight line between two records, [before, at], where the loss comes to the target; see comparison.cost_of.
   function onTheWay([lossBefore, loss], [before, at], target) {
     if (lossBefore == null || lossBefore <= target || before == null || at == null) return at;
     return before + (lossBefore - target) / (lossBefore - loss) * (at - before);

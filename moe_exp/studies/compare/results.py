@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_exp.host.files import read_json
 from moe_exp.report.comparison import NATS, Overview, smoothed, why_not_compared, window_of
-from moe_exp.report.run_data import Run as Recorded
+from moe_exp.report.run_data import RunRecords as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case

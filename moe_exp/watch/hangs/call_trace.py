@@ -46,7 +46,7 @@ class CallTrace:
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
-        self._names: dict[CodeType, bytes | None] = {}
+        self._names: dict[CodeType, bytes | None] = {}  # None: the function is not traced
         self._count = 0
         os.register_at_fork(after_in_child=self.stop)  # a child shares the pages
         threading.setprofile(self._called)
@@ -60,25 +60,22 @@ class CallTrace:
         if event != "call":
             return
         code = frame.f_code
+        # cheaper than `get` where the name is there, as it nearly always is
         try:
             name = self._names[code]
         except KeyError:
-            name = self._names[code] = self._name(frame)
+            module, name = str(frame.f_globals.get("__name__", "")), None
+            if any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
+                # Python 3.11+: includes the class
+                function = getattr(code, "co_qualname", code.co_name)
+                text = f"{module}.{function}:{code.co_firstlineno}"[-_NAME_BYTES:]
+                name = text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
+            self._names[code] = name
         if name is None:
             return
         count, self._count = self._count, self._count + 1
         place = count % self._num_lines * _LINE_BYTES
         self._map[place : place + _LINE_BYTES] = b"%012d %14.6f %s" % (count, time.monotonic(), name)
-
-    def _name(self, frame: FrameType) -> bytes | None:
-        """The function as a fixed number of bytes, or None if it is not traced."""
-        module = str(frame.f_globals.get("__name__", ""))
-        if not any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
-            return None
-        # Python 3.11+: includes the class
-        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-        text = f"{module}.{function}:{frame.f_code.co_firstlineno}"[-_NAME_BYTES:]
-        return text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
@@ -93,18 +90,17 @@ def latest_calls(path: Path, number: int) -> list[str]:
     return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
 
 
-_trace: CallTrace | None = None
 _is_begun = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
     """Starts this rank's trace, once, at the first iteration from TRACE_CALLS_FROM on."""
-    global _trace, _is_begun
+    global _is_begun
     if not _is_begun and 0 < config.trace_calls_from <= iteration:
         _is_begun = True
         modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
         path = calls_file(run.path / "hang" / "calls", rank)
         try:
-            _trace = CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)
+            CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # the interpreter holds it
         except OSError as error:  # not worth ending a run
             logger.warning("no trace of calls in %s: %s", path, error.strerror or error)

@@ -26,15 +26,14 @@ from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
+from moe_exp.watch.hangs.files import parse_stacks, write_dump
 from moe_exp.watch.hangs.heartbeat import Heartbeat
-from moe_exp.watch.hangs.stack_files import parse_stacks, write_dump
 
 STOPPED, TRACED = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
 DISK, GONE = psutil.STATUS_DISK_SLEEP, "gone"
 _PY_SPY_SECONDS, _NATIVE_SECONDS, _SIGNAL_SECONDS, _COLLECTIVES_SECONDS = 20.0, 60.0, 3.0, 3.0
 _SETTLED_SECONDS = 0.2
-_NUM_CALLS = 200
-_MOST_COLLECTIVES = 200  # per rank
+_NUM_CALLS, _MOST_COLLECTIVES = 200, 200  # per rank
 _NCCL_PREFIX = "nccl_trace_rank_"
 
 
@@ -59,6 +58,7 @@ def nccl_environment(local: Path) -> dict[str, str]:
         "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size, "TORCH_FR_DUMP_TEMP_FILE": file,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
     }  # fmt: skip
+    # what a user has set stays
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -67,8 +67,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
     `calls`: RUN/hang/calls, `is_hang`: the run is stuck, so C frames and NCCL's record may be requested, too.
     """
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
-    pids = ranks_of_node(local)
-    pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
+    pids = {rank: beat.pid for rank, beat in beats.items()} | ranks_of_node(local)
 
     def dump(rank: int) -> None:
         pid, beat = pids[rank], beats.get(rank)
@@ -84,6 +83,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         if threads := parse_stacks(stacks):
             innermost = threads[0].frames[0]
             facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
+        # C frames tell in which library call a rank waits, but py-spy has to stop it for them
         native = ""
         if is_hang and tool == "py-spy" and not is_held:
             native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
@@ -104,9 +104,16 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state, kernel wait function, number of GPUs of the node, and the heartbeat as text."""
-    facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
-    facts |= {"state": state_of(pid), "gpus": count_gpus()}
+    """Host, pid, state (psutil's, or TRACED or GONE), kernel wait function, number of GPUs, and heartbeat."""
+    try:
+        state = str(psutil.Process(pid).status())
+    except psutil.Error:
+        state = GONE
+    if state == psutil.STATUS_ZOMBIE:  # has ended, and waits for its launcher
+        state = GONE
+    elif state != GONE and is_traced(pid):
+        state = TRACED
+    facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid, "state": state, "gpus": count_gpus()}
     with suppress(OSError):
         facts["kernel function"] = Path(f"/proc/{pid}/wchan").read_text() or "none"
     if beat is None:
@@ -115,16 +122,8 @@ def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
     return facts | {"iteration": beat.iteration, "phase": beat.phase, "seconds in it": seconds}
 
 
-def state_of(pid: int) -> str:
-    """psutil's process status (sleeping, running, ...), tracing-stop under a debugger, or gone."""
-    try:
-        state = str(psutil.Process(pid).status())
-    except psutil.Error:
-        return GONE
-    return GONE if state == psutil.STATUS_ZOMBIE else TRACED if is_traced(pid) else state
-
-
 def is_traced(pid: int) -> bool:
+    # a debugger whose process is running is not seen in the process's state
     with suppress(OSError):
         return "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
     return False
@@ -156,7 +155,8 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
 
 def py_spy_program() -> str:
     """Path of py-spy, empty if it is not installed."""
-    beside = Path(sys.executable).with_name("py-spy")  # in a virtual environment that is not on the PATH
+    # in a virtual environment that is not on the PATH
+    beside = Path(sys.executable).with_name("py-spy")
     return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
 
 
@@ -186,10 +186,8 @@ def _record(pipe: Path, path: Path) -> bool:
         if error.errno in (errno.ENXIO, errno.ENOENT):  # no reader
             return False
         raise
-    try:
-        os.write(descriptor, b"\n")
-    finally:
-        os.close(descriptor)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        file.write(b"\n")
     _wait_until(lambda: path.exists() and path.stat().st_size > 0, _COLLECTIVES_SECONDS)
     return path.exists()
 

@@ -58,9 +58,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """A file of one rank: its `beat`; `stacks`, written by faulthandler; `pipe`, in which a byte asks for
-    `collectives.json`, torch's flight recorder.
-    """
+    """A rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or the `pipe` that asks for it."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
@@ -76,23 +74,23 @@ def failures_file(folder: Path) -> Path:
 
 def read_beats(folder: Path) -> list[Heartbeat]:
     """The heartbeats of a node's ranks, in order of rank."""
-    beats = (_read(path, int(path.stem.removeprefix("rank_"))) for path in sorted(folder.glob("rank_*.beat")))
-    return [beat for beat in beats if beat is not None]
-
-
-def _read(path: Path, rank: int) -> Heartbeat | None:
-    for _ in range(10):
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:  # being replaced
-            continue
-        note = _NOTE.unpack_from(data)
-        count, phase, iteration, num_microbatches, since, spent, pid, num_ended, count_again = note
-        if count == count_again:
-            durations = _DURATIONS.unpack_from(data, _NOTE.size)[: min(num_ended, _NUM_DURATIONS)]
-            name = phase.rstrip(b"\0").decode()
-            return Heartbeat(rank, pid, name, iteration, num_microbatches, since, spent, durations)
-    return None  # stopped during a write, which takes a nanosecond: the next read tries again
+    beats = []
+    for path in sorted(folder.glob("rank_*.beat")):
+        rank = int(path.stem.removeprefix("rank_"))
+        # A rank that was stopped during a write, which takes a nanosecond, is missing until the next call.
+        for _ in range(10):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:  # being replaced
+                continue
+            note = _NOTE.unpack_from(data)
+            count, phase, iteration, num_microbatches, since, spent, pid, num_ended, count_again = note
+            if count == count_again:
+                durations = _DURATIONS.unpack_from(data, _NOTE.size)[: min(num_ended, _NUM_DURATIONS)]
+                name = phase.rstrip(b"\0").decode()
+                beats.append(Heartbeat(rank, pid, name, iteration, num_microbatches, since, spent, durations))
+                break
+    return beats
 
 
 class HeartbeatWriter:
@@ -113,6 +111,7 @@ class HeartbeatWriter:
 
     def enter(self, phase: str) -> None:
         now = time.monotonic()
+        # evaluations and saves between two iterations do not count
         if self.phase in ITERATION_PHASES:
             self._spent += now - self._since
         self.phase, self._since = phase, now
@@ -122,6 +121,7 @@ class HeartbeatWriter:
         """Records that an iteration begins with reading its data, and how long the previous one took."""
         self.enter(ITERATION_PHASES[0])
         if self._num_microbatches:
+            # a ring: the newest duration replaces the oldest
             place = _NOTE.size + 8 * (self._num_ended % _NUM_DURATIONS)
             struct.pack_into("<d", self._map, place, self._spent / self._num_microbatches)
             self._num_ended += 1

@@ -36,16 +36,9 @@ from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
-from moe_exp.watch.hangs.heartbeat import (
-    ITERATION_PHASES,
-    PAUSED,
-    Heartbeat,
-    failures_file,
-    hung_file,
-    read_beats,
-)
-from moe_exp.watch.hangs.requests import (
+from moe_exp.watch.hangs.files import (
     Answer,
     Request,
     ask,
@@ -54,6 +47,7 @@ from moe_exp.watch.hangs.requests import (
     wait_for_verdict,
     write_answer,
 )
+from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, Heartbeat, read_beats
 from moe_exp.watch.hangs.stacks import summarize
 
 # for HANG_TIMEOUT=auto: a shared file system can stall for a minute or two without harm
@@ -102,9 +96,7 @@ class HangWatch:
         self._judged = -math.inf  # newest heartbeat that was judged
         self._answered = latest_request(self._hang)
         self._thread: threading.Thread | None = None
-        self._hung = ""
-        self._hung_at = math.inf
-        self._stopping_since = math.inf
+        self._hung, self._hung_at, self._stopping_since = "", math.inf, math.inf
 
     def __enter__(self) -> HangWatch:
         return self
@@ -131,23 +123,21 @@ class HangWatch:
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
-        if now - self._looked >= _LOOK_SECONDS and not (self._thread and self._thread.is_alive()):
-            self._check(now)
-        return self._hung_at < math.inf
-
-    def _check(self, now: float) -> None:
+        if now - self._looked < _LOOK_SECONDS or (self._thread and self._thread.is_alive()):
+            return self._hung_at < math.inf
+        # With a thread, the pause may be that of its work.
         if now - self._looked > _OWN_PAUSE_SECONDS and self._thread is None:
             self._running_since = now
         self._looked, self._thread = now, None
+        watches = self._config.hang_timeout != "none"
         if (request := self._new_request()) is not None:
             self._begin(lambda: self._answer(request))
-        elif self._config.hang_timeout == "none":
-            return
-        elif reason := self._hang_reason(now):
+        elif watches and (reason := self._hang_reason(now)):
             self._begin(lambda: self._end_hang(reason))
-        elif self._hangs_at_stop(now):
+        elif watches and self._hangs_at_stop(now):
             complain("no rank has made progress since the stop request; ending them without a checkpoint")
             self._end_ranks()
+        return self._hung_at < math.inf
 
     def _begin(self, work: Callable[[], object]) -> None:
         """Runs `work` in a thread; the job continues even if the disk fails."""
@@ -172,6 +162,7 @@ class HangWatch:
         # ranks were restarted: the old reason no longer applies
         if any(beat.since > self._hung_at for beat in beats):
             self._hung, self._hung_at = "", math.inf
+        # the same standstill is judged once
         was_judged = beats and not any(beat.since > self._judged for beat in beats)
         if self._waits_for_beats(beats, now) or was_judged:
             return ""
@@ -192,6 +183,7 @@ class HangWatch:
         if now - since < _STOP_SECONDS or self._hung_at < math.inf:
             return False
         beats = self._live_beats()
+        # saving and loading may take long without a heartbeat
         are_training = all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats)
         if len(beats) != self._config.gpus_per_node or self._paused(beats) or not are_training:
             return False
@@ -233,6 +225,7 @@ class HangWatch:
         """Writes this node's stacks; returns the verdict on a hang and acts on it, or None."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
+        # The launcher that asked decides for all nodes, with the answers of all.
         verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
         if verdict:
             self._end_ranks()
@@ -287,7 +280,7 @@ class HangWatch:
         self._hung = f"the run hangs: {summary.line}; see {folder}"
         most, failure = self._config.max_restarts, 1
         with suppress(OSError, ValueError):  # the agent could not write it
-            failure = int(failures_file(self._local).read_text()) + 1
+            failure = int(heartbeat.failures_file(self._local).read_text()) + 1
         end = f", and start again (failure {failure} of at most {most})"
         if failure > most:
             end = f", and the run with them: this is failure {failure}, and MAX_RESTARTS={most}"
@@ -301,6 +294,7 @@ class HangWatch:
 
     def _named_by_another(self) -> Request | None:
         """Another node's request for the same hang; node 0 does not wait for one."""
+        # All nodes see the hang at about the same moment, and one folder holds all of their stacks.
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:
             request = self._new_request()
@@ -322,7 +316,7 @@ class HangWatch:
     def _end_ranks(self) -> None:
         self._hung_at = time.monotonic()
         with suppress(OSError):
-            hung_file(self._local).touch()
+            heartbeat.hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # also ends a process that is stopped or holds the GIL

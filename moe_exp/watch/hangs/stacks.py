@@ -15,14 +15,23 @@ this order of evidence:
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.dump import DISK, GONE, STOPPED, TRACED
-from moe_exp.watch.hangs.requests import ask, latest_request, read_answers, wait_for_answers
-from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, read_dumps
+from moe_exp.watch.hangs.files import (
+    MAIN,
+    Frame,
+    RankDump,
+    ask,
+    latest_request,
+    read_answers,
+    read_dumps,
+    wait_for_answers,
+)
 
 _IN_TORCH = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
@@ -45,6 +54,8 @@ _STATES = {
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
 _STILL_SECONDS = 60.0  # all ranks in their phase this long: may be a hang that has not been reported yet
+FIRST_SECONDS = 15.0  # timeout for the first launcher; a network file system may lag
+_ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
@@ -69,6 +80,7 @@ def is_waiting(dump: RankDump) -> bool:
         return True
     if not frames[0].is_in_packages:
         return False
+    # on a CPU such calls find their result ready
     on_gpu = dump.facts.get("gpus", "0") != "0"
     return ".wait(" in source or (on_gpu and any(text in source for text in _DEVICE_WAITS))
 
@@ -110,31 +122,18 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
         if dump.rank not in found and waiting and not is_waiting(dump):
             asleep = f"; state {DISK}, in the kernel's {dump.facts.get('kernel function', 'code')}"
             found[dump.rank] = where(dump) + (asleep if dump.facts.get("state") == DISK else "")
-    found = {dump.rank: found[dump.rank] for dump in dumps if dump.rank in found}
+    if found:
+        return {dump.rank: found[dump.rank] for dump in dumps if dump.rank in found}
     newest = max((dump.iteration for dump in dumps), default=0)
     late = [dump for dump in dumps if dump.iteration < newest]
-    behind = {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
-    largest, *others = groups_of(dumps) or [[]]
-    minority = [dump for group in others for dump in group] if 2 * len(largest) > len(dumps) else []
-    return found or behind or _behind_in_group(dumps) or {dump.rank: where(dump) for dump in minority}
-
-
-def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
-    found = {}
-    for dump in dumps:
-        if state := _STATES.get(dump.facts.get("state", "")):
-            found[dump.rank] = f"{state}; it {where(dump)}" if main_stack(dump) else state
-    return found
-
-
-def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
+    if late:
+        return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
+    # the same process group has the same name and ranks everywhere
     most: dict[tuple[str, str], Mapping[str, object]] = {}
-    for dump in dumps:
-        for last in dump.collectives:
-            key = last["group"], last["ranks"]
-            if key not in most or last["number"] > most[key]["number"]:
-                most[key] = last
-    found = {}
+    for last in (last for dump in dumps for last in dump.collectives):
+        key = last["group"], last["ranks"]
+        if key not in most or last["number"] > most[key]["number"]:
+            most[key] = last
     for dump in dumps:
         for last in dump.collectives:
             others = most[last["group"], last["ranks"]]
@@ -142,6 +141,20 @@ def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
                 group = last["description"] or f"group {last['group']}"
                 mine = f"has begun {last['number']} collectives of {group}"
                 found[dump.rank] = f"{mine}, others {others['number']} ({others['name']}); it {where(dump)}"
+    if found:
+        return found
+    # without a majority, nobody knows which stack is the usual one
+    largest, *smaller = groups_of(dumps) or [[]]
+    minority = [dump for one in smaller for dump in one] if 2 * len(largest) > len(dumps) else []
+    return {dump.rank: where(dump) for dump in minority}
+
+
+def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
+    """Ranks whose process is stopped, traced, gone or absent, each with the finding."""
+    found = {}
+    for dump in dumps:
+        if state := _STATES.get(dump.facts.get("state", "")):
+            found[dump.rank] = f"{state}; it {where(dump)}" if main_stack(dump) else state
     return found
 
 
@@ -161,6 +174,7 @@ def summarize(folder: Path) -> Summary:
         fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
         raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
     for rank in sorted(set(range(answers[0].world_size if answers else 0)) - {dump.rank for dump in dumps}):
+        # torchrun numbers the ranks node by node
         node = rank // (answers[0].world_size // answers[0].nnodes)
         host = next((answer.host for answer in answers if answer.node == node), f"node {node}")
         dumps.append(RankDump(rank, {"state": _ABSENT, "host": host}))
@@ -192,6 +206,7 @@ def summarize(folder: Path) -> Summary:
     for group in _grouped(dumps, where):
         hosts = ", ".join(sorted({dump.host for dump in group}))
         head.append(f"  {_ranks(group)} on {hosts}: {where(group[0])}")
+    # the line is for a log and an alert: three ranks at most
     line = "; ".join(short[:3]) or "no rank stands out"
     line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
     return Summary(named, line, "\n".join(head), "\n".join([*head, "", *_details(dumps, named)]))
@@ -199,6 +214,7 @@ def summarize(folder: Path) -> Summary:
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
     """Stacks, latest function calls of the named ranks (all if none is named), and which tool had to do."""
+    # one stack for all ranks that have it: thousands are in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
         yield f"{_ranks(group)}: {where(group[0])}"
@@ -227,25 +243,15 @@ def _ranks(group: Sequence[RankDump]) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     """Formats 0, 1, 2, 3, 5 as 0-3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-# `moe-exp watch stacks`: stacks on demand, and summaries of existing ones.
-
-
-FIRST_SECONDS = 15.0  # timeout for the first launcher; a network file system may lag
-_ALL_SECONDS = 120.0
+    # consecutive numbers have the same distance to their places
+    runs = groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
+    ends = ((found[0][1], found[-1][1]) for found in (list(run) for _, run in runs))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
     """Takes the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns them with the
-    folder.
+    folder (`moe-exp watch stacks`).
 
     Raises:
         ValueError: no launcher answers within `first_seconds`, or the folder has no stacks.

@@ -9,10 +9,10 @@ import json
 import smtplib
 import socket
 import ssl
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from email.message import EmailMessage
@@ -25,8 +25,7 @@ from typing import Any, Literal
 from moe_exp.config import ConfigError
 from moe_exp.host.files import expanded, regular
 
-PASSWORD_VARIABLE = "SMTP_PASSWORD"
-WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
+PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
 _MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
 _SECONDS = 30.0  # timeout of a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
@@ -40,9 +39,7 @@ class PartlySent(Exception):
 
 @dataclass(frozen=True)
 class Mail:
-    """E-mail through an SMTP server: TLS from the first byte, STARTTLS before the login, or neither; no login
-    without `user`.
-    """
+    """E-mail through an SMTP server, with TLS, STARTTLS or neither; without `user` there is no login."""
 
     host: str
     port: int
@@ -136,9 +133,7 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message to all channels, even if some fail; returns reasons of failures by channel name, with
-    *** for secrets, and `NAME in part` if it reached some recipients.
-    """
+    """Sends a message to all channels; returns reasons of failures by channel name, with *** for secrets."""
     failed = {}
     for channel in channels:
         try:
@@ -148,6 +143,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
         # sockets, TLS, SMTP, HTTP, encodings: no error may keep the other channels from their message
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
+            # the longest first, as a URL contains its path
             for secret in sorted((one for one in channel.secrets if len(one) > 1), key=len, reverse=True):
                 reason = reason.replace(secret, "***")
             failed[channel.name] = reason
@@ -155,9 +151,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """The channels of the command line's flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all
-    problems.
-    """
+    """The channels of the flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     if flags.problems:
@@ -199,6 +193,7 @@ class _Flags:
         if user and not password:
             fix = "set it, or give --smtp-password-file"
             self._wrong("--smtp-user", user, f"has no password in {PASSWORD_VARIABLE}", fix)
+        # nobody listens between two processes of this host
         if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
             rule = "would send the password as plain text"
             self._wrong("--smtp-security", "none", rule, "use starttls or tls")
@@ -207,13 +202,11 @@ class _Flags:
     def webhook(self) -> Webhook | None:
         if not (url := self._secret("webhook_file", WEBHOOK_VARIABLE)):
             return None
-        try:
+        with suppress(ValueError):  # of brackets without an IPv6 address between them
             parts = urllib.parse.urlsplit(url)
-            is_web = parts.scheme in ("http", "https") and parts.hostname
-        except ValueError:
-            is_web = False
-        if is_web and url.isascii() and url.isprintable() and " " not in url:
-            return Webhook(url)
+            is_plain = url.isascii() and url.isprintable() and " " not in url
+            if is_plain and parts.scheme in ("http", "https") and parts.hostname:
+                return Webhook(url)
         name = "--webhook-file" if self.options.get("webhook_file") else WEBHOOK_VARIABLE
         # without the secret value
         self._wrong(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +31,11 @@ _ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up
 _VICTIM_SECONDS = 120.0  # after a hang, while its ranks are ended
 _SLURM_SILENT_SECONDS = 900.0  # the controller restarts now and then
 _NO_END_SECONDS = 3 * 86400.0  # if the end of the run is unknown: how far ahead the disk is checked
+_BACK_SECONDS = 1800.0
+_RENAMED = {"told": "reported"}
+EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,12 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
     memory.busy = view.now if not memory.busy or (sight.queue and sight.queue.running) else memory.busy
-    memory.slurm_silent = (memory.slurm_silent or view.now) if sight.silent else 0.0
+    silence = memory.slurm_silence(sight.silent, view.now)
     if view.status == "finished":
         return {}
-    found: dict[str, str] = {}
+    found = dict[str, str]()
     disk, size, free = sight.disk, view.checkpoint_bytes, bytes_text(sight.disk.free_bytes)
+    # a limit of its own: the last save fails before the disk is full
     if size and size > disk.free_bytes:
         found["checkpoint_does_not_fit"] = f"a checkpoint has {bytes_text(size)}, and the disk {free} free"
     full, left = disk.full_in_seconds, wall_seconds_left(sight)
@@ -70,67 +77,58 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         end = "" if left is None else f", and the run needs {span(left)}"
         found["disk_filling"] = f"the disk is full in {span(full)} {how} ({free} free){end}"
     if sight.silent:
-        found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view))
+        found |= silence | _failed(view)
     elif sight.queue is not None:
-        found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
+        queue, jobs = sight.queue, f"named {slurm_name}"
+        found |= _scheduling(queue, memory, limits, view.now, jobs, f"at {view.progress}")
+        begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
+        since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
+        failed = _failed(view, begun, since)
+        if failed:  # why no job is left
+            found.pop("not_scheduled", None)
+            found |= failed
+        elif queue.running:
+            found |= _stuck(view, memory, limits, since=begun)
+        # a chain of jobs that ends before the run
+        scheduled, needed = queue.scheduled_seconds, view.left_seconds
+        if (queue.running or queue.coming) and scheduled is not None and needed is not None:
+            more = f"submit {num_switches(needed, scheduled, queue.limit_seconds)} more"
+            if scheduled < min(needed, limits.ahead_seconds):
+                ends = f"its jobs end in {span(scheduled)}"
+                found["chain_short"] = f"{ends} and the run needs {span(needed)}: {more}"
     elif view.status == "stopped":
-        found["stopped"] = f"it has ended at {_progress(view)}, and nothing continues it"
+        found["stopped"] = f"it has ended at {view.progress}, and nothing continues it"
     elif view.status == "failed":
-        found |= dict(_failed(view))
+        found |= _failed(view)
     else:
-        found |= dict(_stuck(view, memory, limits, since=0.0))
+        found |= _stuck(view, memory, limits, since=0.0)
     if view.same_starts >= _MANY_STARTS:
         found["circles"] = f"it has started {view.same_starts} times in a row without a save"
     return found
 
 
-def _queue_problems(
-    sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
-) -> Iterator[tuple[str, str]]:
-    view = sight.view
-    jobs, at = f"named {slurm_name}", f"at {_progress(view)}"
-    found = dict(_scheduling(queue, memory, limits, view.now, jobs, at))
-    begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
-    since = f"no job {jobs} runs or waits" if "not_scheduled" in found else _NO_OTHER
-    failed = dict(_failed(view, begun, since))
-    if failed:  # why no job is left
-        found.pop("not_scheduled", None)
-    yield from (found | failed).items()
-    if queue.running and not failed:
-        yield from _stuck(view, memory, limits, since=begun)
-    # a chain of jobs that ends before the run
-    scheduled, left = queue.scheduled_seconds, view.left_seconds
-    if scheduled is None or left is None or not (queue.running or queue.coming):
-        return
-    if scheduled >= min(left, limits.ahead_seconds):
-        return
-    more = num_switches(left, scheduled, queue.limit_seconds)
-    text = f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
-    yield "chain_short", text
-
-
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
-) -> Iterator[tuple[str, str]]:
+) -> dict[str, str]:
     """Jobs that are missing, will never start or have waited for too long; `at`: the run's progress."""
+    found = {}
     if queue.stuck:
-        yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
+        found["never_starts"] = "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
     is_ending = queue.ending and now - memory.busy < _ENDING_SECONDS
     if not (queue.running or queue.coming or queue.stuck or is_ending):
-        yield "not_scheduled", f"no job {jobs} runs or waits, {at}"
+        found["not_scheduled"] = f"no job {jobs} runs or waits, {at}"
     if not queue.running and queue.coming and now - memory.busy >= limits.wait_seconds:
-        yield "waiting", f"no job has run for {span(now - memory.busy)}: {queue.coming[0].text}"
+        found["waiting"] = f"no job has run for {span(now - memory.busy)}: {queue.coming[0].text}"
+    return found
 
 
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems of a run without a folder, which its first job creates, by key; `jobs`: its jobs, as in "no
-    job <jobs> is queued", empty if not known; `missing`: what is missing and where.
-    """
-    memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
+    """Problems of a run without a folder, by key; `jobs`: its jobs in words or empty; `missing`: the path."""
+    silence = memory.slurm_silence(silent, now)
     if silent:
-        return dict(_silent(silent, memory, now))
+        return silence
     if queue is None:  # without jobs to ask for, or without squeue, which is a problem of its own
         add = "" if jobs else "; before its first job starts, add --slurm-name"
         return {} if memory.busy else {"unknown": f"{missing}. Fix: {_NAME_IT}{add}."}
@@ -139,7 +137,8 @@ def problems_before_start(
         queued = f"and no job {jobs} is queued"
         return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
     memory.busy = now if not memory.busy or queue.running else memory.busy
-    found = dict(_scheduling(queue, memory, limits, now, jobs, "and its run folder was never created"))
+    found = _scheduling(queue, memory, limits, now, jobs, "and its run folder was never created")
+    # of several jobs, the one that has run longest should have made the folder
     begun = min((job.start.timestamp() for job in queue.running if job.start), default=now)
     if now - begun > (limits.stuck_seconds or START_SECONDS):
         job = f"job {queue.running[0].name} has been running for {span(now - begun)}"
@@ -147,45 +146,40 @@ def problems_before_start(
     return found
 
 
-def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]]:
-    if now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
-        yield "slurm_silent", f"SLURM has not answered for {span(now - memory.slurm_silent)}: {silent}"
-
-
-def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> Iterator[tuple[str, str]]:
+def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
     """A failed start, until another job `begun`, with the events that ended it; `since`: what followed."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
-        return
+        return {}
     at, events = view.failure
     what = "summary.json says so, train.log may say why"
     if events:
         same = [event for event in events if event["event"] == events[0]["event"]]
         what = _event_text(events[0], len(same))
-    by_launcher = events and events[0]["event"] in ("rank_failed", "hang")
-    hint = "; MAX_RESTARTS=3 restarts the ranks without a new job" if by_launcher else ""
-    hint = "" if int(view.settings["max_restarts"]) else hint
-    yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"
+    hint = ""
+    # only the launcher can restart ranks, and only for what it sees itself
+    if events and events[0]["event"] in ("rank_failed", "hang") and not int(view.settings["max_restarts"]):
+        hint = "; MAX_RESTARTS=3 restarts the ranks without a new job"
+    return {"failed": f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"}
 
 
-def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
-    """`since`: start of the running job."""
+def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
+    """The problem that a run writes nothing, if so; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
     patience = view.patience_seconds if limits.stuck_seconds is None else limits.stuck_seconds
+    # nothing new since the start: imports, loading, compiling
     if limits.stuck_seconds is None and (first >= memory.moved or not view.train):
         patience += START_SECONDS
-    if view.now - moved > patience:
-        pace = view.seconds_per_iteration
-        usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
-        yield "stuck", f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"
+    if view.now - moved <= patience:
+        return {}
+    pace = view.seconds_per_iteration
+    usual = f", where {span(pace * int(view.settings['log_interval']))} are usual" if pace else ""
+    return {"stuck": f"no new iteration after {view.iteration:,} for {span(view.now - moved)}{usual}"}
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
-    """Seconds until the run ends, with gaps between its jobs; None if its speed is not known.
-
-    A gap is the median of earlier ones; without any, the first is SLURM's estimate of the next start.
-    """
+    """Seconds until the run ends, with gaps between its jobs; None if its speed is not known."""
     view, queue = sight.view, sight.queue
     left = view.left_seconds
     if left is None or queue is None:
@@ -196,17 +190,18 @@ def wall_seconds_left(sight: Sight) -> float | None:
     switches = num_switches(left, in_this_job, queue.limit_seconds)
     wait = 0.0
     if not queue.running and queue.next_start:
+        # the first gap is SLURM's estimate of the next start, the others are the median of earlier ones
         wait = max(0.0, queue.next_start.timestamp() - view.now)
         switches = max(0, switches - 1)
     return left + wait + switches * (view.gap_seconds or 0.0)
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Texts of unreported events by key, the latest of each name, without those of the problem `failed`; the
-    first check reports only the last day's. Records in `memory` which were seen.
-    """
+    """Texts of unreported events by key, but those of the problem `failed`; `memory` records what it saw."""
     seen = memory.num_events
+    # fewer than seen: another run has taken the folder, and all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
+    # at the first check of a run, only the last day's
     if seen is None:
         new = [event for event in new if view.now - event_time(event) < 86400]
     memory.num_events = len(view.events)
@@ -230,36 +225,25 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
 
 
 def _event_text(event: Record, count: int) -> str:
-    known = ("kind", "event", "iteration", "time")
-    said = ", ".join(f"{name}: {_short(value)}" for name, value in event.items() if name not in known)
+    said = []
+    for name, given in event.items():
+        if name not in ("kind", "event", "iteration", "time"):
+            # numbers get five digits, also inside of lists and dictionaries
+            value = json.loads(json.dumps(given), parse_float=lambda text: float(f"{float(text):.5g}"))
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            text = " ".join(text.split())
+            # an event may hold a traceback, and a webhook takes 3,500 characters
+            said.append(f"{name}: {text if len(text) <= 200 else text[:197] + '...'}")
     times = f" ({count} times)" if count > 1 else ""
     where = f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}"
-    return where + (f": {said}" if said else "")
-
-
-def _short(value: Any) -> str:
-    text = ", ".join(map(str, _rounded(value))) if isinstance(value, list) else str(_rounded(value))
-    text = " ".join(text.split())
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list) else value
-
-
-def _progress(view: RunView) -> str:
-    return f"iteration {view.iteration:,} of {view.train_iters:,}"
+    return where + (f": {', '.join(said)}" if said else "")
 
 
 def state_line(sight: Sight) -> str:
     view, queue = sight.view, sight.queue
     if view.status == "finished":
         return f"finished, {view.iteration:,} of {view.train_iters:,} iterations"
-    parts = [_progress(view)]
+    parts = [view.progress]
     if view.seconds_per_iteration:
         parts.append(f"{view.seconds_per_iteration:.3g} s each")
     if view.moved:
@@ -282,16 +266,6 @@ def state_line(sight: Sight) -> str:
     filling = f", full in {span(full)}" if full is not None else ""
     parts.append(f"{bytes_text(sight.disk.free_bytes)} free{filling}")
     return "; ".join(parts)
-
-
-def state_before_start(queue: Queue | None, silent: str) -> str:
-    """State of a run without a folder."""
-    jobs = queue.all_jobs if queue is not None else []
-    state = "" if queue is None or queue.running else "queued: "
-    parts = [f"{state}{jobs[0].text}, no run folder yet" if jobs else "no run folder yet"]
-    if queue is not None and queue.next_start:
-        parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
-    return "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
 
 
 def span(seconds: float) -> str:
@@ -317,13 +291,6 @@ def all_texts(found: Mapping[str, str]) -> list[str]:
     return [found[key] for key in keys]
 
 
-logger = logging.getLogger(__name__)
-
-_BACK_SECONDS = 1800.0
-_RENAMED = {"told": "reported"}
-EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
-
-
 @dataclass
 class Reported:
     """One problem. Times are seconds since 1970."""
@@ -347,6 +314,13 @@ class Memory:
     busy: float = 0.0  # when a job was last seen running, or the run was first checked
     slurm_silent: float = 0.0  # since when squeue has not answered; 0 if it has
     failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
+
+    def slurm_silence(self, silent: str, now: float) -> dict[str, str]:
+        """Records whether SLURM answers (`silent`: why not); returns the problem that it has not for long."""
+        self.slurm_silent = (self.slurm_silent or now) if silent else 0.0
+        if not silent or now - self.slurm_silent < _SLURM_SILENT_SECONDS:
+            return {}
+        return {"slurm_silent": f"SLURM has not answered for {span(now - self.slurm_silent)}: {silent}"}
 
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float

@@ -30,6 +30,16 @@ _Result = TypeVar("_Result")
 # Allowed silence at any pace: file system lag, a slow checkpoint, NCCL's first connections.
 _PATIENCE_SECONDS = 600.0
 START_SECONDS = 1800.0  # additionally from a job's start to its first record: imports, loading, compiling
+_SETTINGS = (
+    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
+    "max_restarts",
+)  # fmt: skip
+# window of the disk's fill rate: checkpoints come in bursts, and other users write, too
+_WINDOW_SECONDS = 24 * 3600.0
+_SHORTEST_SECONDS = 3600.0
+_LARGEST_SAMPLES = 150
+
+Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,10 @@ class RunView:
         return int(self.settings["train_iters"])
 
     @property
+    def progress(self) -> str:
+        return f"iteration {self.iteration:,} of {self.train_iters:,}"
+
+    @property
     def status(self) -> str:
         """The latest start's: new, running (or died silently), finished, stopped or failed."""
         status = "new"
@@ -72,29 +86,29 @@ class RunView:
 
     @property
     def failure(self) -> tuple[float, list[Record]] | None:
-        """When the latest start failed, and its events since the first that ended it (none: only summary.json
-        says so); None if it has not, or another has begun since.
-        """
-        ends: list[Record] = []
-        hung: list[Record] = []
+        """When the latest start failed, and the events that ended it; None if it has not, or one follows."""
+        ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
+            # the ranks of a fresh hang may still start again
             has_hung = name == "hang" and self.now - event_time(event) > _HANG_SECONDS
             if name in (*_STARTS, "restart", "end"):
                 ends, hung = [], []
             elif name in _ENDS or has_hung or event.get("grade") == "failed":
                 ends.append(event)
             hung += [event] if name == "hang" else []
+        # without such an event, summary.json decides if it is newer than the last record
         at, status = self.summed_up or (0.0, "")
-        found: tuple[float, list[Record]] | None = (event_time(ends[-1]), ends) if ends else None
-        if found is None and status == "failed" and at >= (self.moved or 0.0):
-            found = at, hung
-        return None if found is None or self.launched > found[0] else found
+        if ends:
+            at, hung = event_time(ends[-1]), ends
+        elif status != "failed" or at < (self.moved or 0.0):
+            return None
+        return None if self.launched > at else (at, hung)
 
     @property
     def seconds_per_iteration(self) -> float | None:
         """Median over the last train records."""
-        times = [record.get("elapsed_time_per_iteration_ms") for record in self.train]
+        times = (record.get("elapsed_time_per_iteration_ms") for record in self.train)
         known = [float(one) / 1e3 for one in times if one]
         return statistics.median(known) if known else None
 
@@ -110,10 +124,13 @@ class RunView:
         return pace + added + saved
 
     @property
+    def saves(self) -> list[Record]:
+        return [event for event in self.events if event["event"] == "checkpoint"]
+
+    @property
     def save_seconds(self) -> list[float]:
         """Duration of every save so far."""
-        saves = (event for event in self.events if event["event"] == "checkpoint")
-        return [float(event["seconds"]) for event in saves if event.get("seconds")]
+        return [float(event["seconds"]) for event in self.saves if event.get("seconds")]
 
     @property
     def left_seconds(self) -> float | None:
@@ -154,8 +171,7 @@ class RunView:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Size of the newest checkpoint with an event."""
-        saves = (event for event in reversed(self.events) if event["event"] == "checkpoint")
-        return next((int(event["bytes"]) for event in saves if event.get("bytes")), None)
+        return next((int(event["bytes"]) for event in reversed(self.saves) if event.get("bytes")), None)
 
 
 def no_folder(path: Path) -> str:
@@ -168,6 +184,10 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     folder = RunFolder(path)
     if not folder.config.exists():
         raise ValueError(f"{no_folder(path)}. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
+    settings = {name: Config.model_fields[name].default for name in _SETTINGS}
+    with suppress(ValueError):  # it is being rewritten, as at every start
+        given = recorded_settings(folder.config)
+        settings |= {name: value for name, value in given.items() if name in settings}
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now
@@ -177,7 +197,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
         launched = datetime.fromisoformat(read_json(folder.provenance)["starts"][-1]["time"]).timestamp()
     with suppress(*unwritten):
         summed_up = folder.summary.stat().st_mtime, str(read_json(folder.summary)["status"])
-    return RunView(_settings(folder.config), events, train, moved, now, launched, summed_up)
+    return RunView(settings, events, train, moved, now, launched, summed_up)
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
@@ -190,6 +210,7 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
         except Exception as error:
             result.set_exception(error)
 
+    # a daemon thread does not keep the process alive
     thread = threading.Thread(target=work, name="watchdog reader", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -198,26 +219,9 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
     return result.result()
 
 
-_SETTINGS = (
-    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
-    "max_restarts",
-)  # fmt: skip
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    defaults = {name: Config.model_fields[name].default for name in _SETTINGS}
-    try:
-        given = recorded_settings(path)
-    except ValueError:  # rewritten at every start
-        given = {}
-    return defaults | {name: value for name, value in given.items() if name in defaults}
-
-
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """All events of a metrics.jsonl and its last train records; both empty if there is no file.
-
-    Long runs have gigabytes of train records: only the needed lines are parsed.
-    """
+    """All events of a metrics.jsonl and its last train records; both empty if there is no file."""
+    # Long runs have gigabytes of train records: only the needed lines are parsed.
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
     with suppress(FileNotFoundError), regular(path).open("rb") as file:
@@ -245,17 +249,6 @@ def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float |
     if beyond <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)
-
-
-# How full its disk is.
-
-
-# window of the fill rate: checkpoints come in bursts, and other users write, too
-_WINDOW_SECONDS = 24 * 3600.0
-_SHORTEST_SECONDS = 3600.0
-_LARGEST_SAMPLES = 150
-
-Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 
 @dataclass(frozen=True)
@@ -288,8 +281,7 @@ def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
     if settings["keep_last"]:
         # Until the run has as many checkpoints as it keeps, the disk fills faster than later.
         number = int(settings["keep_last"]) + int(settings["keep_best"]) + 1
-        saves = [event_time(event) for event in view.events if event["event"] == "checkpoint"]
-        begin = saves[number - 1] if len(saves) >= number else math.inf
+        begin = event_time(view.saves[number - 1]) if len(view.saves) >= number else math.inf
     samples = [sample for sample in samples if sample[0] >= begin] or samples[-1:]
     seconds = samples[-1][0] - samples[0][0]
     save_seconds = int(settings["save_interval"]) * (view.seconds_per_iteration or 0.0)

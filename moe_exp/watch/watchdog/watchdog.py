@@ -35,7 +35,6 @@ from moe_exp.watch.watchdog.rules import (
     problems_before_start,
     problems_of,
     read_memory,
-    state_before_start,
     state_line,
 )
 from moe_exp.watch.watchdog.run import disk_of, no_folder, view_run, with_sample, within
@@ -85,6 +84,7 @@ class Watchdog:
             check.news, check.over = check.memory.to_report(check.found, now, self.again_seconds)
         self._send(checks, now)
         for check in checks:
+            # after the message: a crash in between repeats it rather than losing it
             check.memory.forget_old(now, self.again_seconds)
             self._kept[check.memory_path] = check.memory
             try:
@@ -116,13 +116,13 @@ class Watchdog:
 
     def _check_started(self, check: RunCheck, now: float) -> None:
         run, memory = check.run, check.memory
+        # a file system that hangs must not keep the other runs from their check
         view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
         free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
         memory.disk = with_sample(memory.disk, now, free)
-        queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
+        queue, silent = self._queue(check) if view.status != "finished" else (None, "")
         sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-        check.found = problems_of(sight, memory, self.limits, run.slurm_name)
-        check.found |= {"no_squeue": missing} if missing else {}
+        check.found |= problems_of(sight, memory, self.limits, run.slurm_name)
         before = dict(memory.untold_events)
         check.found |= count_events(view, memory, check.found)
         check.has_new_events = memory.untold_events != before
@@ -132,26 +132,31 @@ class Watchdog:
         """A run whose folder its first job creates: its jobs are all there is to see."""
         run, submitted = check.run, RunFolder(check.run.path).submitted
         job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
-        queue, silent, missing = self._queue(run, job_ids)
+        queue, silent = self._queue(check, job_ids)
         if job_ids:  # `moe-exp slurm` made the folder: its name is right
             check.memory.busy = check.memory.busy or now
         jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
-        check.found = problems_before_start(
+        check.found |= problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )
-        check.found |= {"no_squeue": missing} if missing else {}
-        check.state = state_before_start(queue, silent)
+        parts = ["no run folder yet"]
+        if queue is not None and queue.all_jobs:
+            state = "" if queue.running else "queued: "
+            parts = [f"{state}{queue.all_jobs[0].text}, no run folder yet"]
+        if queue is not None and queue.next_start:
+            parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
+        check.state = "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
 
-    def _queue(self, run: Watched, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str, str]:
-        """A run's jobs, why SLURM does not answer, why it cannot be asked (then it is ignored)."""
-        if not (run.slurm_name or job_ids):
-            return None, "", ""
+    def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
+        """A run's jobs, and why SLURM does not answer; a host that cannot ask it is a problem of its own."""
+        name = check.run.slurm_name
         try:
-            return read_queue(run.slurm_name, self.user, job_ids=job_ids), "", ""
+            return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
         except NoSqueue as error:
-            return None, "", str(error)
+            check.found["no_squeue"] = str(error)
+            return None, ""
         except QueueError as error:
-            return None, str(error), ""
+            return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
         """Sends one message for all runs, if needed; the next check reports failed channels to the others."""
@@ -230,6 +235,7 @@ def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> N
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
         start = time.monotonic()
         try:
+            # a full disk or a locked folder may be well again at the next check
             print_checks(watchdog.check(), quiet=quiet)
         except (OSError, ValueError) as error:
             _warn(str(error))

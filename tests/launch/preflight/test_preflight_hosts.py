@@ -10,7 +10,7 @@ from helpers import ROOT
 from helpers.net_hosts import Host, hosts, missing
 from helpers.ranks import free_port
 from moe_exp.runs.records import read_metrics
-from moe_exp.watch.nodes.exclude import read_excluded
+from moe_exp.watch.excluded_nodes import read_excluded
 
 PREFLIGHT = (sys.executable, "-m", "moe_exp", "watch", "preflight", "--json")
 TRAIN = (sys.executable, "-m", "moe_exp", "train")

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
-from moe_exp.watch.nodes.exclude import read_excluded, read_reasons
+from moe_exp.watch.excluded_nodes import read_excluded, read_reasons
 
 # Rank 0 of the preflight multiplies wrongly, as a broken GPU does.
 WRONG_PRODUCTS = """

@@ -12,7 +12,7 @@ from moe_exp.config import load_config
 from moe_exp.launch.preflight.node import _not_there
 from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
 from moe_exp.launch.preflight.verdicts import Verdict, judge, rounds_of_pairs
-from moe_exp.watch.nodes.exclude import read_reasons
+from moe_exp.watch.excluded_nodes import read_reasons
 
 
 def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[int, dict]:

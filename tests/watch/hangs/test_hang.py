@@ -24,10 +24,9 @@ from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs import dump as hang_dump
 from moe_exp.watch.hangs import heartbeat, stacks
+from moe_exp.watch.hangs.files import Answer, read_answers, read_dumps, write_answer
 from moe_exp.watch.hangs.heartbeat import read_beats
 from moe_exp.watch.hangs.monitor import HangWatch
-from moe_exp.watch.hangs.requests import Answer, read_answers, write_answer
-from moe_exp.watch.hangs.stack_files import read_dumps
 from moe_exp.watch.hangs.stacks import summarize
 
 # Stands in for a rank where no collective is needed: it beats until the file `still` is there, then waits.

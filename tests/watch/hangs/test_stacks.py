@@ -6,10 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from moe_exp.watch.hangs import stack_files
 from moe_exp.watch.hangs.dump import GONE, STOPPED, last_collectives
-from moe_exp.watch.hangs.requests import Answer, ask, write_answer
-from moe_exp.watch.hangs.stack_files import MAIN, Frame, Thread, parse_stacks, read_dumps, write_dump
+from moe_exp.watch.hangs.files import (
+    MAIN,
+    Answer,
+    Frame,
+    RankDump,
+    Thread,
+    ask,
+    package_folders,
+    parse_stacks,
+    read_dumps,
+    write_answer,
+    write_dump,
+)
 from moe_exp.watch.hangs.stacks import apart, groups_of, is_waiting, main_stack, summarize, where
 
 SITE = "/env/lib/python3.11/site-packages"
@@ -53,7 +63,7 @@ def rank(number: int, *frames: Frame, source="", state="sleeping", iteration=9, 
     """A rank whose main thread has these frames, innermost first."""
     facts = {"host": f"node{number // 2}", "state": state, "iteration": str(iteration), "source": source}
     facts |= {"phase": "data", "seconds in it": "70.0"}
-    return stack_files.RankDump(number, facts | more, [Thread(MAIN, frames)] if frames else [])
+    return RankDump(number, facts | more, [Thread(MAIN, frames)] if frames else [])
 
 
 def test_both_tools_give_the_same_stack():
@@ -84,8 +94,8 @@ def test_files_beside_the_package_are_not_its_own_whatever_the_clone_is_called(c
 
 
 def test_folders_of_the_packages(tmp_path):
-    assert {Path(folder).name for folder in stack_files.package_folders()} == {"moe_exp", "megatron", "torch"}
-    own = next(folder for folder in stack_files.package_folders() if Path(folder).name == "moe_exp")
+    assert {Path(folder).name for folder in package_folders()} == {"moe_exp", "megatron", "torch"}
+    own = next(folder for folder in package_folders() if Path(folder).name == "moe_exp")
     write_dump(tmp_path, 0, {"host": "node0"}, PY_SPY.replace("/home/me/moe_exp", own))
     (dump,) = read_dumps(tmp_path)
     assert main_stack(dump)[-1].place == "moe_exp/train.py:12" and "packages" not in dump.facts

@@ -4,7 +4,7 @@ from datetime import datetime
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.watch.nodes.exclude import exclude, read_excluded, read_reasons, readmit, slurm_option
+from moe_exp.watch.excluded_nodes import exclude, read_excluded, read_reasons, readmit, slurm_option
 
 
 def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):

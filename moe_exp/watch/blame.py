@@ -1,15 +1,28 @@
-"""Known error messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM: meaning and advice.
+"""Finds the node, rank and device behind the errors in logs, causes before consequences. No torch.
 
-Xid numbers are from NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026).
-A number alone is a hint, not a proof: a broken GPU can cause any of them, and so can a program that writes to
-invalid addresses.
+Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog). The tables
+hold known messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM. Xid numbers are from
+NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is a
+hint, not a proof: a broken GPU can cause any of them, and so can a program that writes to invalid addresses.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from moe_exp.host.progress import table_console
+from moe_exp.runs.records import last_records
+from moe_exp.runs.run_folder import RunFolder
 
 # In display order: what may cause the others comes first.
 CAUSES = ("hardware", "driver", "network", "memory", "disk", "program", "consequence")
@@ -72,11 +85,6 @@ XIDS = {
     number: Fault(f"Xid {number}: {what}", cause, advice, number in _BAD_XIDS)
     for number, (what, cause, advice) in _XIDS.items()
 }
-
-
-def xid(number: int) -> Fault:
-    """The meaning of an Xid, also for numbers that are not in the table."""
-    return XIDS.get(number, Fault(f"Xid {number}", "driver", "look it up in NVIDIA's catalog of Xid errors"))
 
 
 _MORE_MEMORY = "give the job more memory, or lower NUM_WORKERS or GPUS_PER_NODE"
@@ -171,8 +179,10 @@ def recognised(message: str) -> Fault | None:
     if found := re.search(r"NVRM: Xid \([^)]*\): (\d+)", message):
         number = int(found[1])
         pattern, what = _MILD.get(number, (r"(?!)", ""))
-        is_mild = re.search(pattern, message)
-        return Fault(f"Xid {number}: {what}", "hardware", "watch it") if is_mild else xid(number)
+        if re.search(pattern, message):
+            return Fault(f"Xid {number}: {what}", "hardware", "watch it")
+        unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's catalog of Xid errors")
+        return XIDS.get(number, unknown)
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)
 
 
@@ -230,32 +240,29 @@ _DEVICE = re.compile(r"\b(cuda:\d+)\b|\bGPU (\d+) has a total capacity")
 
 
 def origin(line: str) -> Origin:
-    found: dict[str, str] = {"time": _time(line)}
+    found: dict[str, str] = {}
+    if clock := next(filter(None, (pattern.search(line) for pattern in _TIMES)), None):
+        month = clock.groupdict().get("month") or str(_MONTHS.index(clock["name"]) + 1)
+        found["time"] = f"{int(month):02d}-{int(clock['day']):02d} {clock['clock']}"
+    elif since := _SINCE_BOOT.search(line):
+        found["time"] = f"{since[1]} s"
+    # the first source that knows a field counts
     for source in _SOURCES:
         if match := source.search(line):
             values = {name: value for name, value in match.groupdict().items() if value}
             if "gpu" in values:
                 values["device"] = f"cuda:{values.pop('gpu')}"
-            found = values | {name: value for name, value in found.items() if value}
+            found = values | found
     if rank := next((match[1] for pattern in _RANK if (match := pattern.search(line))), ""):
         found.setdefault("rank", rank)
+    # a bus address names the card in any process, `cuda:0` only in one
     if bus := _BUS.search(line):
         found["device"] = next(filter(None, bus.groups())).lower()
     elif device := _DEVICE.search(line):
         found.setdefault("device", device[1] or f"cuda:{device[2]}")
-    known = {name: value for name, value in found.items() if value}
-    if "host" in known:
-        known["host"] = known["host"].partition(".")[0]
-    return Origin(**known)
-
-
-def _time(line: str) -> str:
-    for pattern in _TIMES:
-        if match := pattern.search(line):
-            month = match.groupdict().get("month") or str(_MONTHS.index(match["name"]) + 1)
-            return f"{int(month):02d}-{int(match['day']):02d} {match['clock']}"
-    since = _SINCE_BOOT.search(line)
-    return f"{since[1]} s" if since else ""
+    if "host" in found:
+        found["host"] = found["host"].partition(".")[0]
+    return Origin(**found)
 
 
 # Parts of file names that are not hosts.
@@ -264,7 +271,6 @@ _WORDS = re.compile(
     r"|gz|txt|summary|launcher|nccl)?[-_]?\d*|node|all",
     re.IGNORECASE,
 )
-_HOST = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 
 def origin_of_file(path: Path) -> Origin:
@@ -273,7 +279,191 @@ def origin_of_file(path: Path) -> Origin:
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
     words = re.split(r"[._]", re.sub(r"rank[-_]?\d+", "", path.name))
-    parts = [part for part in words if part and not _WORDS.fullmatch(part)]
-    parts = [re.sub(r"^(slurm|dmesg|syslog|kern|job)-(\d+-)?", "", part) for part in parts]
-    named = [part for part in parts if _HOST.fullmatch(part) and not _WORDS.fullmatch(part)]
+    parts = [re.sub(r"^(slurm|dmesg|syslog|kern|job)-(\d+-)?", "", word) for word in words]
+    named = [p for p in parts if re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", p) and not _WORDS.fullmatch(p)]
     return Origin(host=named[-1] if named else "", rank=rank[1] if rank else "")
+
+
+_LOGS = (".log", ".out", ".err", ".txt")
+_MOST_EVENTS = 5  # per run
+_MOST_ENTRIES = 100_000  # per folder; a run has some thousands, and / should not be walked
+_FIX = "Fix: give log files, or the folder of a run."
+_NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Equal faults on a host, rank and device: `where` has the first time, `last` the last one or ''."""
+
+    fault: Fault
+    where: Origin
+    count: int
+    last: str
+    line: str
+
+
+def log_files(paths: Iterable[Path]) -> list[Path]:
+    """Expands folders, such as run folders, to the log files in them.
+
+    Raises:
+        ValueError: a path does not exist, or a folder has no logs, or far more files than a run has.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: is not there. {_FIX}")
+        inside, left = [] if path.is_dir() else [path], _MOST_ENTRIES
+        for place, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if name not in _NO_LOGS]
+            left -= len(folders) + len(files)
+            if left < 0:
+                raise ValueError(f"{path}: has over {_MOST_ENTRIES} files. {_FIX}")
+            logs = (Path(place, name) for name in files if Path(name).suffix in _LOGS)
+            inside += filter(Path.is_file, logs)
+        if not inside:
+            raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). {_FIX}")
+        found += sorted(inside)
+    return list(dict.fromkeys(found))
+
+
+def reported_by_runs(paths: Iterable[Path]) -> list[str]:
+    """The latest hangs and dead ranks in the events of run folders among `paths`; logs may miss them."""
+    lines = []
+    for run in (RunFolder(path) for path in paths if path.is_dir()):
+        events = last_records(run.metrics) if run.metrics.exists() else []
+        ended = [event for event in events if event.get("event") in ("hang", "rank_failed")]
+        for event in ended[-_MOST_EVENTS:]:
+            if event["event"] == "hang":
+                lists = (event.get("ranks") or [], event.get("hosts") or [])
+                ranks, hosts = (", ".join(map(str, values)) for values in lists)
+                what = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
+                what += f"; see {run.path / str(event.get('folder', 'hang'))}/summary.txt"
+            else:
+                who = f"rank {event.get('rank')} on {event.get('host')} ({event.get('device')})"
+                what = f"{who}: {event.get('cause')}"
+            when = f"at iteration {event.get('iteration')}, {event.get('time')}"
+            lines.append(f"{run.path}: {event['event']} {when}: {what}")
+    return lines
+
+
+# A recognized line; without a fault, it only shows the host and device of a rank.
+Seen = tuple[Fault | None, Origin, str]
+
+
+def blame(files: Iterable[Path]) -> list[Blame]:
+    """All faults in the logs, grouped by kind, host, rank and device; causes first, then by time."""
+    logs: list[tuple[Origin, list[Seen]]] = []
+    for path in files:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            logs.append((origin_of_file(path), list(recognised_lines(lines))))
+    return gathered(logs)
+
+
+def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
+    """The recognized lines of a log. Lines without a time, as in tracebacks, get that of the line before."""
+    time = ""
+    for line in lines:
+        fault, here = recognised(line), origin(line)
+        time = here.time or time
+        if fault or (here.host and here.rank):
+            yield fault, replace(here, time=time), line.strip()[:300]
+
+
+def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
+    """Groups equal faults by place; `logs`: origin by file name and recognized lines of each file.
+
+    Missing places come from the same rank's lines, then the file name, then other files.
+    """
+    hosts = defaultdict[str, set[str]](set)
+    for _, where, _ in (one for _, seen in logs for one in seen):
+        if where.host and where.rank:
+            hosts[where.rank].add(where.host)
+    # where all files agree: a rank changes hosts from job to job
+    only = {rank: Origin(host=min(names)) for rank, names in hosts.items() if len(names) == 1}
+
+    def learn(where: Origin, known: dict[str, Origin]) -> None:
+        if where.host and where.rank:
+            before = known[where.rank]
+            same = before if before.host == where.host else Origin()
+            known[where.rank] = replace(where, time="").completed(same)
+
+    found: dict[tuple[Fault, str, str, str], Blame] = {}
+    for of_file, seen in logs:
+        # What later lines say is known at the first one, and corrected on the way, as jobs follow each other.
+        known = defaultdict[str, Origin](Origin)
+        for _, where, _ in reversed(seen):
+            learn(where, known)
+        for fault, where, line in seen:
+            learn(where, known)
+            if fault is None:
+                continue
+            if not (where.host or where.rank):
+                where = where.completed(of_file)
+            there = known[where.rank]
+            if not where.host or where.host == there.host:
+                where = where.completed(there)
+            where = where.completed(of_file).completed(only.get(where.rank, Origin()))
+            key = (fault, where.host, where.rank, where.device)
+            before = found.get(key) or Blame(fault, where, 0, "", line)
+            found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
+
+    def order(one: Blame) -> tuple[int, str, str]:
+        return CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host  # without a time: last
+
+    return sorted(found.values(), key=order)
+
+
+def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
+    """Hosts with faults of hardware, driver or link, each with the first reason."""
+    hosts: dict[str, str] = {}
+    for one in found:
+        if one.fault.excludes and one.where.host:
+            hosts.setdefault(one.where.host, _described(one))
+    return hosts
+
+
+def hardware_faults(lines: Iterable[str]) -> list[str]:
+    """Hardware faults in this host's kernel messages, a line each."""
+    found = gathered([(Origin(), list(recognised_lines(lines)))])
+    return [_described(one) for one in found if one.fault.excludes]
+
+
+def _described(one: Blame) -> str:
+    where = f" on {one.where.device}" if one.where.device else ""
+    times = "once" if one.count == 1 else f"{one.count} times"
+    return f"{one.fault.name}{where}, {times}" + (f", last {one.last}" if one.last else "")
+
+
+_COLOURS = dict.fromkeys(CAUSES, "yellow") | {"consequence": "dim"}
+_COLOURS |= dict.fromkeys(("hardware", "driver", "network"), "red")
+
+
+def print_blame(found: Sequence[Blame]) -> None:
+    """Prints a row for each kind of fault at a place, causes first."""
+    console = table_console()
+    if not found:
+        console.print("No known error in these logs.")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("cause", "what", "host", "rank", "device", "times", "first", "last", "what to do"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("cause", "rank", "times"))
+    for one in found:
+        where = one.where
+        times = (str(one.count), where.time or "-", one.last or "-")
+        place = (where.host or "?", where.rank or "-", where.device or "-")
+        cells = (one.fault.name, *place, *times, one.fault.advice)
+        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, cells))
+    console.print(table)
+
+
+def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
+    """The rows as objects, each with the first line."""
+    return [
+        {
+            "cause": one.fault.cause, "what": one.fault.name, "host": one.where.host or None,
+            "rank": int(one.where.rank) if one.where.rank else None, "device": one.where.device or None,
+            "count": one.count, "first": one.where.time or None, "last": one.last or None,
+            "advice": one.fault.advice, "excludes": one.fault.excludes, "line": one.line,
+        }
+        for one in found
+    ]  # fmt: skip

@@ -6,8 +6,18 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.runs.records import append_event
-from moe_exp.watch.nodes.blame import blame, hosts_to_exclude, log_files
-from moe_exp.watch.nodes.known_faults import CAUSES, XIDS, Origin, origin, origin_of_file, recognised, xid
+from moe_exp.watch.blame import (
+    CAUSES,
+    XIDS,
+    Fault,
+    Origin,
+    blame,
+    hosts_to_exclude,
+    log_files,
+    origin,
+    origin_of_file,
+    recognised,
+)
 
 WATCHDOG = "[rank4]:[E321 02:07:08.41 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
 
@@ -127,6 +137,9 @@ def test_lines_that_no_host_is_left_out_for(line):
 
 
 def test_xids():
+    def xid(number: int) -> Fault:
+        return recognised(f"NVRM: Xid (PCI:0000:c1:00): {number}, pid=1234")
+
     # memory errors of two bits, page retirement, lost from the bus, NVLink: the hardware must be checked
     assert all(xid(number).excludes for number in (48, 62, 64, 74, 79, 94, 95, 119, 140, 145, 154))
     assert not any(xid(number).excludes for number in (13, 31, 43, 45, 63))
@@ -219,7 +232,7 @@ def test_logs_that_are_not_there_or_too_many(tmp_path, capsys, monkeypatch):
     assert "has no logs" in capsys.readouterr().err
     for number in range(4):  # as in a folder with far more files than a run has
         (tmp_path / f"{number}.log").write_text("all is well\n")
-    monkeypatch.setattr("moe_exp.watch.nodes.blame._MOST_ENTRIES", 3)
+    monkeypatch.setattr("moe_exp.watch.blame._MOST_ENTRIES", 3)
     assert main(["watch", "blame", str(tmp_path)]) == 1
     assert f"{tmp_path}: has over 3 files. Fix: give log files" in capsys.readouterr().err
 

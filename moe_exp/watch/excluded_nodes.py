@@ -24,14 +24,21 @@ _LONGEST_SHOWN = 100  # characters
 
 def read_excluded(path: Path) -> list[str]:
     """Unique host names in file order, empty without a file; raises ValueError on an invalid line."""
-    return list(dict.fromkeys(host for host, _ in _entries(path)))
+    return list(read_reasons(path))
 
 
 def read_reasons(path: Path) -> dict[str, str]:
-    """Maps host names to date and reason."""
+    """Maps host names to date and reason; of a host that is listed twice, the first."""
     reasons: dict[str, str] = {}
-    for host, comment in _entries(path):
-        reasons.setdefault(host, comment)
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        host, _, comment = line.partition("#")
+        if not host.strip():
+            continue
+        try:
+            reasons.setdefault(slurm_name(host.strip()), comment.strip())
+        except ValueError:
+            rule = f"line {number} holds {host.strip()[:_LONGEST_SHOWN]!r}, no host name"
+            raise ValueError(f"{path}: {rule}. Fix: one host a line, reasons after #.") from None
     return reasons
 
 
@@ -39,10 +46,12 @@ def exclude(path: Path, host: str, reason: str) -> bool:
     """Adds a host, without its domain; False if it is listed, ValueError if its name is invalid."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _held(path):
-        if host in read_excluded(path):
+    # Two nodes that add at the same moment must not lose a line.
+    with _lock(path):
+        if host in read_reasons(path):
             return False
         before = _text(path)
+        # a person's last line may have no newline
         if before and not before.endswith("\n"):
             before += "\n"
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -55,10 +64,10 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     gone = set(map(slurm_name, hosts))
     if not path.exists():
         return []
-    with _held(path):
+    with _lock(path):
         lines = _text(path).splitlines()
         kept = [line for line in lines if line.partition("#")[0].strip() not in gone]
-        found = [host for host in read_excluded(path) if host in gone]
+        found = [host for host in read_reasons(path) if host in gone]
         if found:
             write_atomically(path, "".join(f"{line}\n" for line in kept))
     return found
@@ -79,20 +88,6 @@ def slurm_name(host: str) -> str:
     return host if is_address else host.partition(".")[0]
 
 
-def _entries(path: Path) -> list[tuple[str, str]]:
-    found = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        host, _, comment = line.partition("#")
-        if not host.strip():
-            continue
-        try:
-            found.append((slurm_name(host.strip()), comment.strip()))
-        except ValueError:
-            rule = f"line {number} holds {host.strip()[:_LONGEST_SHOWN]!r}, no host name"
-            raise ValueError(f"{path}: {rule}. Fix: one host a line, reasons after #.") from None
-    return found
-
-
 def _text(path: Path) -> str:
     """The file's text; empty without a file."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
@@ -100,6 +95,5 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def _held(path: Path) -> FileLock:
-    """Locks the file, so that two nodes that add at the same moment do not lose a line."""
+def _lock(path: Path) -> FileLock:
     return FileLock(path.with_name(f".{path.name}.lock"), timeout=30)

@@ -1,1 +1,0 @@
-"""Which node an error comes from, and the list of nodes to exclude."""
