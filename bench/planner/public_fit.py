@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 
+from moe_exp.planner.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
 from moe_exp.planner.costs.constants import TimeConstants, free
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
-from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.prediction import kind_of, load_constants
 
 _CLUSTER_FACTOR = 0.1  # spread of the time of a cluster, by that of others

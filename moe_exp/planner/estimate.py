@@ -10,9 +10,9 @@ from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import RampStep, ramp_steps
-from moe_exp.planner.costs.code_paths import planned_loss
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.products import planned_loss
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, at_stage, load_constants, predict

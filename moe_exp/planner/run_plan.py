@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner.costs.goodput import Goodput, goodput_of
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.saves import Goodput, goodput_of
 from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, predict

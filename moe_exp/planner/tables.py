@@ -12,15 +12,15 @@ from rich.table import Table
 from moe_exp.config import Config
 from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
+from moe_exp.planner.calibration import Calibration, Fit
 from moe_exp.planner.costs import params
-from moe_exp.planner.costs.code_paths import counted_as
-from moe_exp.planner.costs.goodput import Goodput
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
+from moe_exp.planner.costs.products import counted_as
+from moe_exp.planner.costs.saves import Goodput
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost, Lever, speed_of
-from moe_exp.planner.fit.calibration import Calibration, Fit
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.search import topology

@@ -87,7 +87,7 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.timing import time_of
-    from moe_exp.planner.views.timeline import as_svg, as_text, timeline
+    from moe_exp.planner.views import as_svg, as_text, timeline
 
     if arguments.svg:
         check_new_file("svg", arguments.svg)
@@ -200,7 +200,7 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
 
 def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.search.topology import layout_words
-    from moe_exp.planner.views.nearest import nearest_runs
+    from moe_exp.planner.views import nearest_runs
 
     if arguments.top < 1:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")

@@ -30,9 +30,8 @@ Checked on a processor against the tensors that autograd saves, on GPUs against 
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, planned_loss, priced
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import padded_slots
+from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
 Parts = dict[str, float]  # bytes by what they belong to
 

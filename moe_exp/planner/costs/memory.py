@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
-from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import free
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import (
@@ -14,6 +13,7 @@ from moe_exp.planner.costs.params import (
     optimizer_state_bytes,
     tables_of_stages,
 )
+from moe_exp.planner.costs.products import fp8_parts
 from moe_exp.planner.hardware import Hardware
 
 # Of torch's allocator before the first micro-batch: cuBLAS workspaces of two threads (8.1 MiB each), that of

@@ -10,8 +10,8 @@ from itertools import accumulate, groupby, pairwise
 
 from moe_exp.config import Config
 from moe_exp.host.files import count_text
-from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.products import priced
 
 MEBIBYTE = 2**20
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.products import Device
+from moe_exp.planner.costs.device import Device
 from moe_exp.planner.hardware import load_hardware
 
 CONSTANTS = TimeConstants()

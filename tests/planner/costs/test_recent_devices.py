@@ -6,12 +6,11 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.planner.costs.constants import RECENT, TimeConstants
+from moe_exp.planner.costs.device import Device, Group, exchange_seconds
 from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.layer_time import layer_times
 from moe_exp.planner.costs.memory import memory_of
-from moe_exp.planner.costs.products import Device
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.costs.traffic import Group, exchange_seconds
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants, predict
 
@@ -37,7 +36,7 @@ def seconds(of, device="H100"):
 
 def layers(of, device="H100"):
     """Times of its layers."""
-    return layer_times(of, Device(load_hardware(device), "bf16", CONSTANTS), CONSTANTS)
+    return layer_times(of, Device(load_hardware(device), "bf16", CONSTANTS))
 
 
 def with_and_without(**engine):
@@ -137,7 +136,7 @@ def test_balanced_tokens_are_faster_than_the_router_s():
 
 def test_rings_over_the_network_reach_their_share_of_it():
     group = Group(4, 8, load_hardware("H100"), 8)
-    reached = group.bytes_per_second * group.recent_share(CONSTANTS)
+    reached = group.bytes_per_second * group.ring_share(CONSTANTS, 0.0)
     assert reached == pytest.approx(CONSTANTS.network_ring * 50e9)
 
 

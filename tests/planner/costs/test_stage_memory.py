@@ -19,8 +19,8 @@ from moe_exp.planner.costs.activations import Activations, activations_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import MemoryConstants, memory_of, micro_batches_in_flight
 from moe_exp.planner.costs.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
-from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants
 
 A100 = load_hardware("A100-80GB")

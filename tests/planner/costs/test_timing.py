@@ -8,10 +8,10 @@ from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
 from moe_exp.planner.costs.timing import IterationTime, StagePass, bubble_seconds, time_of
-from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants, predict
-from moe_exp.planner.views.timeline import _scheduled as scheduled
+from moe_exp.planner.views import _scheduled as scheduled
 
 A100 = load_hardware("A100-80GB")
 CONSTANTS = load_constants().time

@@ -1,6 +1,6 @@
 import pytest
 
-from moe_exp.planner.costs.traffic import Group
+from moe_exp.planner.costs.device import Group
 from moe_exp.planner.hardware import load_hardware
 
 A100 = load_hardware("A100-80GB")

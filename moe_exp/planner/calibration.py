@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from moe_exp.planner.costs.constants import OWN, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants, memory_of
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants
-from moe_exp.planner.views.timeline import as_svg, as_text, timeline
+from moe_exp.planner.views import as_svg, as_text, timeline
 
 H100 = load_hardware("H100")
 CONSTANTS = load_constants().time

@@ -15,8 +15,8 @@ from moe_exp.config.presets import PRESETS
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import checkpoint_bytes, rank_parameters
-from moe_exp.planner.fit.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.prediction import predict
 
 HARDWARE = load_hardware("A100-80GB")
