@@ -108,7 +108,9 @@ class _Account:
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
         if self._has_dense:
-            dense = common | {"dense MLP": self._dense() - saved.get("mlp", 0.0)}
+            mlp = self._tokens * self._input * self._hidden
+            mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
+            dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0)}
         moe = common | experts if self._has_moe else {}
         recomputed = max(saved.values(), default=0.0)
         if config.recompute == "full":
@@ -118,15 +120,24 @@ class _Account:
         elif config.recompute == "selective" and self._has_moe:
             recomputed += sum(experts.values()) - hidden
             moe = common | {"layer inputs": hidden}
+        # The cross entropy keeps targets with probabilities and a mask, or with logits and log-sums. While it
+        # is computed, forward or backward, it holds the gradient beside; plain torch on a processor has
+        # logits and probabilities in fp32.
+        loss = width * logits + 12 * self._all_tokens
+        loss_work = (8 if self._on_cpu and width < 4 else width) * logits
+        if self._loss_kind == "megatron":
+            loss = 4 * logits + 9 * self._all_tokens
+            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
+            loss_work = width * logits if width < 4 else 0.0
         return Activations(
             dense_parts=dense,
             moe_parts=moe,
             embedding=8 * self._all_tokens + mask,
-            output_parts={"norms, dropout": norm, "logits, loss": hidden + self._loss(logits)},
+            output_parts={"norms, dropout": norm, "logits, loss": hidden + loss},
             hidden=hidden,
             recomputed=recomputed,
             layer_work=self._work(),
-            output_work=self._loss_work(logits),
+            output_work=loss_work,
         )
 
     def _saved(self) -> dict[str, float]:
@@ -144,20 +155,6 @@ class _Account:
             "mlp": self._all_tokens * self._mlp(self._config.ffn_hidden_size / self._tp),
         }
         return {name: size for name, size in sizes.items() if name in modules}
-
-    def _loss(self, logits: float) -> float:
-        """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""
-        if self._loss_kind == "megatron":
-            return 4 * logits + 9 * self._all_tokens
-        return self._width * logits + 12 * self._all_tokens
-
-    def _loss_work(self, logits: float) -> float:
-        """Held beside what is kept while the loss is computed, forward or backward."""
-        if self._loss_kind == "megatron":
-            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
-            return self._width * logits if self._width < 4 else 0.0
-        # The gradient; plain torch on a processor has logits and probabilities in fp32.
-        return (8 if self._on_cpu and self._width < 4 else self._width) * logits
 
     def _norm(self, size: float, heads: int = 1) -> float:
         """Kept by a norm over `size` channels, per token: input, and a divisor for each of `heads`."""
@@ -179,9 +176,18 @@ class _Account:
         if is_latent:  # inputs of the norms and projections of latent attention (arXiv:2405.04434)
             for rank in filter(None, (config.q_lora_rank, config.kv_lora_rank)):
                 per_token += self._width * rank + (self._norm(rank) if config.qk_norm else 0.0)
-        per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not is_latent else 0.0)
-        kept = self._tokens * per_token + self._all_tokens * per_head_token / self._tp
-        return kept + self._positions() + self._block_masks()
+        norms, (query, key, *_) = 0.0, self._channels
+        if config.qk_norm and not is_latent:
+            norms = self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
+            if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
+                norms = (8 if self._on_cpu else self._width) * (query + key) + 8
+        kept = self._tokens * per_token + self._all_tokens * (self._core() + norms) / self._tp
+        masks = 0.0
+        if self._on_cpu and config.cp > 1 and not self._writes_scores:
+            # masks of the two blocks of queries of a rank, against all keys before them
+            block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
+            masks = self._width * block * ends
+        return kept + self._positions() + masks
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
@@ -230,13 +236,6 @@ class _Account:
         core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
         return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
 
-    def _qk_norm(self) -> float:
-        config = self._config
-        query, key, *_ = self._channels
-        if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
-            return (8 if self._on_cpu else self._width) * (query + key) + 8
-        return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
-
     def _positions(self) -> float:
         """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
         of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
@@ -251,14 +250,6 @@ class _Account:
             turned = config.qk_pos_emb_head_dim
         return (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
 
-    def _block_masks(self) -> float:
-        """On processors, of a context parallel rank's two blocks of queries against all keys before them."""
-        config = self._config
-        if not self._on_cpu or config.cp == 1 or self._writes_scores:
-            return 0.0
-        block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
-        return self._width * block * ends
-
     # MLP and experts
 
     def _mlp(self, ffn: float) -> float:
@@ -269,10 +260,6 @@ class _Account:
         kept = {"swiglu": swiglu, "clamped_swiglu": 7, "geglu": 5, "gelu": 2, "squared_relu": 2}
         inputs = (self._width - self._input) * ffn  # of the second product
         return priced(self._config, "activation", kept) * self._width * ffn - inputs
-
-    def _dense(self) -> float:
-        ffn = self._config.ffn_hidden_size
-        return self._tokens * self._input * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
 
     def _experts(self) -> Parts:
         """Router, dispatch, routed experts and shared expert, without the norm before."""

@@ -57,8 +57,8 @@ class Device:
         peak, architecture = hardware.dense_flops[dtype], hardware.architecture
         self.constants = constants
         self.hardware, self.is_cpu, self.is_recent = hardware, hardware.is_cpu, hardware.is_recent
-        # Shares that are reached: of the peak, by products and by attention; of the bandwidth; and what FP8 and
-        # NVFP4 reach, by that of their constants. Devices newer than Ampere have constants of their own.
+        # Shares that are reached: of the peak, by products and by attention; of the bandwidth; and by FP8 and
+        # NVFP4, of what their constants say. Devices newer than Ampere have constants of their own.
         narrow, matrix, memory = 1.0, constants.recent_matrix, constants.recent_memory
         attention, depth = constants.attention_share, constants.recent_depth
         if not self.is_recent:

@@ -146,7 +146,12 @@ def disk_use(
     num_saves = _num_saves(config, iteration)
     largest = len(there) + num_saves
     if config.keep_last and num_saves:
-        always = _num_kept_always(config, iteration, there)
+        always, every = 0, config.keep_every
+        if every:  # those that are there and those to come
+            step = math.lcm(every, config.save_interval) if config.save_interval else config.train_iters + 1
+            to_come = max(0, config.train_iters // step - iteration // step)
+            at_end = config.save_at_end and config.train_iters % every == 0 and config.train_iters % step != 0
+            always = to_come + int(at_end) + sum(one % every == 0 for one in there)
         largest = min(largest, config.keep_last + config.keep_best + bool(iteration) + always + 1)
     num_new = max(largest - len(there), min(1, num_saves))
     num_records = max(0, config.train_iters - iteration) // config.log_interval
@@ -161,17 +166,6 @@ def _num_saves(config: Config, iteration: int) -> int:
     at_interval = max(0, end // interval - iteration // interval) if interval else 0
     at_end = config.save_at_end and end > iteration and not (interval and end % interval == 0)
     return at_interval + int(at_end)
-
-
-def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> int:
-    """By KEEP_EVERY: those that are there and those to come."""
-    every = config.keep_every
-    if not every:
-        return 0
-    step = math.lcm(every, config.save_interval) if config.save_interval else config.train_iters + 1
-    to_come = max(0, config.train_iters // step - iteration // step)
-    at_end = config.save_at_end and config.train_iters % every == 0 and config.train_iters % step != 0
-    return to_come + int(at_end) + sum(one % every == 0 for one in there)
 
 
 def keep_last_that_fits(
