@@ -84,6 +84,8 @@ def fit(
         fixed = space.constants([])
         errors = {run.row_id: math.expm1(log_ratio(run, fixed)) for run in runs}
         return Fit(fixed, errors, errors)
+    from numpy import outer
+    from numpy.linalg import solve
     from scipy.optimize import least_squares
 
     def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
@@ -98,8 +100,11 @@ def fit(
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
-    left_out, steps = {}, _steps_without_each(solution.jac, solution.fun, len(runs))
-    for run, step in zip(runs, steps, strict=True):
+    # per run the Gauss-Newton step from the fit to all runs to the one without it
+    normal, gradient = solution.jac.T @ solution.jac, solution.jac.T @ solution.fun
+    left_out = {}
+    for run, row, residual in zip(runs, solution.jac, solution.fun, strict=False):  # after them the priors
+        step = solve(normal - outer(row, row), residual * row - gradient)
         left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)
 
@@ -142,16 +147,6 @@ class _Space(Generic[T]):
         pairs = zip(self._scales.items(), x, strict=True)
         values = {name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
         return self._kind(**self._fixed, **values)
-
-
-def _steps_without_each(jacobian: Any, residuals: Any, num_runs: int) -> list[Any]:
-    """Per run the Gauss-Newton step from the fit to all runs to the one without it."""
-    from numpy import outer
-    from numpy.linalg import solve
-
-    normal, gradient = jacobian.T @ jacobian, jacobian.T @ residuals
-    rows = zip(jacobian[:num_runs], residuals[:num_runs], strict=True)
-    return [solve(normal - outer(row, row), residual * row - gradient) for row, residual in rows]
 
 
 @dataclass(frozen=True)
@@ -206,24 +201,21 @@ def profile_text(calibration: Calibration, source: Path) -> str:
     """JSON for `prediction.load_constants`."""
     parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
     constants, summary = {}, {}
-    for name, part in parts.items():
-        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
-        summary[name] = _summary(part)
-    head = {"source": source.name, "hardware": list(calibration.hardware)}
-    return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
-
-def _summary(part: Fit[Any]) -> dict[str, float]:
-    def mean(errors: dict[str, float]) -> float:
+    def mean(errors: Mapping[str, float]) -> float:
         return round(sum(map(abs, errors.values())) / max(1, len(errors)), 5)
 
-    return {
-        "rows": len(part.errors),
-        "mean_error": mean(part.errors),
-        "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
-        "left_out_mean_error": mean(part.left_out),
-        "left_out_90_percent_within": round(part.bound, 5),
-    }
+    for name, part in parts.items():
+        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
+        summary[name] = {
+            "rows": len(part.errors),
+            "mean_error": mean(part.errors),
+            "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
+            "left_out_mean_error": mean(part.left_out),
+            "left_out_90_percent_within": round(part.bound, 5),
+        }
+    head = {"source": source.name, "hardware": list(calibration.hardware)}
+    return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
 
 COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
@@ -232,17 +224,12 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
     """CSV with a line per row of `measured.read_rows`; no time without a batch size; default TP*PP GPUs."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_predicted(row, constants) for row in rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
+        has_batch = row.get("gbs") and data_parallel_size(row)
+        seconds = f"{prediction.time.total:.6g}" if has_batch else ""
+        memory = f"{prediction.peak_bytes / GIBIBYTE:.6g}"
+        writer.writerow((row["row_id"], memory, seconds, int(prediction.oom)))
     return text.getvalue()
-
-
-def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
-    prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
-    return {
-        "row_id": row["row_id"],
-        "mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}",
-        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else "",
-        "oom": str(int(prediction.oom)),
-    }

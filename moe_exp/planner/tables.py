@@ -1,6 +1,6 @@
 """Reports of the planner on runs and layouts as plain values, for `--json`, and their tables. No torch."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import compress, groupby
 from statistics import fmean
@@ -19,7 +19,6 @@ from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.products import counted_as
 from moe_exp.planner.costs.saves import Goodput
-from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost, Lever, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
@@ -179,9 +178,13 @@ class PlanPrinter:
         }
         self._rows(title, rows)
         self._memory(prediction)
-        self._activations(prediction)
         self._levers(levers)
-        self._time(prediction.time)
+        total = prediction.time.total
+        times = {
+            name.replace("_", " "): f"{_seconds(part)} s, {part / total:.1%}"
+            for name, part in prediction.time.parts().items()
+        }
+        self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
         """The fastest layouts, how far runner-ups are, and what was refused."""
@@ -197,10 +200,25 @@ class PlanPrinter:
             title = "layouts by time per iteration; = is within 2% of the best"
             title += "" if is_narrow else ", closer than predictions can distinguish"
             shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
-            rows = (
-                compress(_cells(describe_candidate(one, found, hardware, place), one), shown)
-                for place, one in enumerate(found.ranked[:top], start=1)
-            )
+            rows = []
+            for place, one in enumerate(found.ranked[:top], start=1):
+                row, of = describe_candidate(one, found, hardware, place), one.prediction
+                cells = (
+                    f"{'=' if row['runner_up'] else ''}{place}",
+                    layout_words(one.config),
+                    str(one.config.mbsz),
+                    one.config.recompute,
+                    short_stages(row["stage_layers"]),
+                    f"{of.peak_bytes / _GIBIBYTE:.1f}",
+                    f"{of.margin_bytes / of.memory_bytes:.0%}",
+                    _seconds(one.seconds),
+                    f"{row['slower_than_best']:+.1%}",
+                    f"{row['tflops_per_gpu']:.1f}",
+                    f"{of.time.bubble / one.seconds:.1%}",
+                    row["bound_by"],
+                    ", ".join(row["notes"]),
+                )
+                rows.append(compress(cells, shown))
             box = SIMPLE if is_narrow else HEAVY_HEAD
             self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
             if not is_narrow:
@@ -237,7 +255,6 @@ class PlanPrinter:
         if explained.fits:
             self._standing(asked, explained, explained.candidate, found)
         self._memory(explained.candidate.prediction)
-        self._activations(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
@@ -285,18 +302,22 @@ class PlanPrinter:
                 self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
 
     def _memory(self, prediction: Prediction) -> None:
-        rows = []
-        for first, last, stage in _alike(prediction.stages):
+        """Memory of the stages, and activations of the fullest rank by module, the largest first."""
+        rows, first = [], 0
+
+        def shown(stage: StageMemory) -> list[str]:
+            return [f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in _MEMORY_PARTS]
+
+        # one row for stages in a row that show the same numbers
+        for sizes, run in groupby(prediction.stages, key=shown):
+            last = first + len(members := list(run)) - 1
             name = str(first) if first == last else f"{first}-{last}"
             peak = "peak" if first <= prediction.peak_stage <= last else ""
-            sizes = (f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total"))
-            rows.append((name, *sizes, peak))
+            rows.append((name, *sizes, f"{members[0].total / _GIBIBYTE:.2f}", peak))
+            first = last + 1
         title = f"memory of a rank, GiB: {_verdict(prediction)}"
         self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
         self._print(f"left: {_LEFT}")
-
-    def _activations(self, prediction: Prediction) -> None:
-        """Activations of the fullest rank by module, the largest first."""
         stage = prediction.stages[prediction.peak_stage]
         title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
         parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
@@ -320,12 +341,6 @@ class PlanPrinter:
         for lever in levers:
             if lever.problem:
                 self._print(f"{lever.setting} cannot run here: {lever.problem}")
-
-    def _time(self, time: IterationTime) -> None:
-        rows = {}
-        for name, part in time.parts().items():
-            rows[name.replace("_", " ")] = f"{_seconds(part)} s, {part / time.total:.1%}"
-        self._rows("time of an iteration", rows | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
         self.table(title, (), [(name, value) for name, value in rows.items() if value])
@@ -362,36 +377,6 @@ def error_words(prediction: Prediction) -> str:
     if not prediction.is_calibrated:
         return "(no measured runs of this device in the fit)"
     return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
-
-
-def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
-    prediction = one.prediction
-    yield f"{'=' if row['runner_up'] else ''}{row['place']}"
-    yield layout_words(one.config)
-    yield str(one.config.mbsz)
-    yield one.config.recompute
-    yield short_stages(row["stage_layers"])
-    yield f"{prediction.peak_bytes / _GIBIBYTE:.1f}"
-    yield f"{prediction.margin_bytes / prediction.memory_bytes:.0%}"
-    yield _seconds(one.seconds)
-    yield f"{row['slower_than_best']:+.1%}"
-    yield f"{row['tflops_per_gpu']:.1f}"
-    yield f"{prediction.time.bubble / one.seconds:.1%}"
-    yield topology.bound_by(prediction.time)
-    yield ", ".join(row["notes"])
-
-
-def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemory]]:
-    """First and last index of stages in a row that show the same numbers, and one of them."""
-
-    def shown(stage: StageMemory) -> list[float]:
-        return [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]
-
-    first = 0
-    for _, run in groupby(stages, key=shown):
-        members = list(run)
-        yield first, first + len(members) - 1, members[0]
-        first += len(members)
 
 
 def _goodput_rows(of: Goodput) -> dict[str, str]:

@@ -20,6 +20,7 @@ from moe_exp.planner.measured import PUBLIC_RUNS, job_of_row
 from moe_exp.planner.prediction import Constants
 
 Kind = Literal["forward", "backward"]
+PassKey = tuple[int, Kind, int, int]  # stage, kind, chunk, micro-batch
 _COLORS = {"forward": "#4f9bd9", "backward": "#2a9d8f", "exchange": "#d9541e", "after": "#8c6d1f"}
 
 
@@ -61,7 +62,7 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
     """Runs every stage's order of passes, each as soon as its input is there."""
     stages = len(passes)
     orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[tuple[int, Kind, int, int], float] = {}
+    done: dict[PassKey, float] = {}  # to its end
     free, places = [0.0] * stages, [0] * stages
     events: list[Event] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -69,7 +70,12 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 kind, chunk, microbatch = order[places[stage]]
-                needed = _input(stage, kind, chunk, microbatch, stages, chunks)
+                # the pass whose result this one takes in; none for the first. Backward begins on the last
+                # stage with its own forward pass.
+                at = chunk * stages + stage + (-1 if kind == "forward" else 1)
+                needed: PassKey | None = (at % stages, kind, at // stages, microbatch) if at >= 0 else None
+                if at == chunks * stages:
+                    needed = stage, "forward", chunk, microbatch
                 if needed and needed not in done:
                     break
                 of = passes[stage]
@@ -81,16 +87,6 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
                 places[stage] += 1
         assert len(events) > before, "a schedule that waits for itself"
     return events
-
-
-def _input(
-    stage: int, kind: Kind, chunk: int, microbatch: int, stages: int, chunks: int
-) -> tuple[int, Kind, int, int] | None:
-    """The pass whose result a pass takes in; None for the first."""
-    at = chunk * stages + stage + (-1 if kind == "forward" else 1)
-    if at == chunks * stages:
-        return stage, "forward", chunk, microbatch
-    return (at % stages, kind, at // stages, microbatch) if at >= 0 else None
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
@@ -190,29 +186,20 @@ def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count
     Of a run that was published several times the newest one is taken.
     """
     found: dict[tuple[object, ...], Neighbor] = {}
+    mine = [getattr(config, name) for name in _RATIOS]
     rows = csv.DictReader(PUBLIC_RUNS.read_text(encoding="utf-8").splitlines())
     for row in sorted(rows, key=lambda row: row["date"]):
         job, device = job_of_row(row), load_hardware(row["gpu"])
+        other, theirs = job.config, [getattr(job.config, name) for name in _RATIOS]
+        distance = 0.0
+        for weight, one, another in zip(_RATIOS.values(), mine, theirs, strict=True):
+            if one and another:
+                distance += weight * abs(math.log2(one / another))
+        distance += 10.0 * (config.use_moe != other.use_moe)
+        distance += 3.0 * (hardware.architecture != device.architecture)
+        distance += (hardware.name != device.name) + (config.fp8 != other.fp8)
         planned = time_of(job, device, constants.time).total
-        distance = _distance(config, hardware, job, device)
-        one = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
-        others = (job.config.gbsz, job.config.vpp, job.config.etp, job.config.recompute)
-        what = (row["model"], device.name, row["precision"], one.dispatcher, job.engine)
-        key = (*what, *others, *_sizes(job.config))
-        found[key] = one
-    return sorted(found.values(), key=lambda one: one.distance)[:count]
-
-
-def _sizes(config: Config) -> tuple[float, ...]:
-    return tuple(getattr(config, name) for name in _RATIOS)
-
-
-def _distance(config: Config, hardware: Hardware, other: Job, device: Hardware) -> float:
-    total = 0.0
-    for (name, weight), mine in zip(_RATIOS.items(), _sizes(config), strict=True):
-        theirs = getattr(other.config, name)
-        if mine and theirs:
-            total += weight * abs(math.log2(mine / theirs))
-    total += 10.0 * (config.use_moe != other.config.use_moe)
-    total += 3.0 * (hardware.architecture != device.architecture)
-    return total + (hardware.name != device.name) + (config.fp8 != other.config.fp8)
+        run = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
+        what = (row["model"], device.name, row["precision"], run.dispatcher, job.engine)
+        found[(*what, other.gbsz, other.vpp, other.etp, other.recompute, *theirs)] = run
+    return sorted(found.values(), key=lambda run: run.distance)[:count]
