@@ -321,10 +321,10 @@ class PlanPrinter:
         stage = prediction.stages[prediction.peak_stage]
         title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
         parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
-        rows = {
+        shares = {
             name: f"{size / _GIBIBYTE:.2f}, {size / stage.activations:.1%}" for name, size in parts if size
         }
-        self._rows(title, rows | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
+        self._rows(title, shares | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
         """What changes of one setting save, and those that the rules refuse."""

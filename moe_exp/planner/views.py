@@ -197,9 +197,11 @@ def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count
                 distance += weight * abs(math.log2(one / another))
         distance += 10.0 * (config.use_moe != other.use_moe)
         distance += 3.0 * (hardware.architecture != device.architecture)
-        distance += (hardware.name != device.name) + (config.fp8 != other.fp8)
+        distance += hardware.name != device.name
+        distance += config.fp8 != other.fp8
         planned = time_of(job, device, constants.time).total
         run = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
         what = (row["model"], device.name, row["precision"], run.dispatcher, job.engine)
-        found[(*what, other.gbsz, other.vpp, other.etp, other.recompute, *theirs)] = run
+        key = (*what, other.gbsz, other.vpp, other.etp, other.recompute, *theirs)
+        found[key] = run
     return sorted(found.values(), key=lambda run: run.distance)[:count]
