@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import compress, groupby
+from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal, TextIO
 
@@ -138,10 +138,6 @@ _LEFT = "memory of the device beyond what the fullest rank needs, without its al
 # on a narrow terminal; --json has them
 _LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
-_COLUMNS = (
-    "", "layout", "MBSZ", "recompute", "layers per stage", "GiB", "left", "s/iteration", "vs best", "TFLOP/s",
-    "bubble", *_WORDS[-2:],
-)  # fmt: skip
 
 
 class PlanPrinter:
@@ -199,28 +195,27 @@ class PlanPrinter:
             is_narrow = self._console.width < _WIDE
             title = "layouts by time per iteration; = is within 2% of the best"
             title += "" if is_narrow else ", closer than predictions can distinguish"
-            shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
             rows = []
             for place, one in enumerate(found.ranked[:top], start=1):
                 row, of = describe_candidate(one, found, hardware, place), one.prediction
-                cells = (
-                    f"{'=' if row['runner_up'] else ''}{place}",
-                    layout_words(one.config),
-                    str(one.config.mbsz),
-                    one.config.recompute,
-                    short_stages(row["stage_layers"]),
-                    f"{of.peak_bytes / _GIBIBYTE:.1f}",
-                    f"{of.margin_bytes / of.memory_bytes:.0%}",
-                    _seconds(one.seconds),
-                    f"{row['slower_than_best']:+.1%}",
-                    f"{row['tflops_per_gpu']:.1f}",
-                    f"{of.time.bubble / one.seconds:.1%}",
-                    row["bound_by"],
-                    ", ".join(row["notes"]),
-                )
-                rows.append(compress(cells, shown))
+                cells = {
+                    "": f"{'=' if row['runner_up'] else ''}{place}",
+                    "layout": layout_words(one.config),
+                    "MBSZ": str(one.config.mbsz),
+                    "recompute": one.config.recompute,
+                    "layers per stage": short_stages(row["stage_layers"]),
+                    "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
+                    "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
+                    "s/iteration": _seconds(one.seconds),
+                    "vs best": f"{row['slower_than_best']:+.1%}",
+                    "TFLOP/s": f"{row['tflops_per_gpu']:.1f}",
+                    "bubble": f"{of.time.bubble / one.seconds:.1%}",
+                    "bound by": row["bound_by"],
+                    "notes": ", ".join(row["notes"]),
+                }
+                rows.append({name: cells[name] for name in cells if not (is_narrow and name in _LEFT_OUT)})
             box = SIMPLE if is_narrow else HEAVY_HEAD
-            self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
+            self.table(title, rows[0], (row.values() for row in rows), left=_WORDS, box=box)
             if not is_narrow:
                 self._print(f"left: {_LEFT}, as a share of the device's memory")
         elif found.smallest:
@@ -253,7 +248,19 @@ class PlanPrinter:
         if explained.candidate is None:
             return
         if explained.fits:
-            self._standing(asked, explained, explained.candidate, found)
+            candidate, config = explained.candidate, explained.candidate.config
+            best = found.ranked[0] if found.ranked else candidate
+            words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
+            self._print(f"{asked}: at best {words}")
+            place = "slower than all that were ranked"
+            if explained.place <= len(found.ranked):
+                place = f"place {explained.place:,} of {len(found.ranked):,}"
+            slower = f"{candidate.seconds / best.seconds - 1:+.1%}"
+            slower += f" against the best ({layout_words(best.config)})"
+            self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
+            for name, seconds in explained.losses.items():
+                if abs(seconds) >= 0.0005 * best.seconds:
+                    self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
         self._memory(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
@@ -287,19 +294,6 @@ class PlanPrinter:
                 if isinstance(entry, dict)
             ]
             self.table(name, ("", "value", "source"), rows)
-
-    def _standing(self, asked: str, explained: Explanation, candidate: Candidate, found: Search) -> None:
-        best, config = found.ranked[0] if found.ranked else candidate, candidate.config
-        words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
-        self._print(f"{asked}: at best {words}")
-        place = "slower than all that were ranked"
-        if explained.place <= len(found.ranked):
-            place = f"place {explained.place:,} of {len(found.ranked):,}"
-        slower = f"{candidate.seconds / best.seconds - 1:+.1%} against the best ({layout_words(best.config)})"
-        self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
-        for name, seconds in explained.losses.items():
-            if abs(seconds) >= 0.0005 * best.seconds:
-                self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
 
     def _memory(self, prediction: Prediction) -> None:
         """Memory of the stages, and activations of the fullest rank by module, the largest first."""

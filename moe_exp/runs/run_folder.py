@@ -127,10 +127,8 @@ def open_run_folder(
                 starts = list(read_json(folder.provenance)["starts"])
         except (ValueError, KeyError, TypeError):
             broken = folder.provenance.replace(folder.provenance.with_suffix(".json.broken")).name
-            begun = (
-                f"{folder.provenance} cannot be read; kept as {broken}, and the list of starts begins again"
-            )
-            logger.warning("%s", begun)
+            begun = f"kept as {broken}, and the list of starts begins again"
+            logger.warning("%s cannot be read; %s", folder.provenance, begun)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
             logger.info("%s", changes_text(matter))

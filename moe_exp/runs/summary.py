@@ -95,15 +95,8 @@ class Experts:
     """Sums of the `experts` of all train records, which may be gigabytes after weeks."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
+    # sums by layer and number of experts
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-
-    def add(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the layers of the next train record; `slots` sums by layer and number of experts."""
-        self.last = layers
-        for layer in layers:
-            counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
-            key = layer["layer"], len(counts)
-            self.slots[key] = self.slots[key] + counts if key in self.slots else counts
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
@@ -111,7 +104,11 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
     kept, experts = [], Experts()
     for record in records:
         if record["kind"] == "train":
-            experts.add(record.get("experts") or [])
+            experts.last = record.get("experts") or []
+            for layer in experts.last:
+                counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
+                key = layer["layer"], len(counts)
+                experts.slots[key] = experts.slots.get(key, 0.0) + counts
         kept.append({key: value for key, value in record.items() if key != "experts"})
     return kept, experts
 

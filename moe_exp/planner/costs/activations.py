@@ -187,7 +187,17 @@ class _Account:
             # masks of the two blocks of queries of a rank, against all keys before them
             block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
             masks = self._width * block * ends
-        return kept + self._positions() + masks
+        # Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
+        # of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
+        positions = 0.0
+        by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
+        is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
+        if not (is_shared or self._job.learned_positions):
+            turned = config.kv_channels * config.rotary_fraction
+            if config.multi_latent_attention:
+                turned = config.qk_pos_emb_head_dim
+            positions = (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
+        return kept + positions + masks
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
@@ -204,8 +214,14 @@ class _Account:
         """Kept by the attention core and the projection after it, per token, of all heads."""
         config, width = self._config, self._width
         query, key, value, result = self._channels
-        if self._writes_scores:
-            return self._unfused_core()
+        if self._writes_scores:  # after softmax, with dropout also a mask and the rest of them
+            scores = config.num_heads * config.seq_len
+            if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
+                copies = 3 if config.attention_dropout else 1
+                return 4 * (2 * query + result) + 4 * scores * copies + width * result
+            kept = (2 * width + 1 if config.attention_dropout else width) * scores
+            is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
+            return width * (query + key + value + result) + (0 if is_recomputed else kept)
         log_sums = 4 * config.num_heads
         # Ours gathers keys and values of the whole sequence, and joins the results of two blocks; Transformer
         # Engine's passes them from rank to rank, and keeps this rank's.
@@ -224,32 +240,6 @@ class _Account:
         by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
         return not self._job.fused_attention or (self._on_cpu and by_torch)
 
-    def _unfused_core(self) -> float:
-        """Scores after softmax, with dropout also a mask and the rest of them; RECOMPUTE may repeat them."""
-        config, width = self._config, self._width
-        query, key, value, result = self._channels
-        scores = config.num_heads * config.seq_len
-        if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
-            copies = 3 if config.attention_dropout else 1
-            return 4 * (2 * query + result) + 4 * scores * copies + width * result
-        kept = (2 * width + 1 if config.attention_dropout else width) * scores
-        core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
-        return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
-
-    def _positions(self) -> float:
-        """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
-        of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
-        """
-        config = self._config
-        by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
-        is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
-        if is_shared or self._job.learned_positions:
-            return 0.0
-        turned = config.kv_channels * config.rotary_fraction
-        if config.multi_latent_attention:
-            turned = config.qk_pos_emb_head_dim
-        return (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
-
     # MLP and experts
 
     def _mlp(self, ffn: float) -> float:
@@ -264,7 +254,20 @@ class _Account:
     def _experts(self) -> Parts:
         """Router, dispatch, routed experts and shared expert, without the norm before."""
         config, width = self._config, self._width
-        dispatched, computed = self._row()
+        ffn = config.expert_ffn_size / config.etp
+        # One function may compute all experts of a rank, and in backward the activation again. If all experts
+        # are there it also gathers their rows, in backward again.
+        runs_as_one = self._backend == "triton" or (self._on_cpu and self._backend == "loop")
+        is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
+        keeps_few = self._backend == "triton" and config.router_score == "relu"
+        gathers_itself = runs_as_one and is_local and not keeps_few
+        computed = width * ffn * (2 if config.gated else 1)
+        dispatched = 4 + (8 if self._backend == "triton" else 16)
+        if not gathers_itself:  # the row, and indices that lead there and back
+            indices = 16 + (24 if config.ep * config.etp > 1 else 0)
+            dispatched = self._expert_input * self._expert_hidden + 4 + indices
+            is_computed_again = config.recompute == "moe_act" or runs_as_one
+            computed += self._expert_input * (0 if is_computed_again else ffn)
         kept = {
             "router": self._tokens * (self._router() + width * self._hidden),
             "dispatch": self._rows * dispatched,
@@ -274,7 +277,7 @@ class _Account:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
             kept["experts"] += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
         if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from
-            gathered = width * self._expert_hidden if self._gathers_itself else 0.0
+            gathered = width * self._expert_hidden if gathers_itself else 0.0
             kept["dispatch"] += self._tokens * (self._input * self._expert_hidden + gathered)
         if config.shared_expert_size:
             gate = self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
@@ -289,33 +292,6 @@ class _Account:
         by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
         keeps_logits = priced(config, "router_score", by_score)
         return kept + keeps_logits * width * (config.num_router_outputs + 1)
-
-    @property
-    def _runs_as_one(self) -> bool:
-        """Whether one function computes all experts of a rank, and in backward the activation again."""
-        return self._backend == "triton" or (self._on_cpu and self._backend == "loop")
-
-    @property
-    def _gathers_itself(self) -> bool:
-        """Whether that function also gathers the rows, of all experts of the layer."""
-        config = self._config
-        is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
-        keeps_few = self._backend == "triton" and config.router_score == "relu"
-        return self._runs_as_one and is_local and not keeps_few
-
-    def _row(self) -> tuple[float, float]:
-        """Kept per row by the dispatch, with 16 for each of the indices that lead there and back, and by the
-        routed experts.
-        """
-        config, width = self._config, self._width
-        ffn = config.expert_ffn_size / config.etp
-        first = width * ffn * (2 if config.gated else 1)
-        if self._gathers_itself:  # rows are gathered again in backward
-            return 4 + (8 if self._backend == "triton" else 16), first
-        indices = 16 + (24 if config.ep * config.etp > 1 else 0)
-        is_computed_again = config.recompute == "moe_act" or self._runs_as_one
-        second = self._expert_input * (0 if is_computed_again else ffn)
-        return self._expert_input * self._expert_hidden + 4 + indices, first + second
 
     @cached_property
     def _rows(self) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import priced, routed_bytes
+from moe_exp.planner.costs.products import hidden_bytes, priced
 from moe_exp.planner.hardware import Hardware
 
 # elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
@@ -124,15 +124,11 @@ class Group:
     @property
     def in_node(self) -> bool:
         """Whether no message leaves a node, or the devices that are connected as those of one."""
-        return self.size * self.stride <= self._domain
-
-    @property
-    def _domain(self) -> int:
-        return self.hardware.link_domain(self.gpus_per_node)
+        return self.size * self.stride <= self.hardware.link_domain(self.gpus_per_node)
 
     @property
     def _in_one_node(self) -> int:
-        return min(self.size, max(1, self._domain // self.stride))
+        return min(self.size, max(1, self.hardware.link_domain(self.gpus_per_node) // self.stride))
 
     @property
     def bytes_per_second(self) -> float:
@@ -187,7 +183,9 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
-    num_bytes = routed_bytes(config) / (config.tp if job.sequence_parallel else 1)
+    # of the tokens as routed experts take them: of MOE_LATENT_SIZE channels, if it is set
+    num_bytes = hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
+    num_bytes /= config.tp if job.sequence_parallel else 1
     slots, everywhere = num_bytes * config.experts_per_token, num_bytes * config.ep
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
     slices = Group(config.etp, 1, hardware, config.gpus_per_node)

@@ -10,14 +10,7 @@ from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.device import Device, Pass, exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import (
-    Shape,
-    fp8_parts,
-    num_slots,
-    num_tokens,
-    planned_loss,
-    shared_rows,
-)
+from moe_exp.planner.costs.products import Shape, fp8_parts, num_slots, num_tokens, planned_loss, shared_rows
 from moe_exp.planner.hardware import Hardware
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).

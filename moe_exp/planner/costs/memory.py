@@ -7,11 +7,7 @@ from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.constants import free
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.params import (
-    embedding_moment_bytes,
-    optimizer_state_bytes,
-    tables_of_stages,
-)
+from moe_exp.planner.costs.params import embedding_moment_bytes, optimizer_state_bytes, tables_of_stages
 from moe_exp.planner.costs.products import fp8_parts
 from moe_exp.planner.hardware import Hardware
 

@@ -139,11 +139,6 @@ def hidden_bytes(config: Config) -> float:
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
 
 
-def routed_bytes(config: Config) -> float:
-    """Bytes of the same tokens as routed experts take them: of MOE_LATENT_SIZE channels, if it is set."""
-    return hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
-
-
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
     """Rows of a rank between the products of a layer, of `tokens` of its micro-batch."""
     return tokens / config.tp if sequence_parallel else tokens

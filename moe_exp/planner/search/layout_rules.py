@@ -222,9 +222,3 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
         splits.append([first - 1, *others, last])
     texts = dict.fromkeys(stages_text(split) for split in splits if min(split) >= 0 and all(split[1:-1]))
     return tuple({} if is_even and "," not in text else {"pipeline_layers": text} for text in texts) or ({},)
-
-
-def notes(config: Config) -> list[str]:
-    """Short notes on what is allowed but slow."""
-    crosses = config.use_moe and config.etp * config.ep > config.gpus_per_node
-    return ["experts over nodes"] if crosses else []

@@ -39,10 +39,14 @@ class Candidate:
 
     @property
     def notes(self) -> list[str]:
-        """Short notes on what is allowed but worth knowing."""
-        found = rules.notes(self.config)
-        found += ["memory within the error"] if self.prediction.is_close else []
-        return found + (["pipeline never full"] if self.config.gbsz < self.filling_batch else [])
+        """Short notes on what is allowed but slow or worth knowing."""
+        config = self.config
+        found = {
+            "experts over nodes": config.use_moe and config.etp * config.ep > config.gpus_per_node,
+            "memory within the error": self.prediction.is_close,
+            "pipeline never full": config.gbsz < self.filling_batch,
+        }
+        return [note for note, holds in found.items() if holds]
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,10 @@ def search(
     for family in rules.families(config, space, rejected):
         work.add(family)
 
-    def order(one: Candidate) -> tuple[float, int, int]:
-        return one.seconds, len(rules.notes(one.config)), one.config.tp * one.config.pp * one.config.cp
+    def order(one: Candidate) -> tuple[float, bool, int]:
+        # of equals those whose experts do not reach over nodes, then the least split
+        over_nodes = one.config.use_moe and one.config.etp * one.config.ep > one.config.gpus_per_node
+        return one.seconds, over_nodes, one.config.tp * one.config.pp * one.config.cp
 
     ranked = sorted(work.fitting, key=order)
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
