@@ -74,13 +74,11 @@ def fit(
     `hold` keep these values. `noise` is the relative error of a good row: the smaller, the less do priors
     count.
     """
-    space = _Space(kind, prior)
     if prior is None and issubclass(kind, TimeConstants):
         hold = dict.fromkeys(OWN, 1.0) | dict(hold or {})
-    space.fix_unused(runs, log_ratio, rest, hold or {})
-    if not runs:
-        return Fit(space.constants([0.0] * space.size), {}, {})
-    if not space.size:  # no constant changes these runs, such as memory of torch's allocator in dense models
+    space = _Space(kind, prior, runs, log_ratio, rest, hold or {})
+    # without runs, or if none depends on a constant, such as memory of torch's allocator in dense models
+    if not space.scales:
         fixed = space.constants([])
         errors = {run.row_id: math.expm1(log_ratio(run, fixed)) for run in runs}
         return Fit(fixed, errors, errors)
@@ -96,7 +94,10 @@ def fit(
             math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error) for error in errors
         ] + list(x)
 
-    at = space.point(start) if start else [0.0] * space.size
+    at = [0.0] * len(space.scales)
+    if start:
+        scales = space.scales.items()
+        at = [(math.log(getattr(start, name)) - center) / spread for name, (center, spread) in scales]
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
@@ -112,39 +113,33 @@ def fit(
 class _Space(Generic[T]):
     """Constants as points: logarithms relative to the prior, in units of the spread."""
 
-    def __init__(self, kind: type[T], prior: T | None):
-        self._kind = kind
-        self._scales = {}
+    def __init__(
+        self,
+        kind: type[T],
+        prior: T | None,
+        runs: Sequence[MeasuredRun],
+        log_ratio: LogRatio[T],
+        rest: T | None,
+        hold: Mapping[str, float],
+    ):
+        self._kind, self.scales, self._fixed = kind, dict[str, tuple[float, float]](), dict[str, float]()
         for of in fields(kind):  # type: ignore[arg-type]
             center = getattr(prior, of.name) if prior else of.metadata["prior"]
             # machines differ by a fifth of what is not known before any run
             spread = of.metadata["spread"] * (0.2 if prior else 1.0)
-            self._scales[of.name] = math.log(center), spread
-        self._fixed: dict[str, float] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self._scales)
-
-    def fix_unused(
-        self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None, hold: Mapping[str, float]
-    ) -> None:
-        """Takes constants out that no run depends on, and those of `hold`."""
-        at_prior = self.constants([0.0] * self.size)
+            self.scales[of.name] = math.log(center), spread
+        # Constants that no run depends on are no dimension, and neither are those of `hold`.
+        at_prior = self.constants([0.0] * len(self.scales))
         before = [log_ratio(run, at_prior) for run in runs]
-        for name, (center, spread) in list(self._scales.items()):
+        for name, (center, spread) in list(self.scales.items()):
             moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
             if name in hold or before == [log_ratio(run, moved) for run in runs]:
-                self._scales.pop(name)
+                self.scales.pop(name)
                 value = getattr(rest, name) if rest else math.exp(center)
                 self._fixed[name] = hold.get(name, value)
 
-    def point(self, constants: T) -> list[float]:
-        scales = self._scales.items()
-        return [(math.log(getattr(constants, name)) - center) / spread for name, (center, spread) in scales]
-
     def constants(self, x: Iterable[float]) -> T:
-        pairs = zip(self._scales.items(), x, strict=True)
+        pairs = zip(self.scales.items(), x, strict=True)
         values = {name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
         return self._kind(**self._fixed, **values)
 

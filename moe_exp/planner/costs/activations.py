@@ -50,18 +50,6 @@ class Activations:
     layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
     output_work: float  # the same for output layer and loss
 
-    @property
-    def dense_layer(self) -> float:
-        return sum(self.dense_parts.values())
-
-    @property
-    def moe_layer(self) -> float:
-        return sum(self.moe_parts.values())
-
-    @property
-    def output(self) -> float:
-        return sum(self.output_parts.values())
-
 
 def activations_of(
     job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0

@@ -196,33 +196,24 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
     if config.dispatcher == "allgather" and (config.ep > 1 or not hardware.is_recent):
         rows, seconds = everywhere, experts.reduce_scatter(everywhere, experts.ring_share(constants, older))
     elif hardware.is_recent and config.ep > 1:
-        sends_once = sends_once or job.engine.dispatcher == "hybridep"
-        seconds = _all_to_all_of_recent(config, num_bytes, experts, constants, sends_once)
+        # links and network work beside each other
+        nodes, link_share = experts.num_nodes, constants.link_all_to_all
+        inside, outside = slots * (config.ep / nodes - 1) / config.ep, slots * (nodes - 1) / nodes
+        if sends_once or job.engine.dispatcher == "hybridep":
+            to_ranks, to_nodes = places_of_token(config, config.ep), places_of_token(config, nodes)
+            inside = num_bytes * to_ranks * (config.ep - 1) / config.ep
+            outside, link_share = num_bytes * to_nodes * (nodes - 1) / nodes, constants.link_deduplicated
+        in_nodes = inside / hardware.node_bytes_per_second / link_share
+        between = outside / hardware.network_bytes_per_second / constants.network_exchange
+        seconds = max(in_nodes, between) + constants.exchange_seconds
     elif not hardware.is_recent:
-        to_nodes = num_bytes * places_of_token(config, experts.num_nodes) if sends_once else None
-        seconds = experts.all_to_all(slots, older, to_nodes=to_nodes)
+        once = num_bytes * places_of_token(config, experts.num_nodes) if sends_once else None
+        seconds = experts.all_to_all(slots, older, to_nodes=once)
         if job.software == "2024-10":
             seconds += constants.exchange_seconds_2024 * (config.ep - 1)
     return seconds + slices.reduce_scatter(
         rows * config.etp, slices.ring_share(constants, constants.tensor_bandwidth)
     )
-
-
-def _all_to_all_of_recent(
-    config: Config, num_bytes: float, experts: Group, constants: TimeConstants, sends_once: bool
-) -> float:
-    """Seconds on devices newer than Ampere, where links and network work beside each other."""
-    nodes, slots = experts.num_nodes, num_bytes * config.experts_per_token
-    if sends_once:
-        to_ranks, to_nodes = places_of_token(config, config.ep), places_of_token(config, nodes)
-        inside = num_bytes * to_ranks * (config.ep - 1) / config.ep
-        outside, link_share = num_bytes * to_nodes * (nodes - 1) / nodes, constants.link_deduplicated
-    else:
-        inside = slots * (config.ep / nodes - 1) / config.ep
-        outside, link_share = slots * (nodes - 1) / nodes, constants.link_all_to_all
-    in_nodes = inside / experts.hardware.node_bytes_per_second / link_share
-    between = outside / experts.hardware.network_bytes_per_second / constants.network_exchange
-    return max(in_nodes, between) + constants.exchange_seconds
 
 
 def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:

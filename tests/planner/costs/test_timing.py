@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.planner.planned import total
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import Job
@@ -221,7 +222,7 @@ def test_fp8_halves_products_keeps_bytes_and_needs_a_device_with_it():
     hardware, constants = load_hardware("H100-80GB"), load_constants()
     seconds = {name: time_of(job, hardware, constants.time).compute for name, job in jobs.items()}
     assert 0.5 * seconds["bf16"] < seconds["all"] < seconds["experts"] < 0.85 * seconds["bf16"]
-    kept = {name: activations_of(job).moe_layer for name, job in jobs.items()}
+    kept = {name: total(activations_of(job).moe_parts) for name, job in jobs.items()}
     config = jobs["all"].config
     tokens, copies = config.seq_len, 2 * 3 * 4096 * 14336  # one expert of each layer
     # QKV and projection inputs of 4096 channels; per row 4096 in and 14336 after the activation
