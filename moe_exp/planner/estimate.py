@@ -11,7 +11,7 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import ramp_steps
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import planned_loss
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
@@ -79,7 +79,7 @@ def cost_of(
         for first, last in pairwise(bounds):
             at = at_stage(config, stages[bisect.bisect_right(begins, first)].seq_len)
             batch_size = step.batch_size // (at.seq_len // config.seq_len)
-            each = time_of(Job.of(at), hardware, constants.time, batch_size=batch_size).total
+            each = time_of(PlannedJob.of(at), hardware, constants.time, batch_size=batch_size).total
             seconds += (last - first) // step.batch_size * each
         consumed = end
     iterations, samples = sum(step.num_iterations for step in steps), sum(step.samples for step in steps)
@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
             rule = problems[0].partition(" Fix: ")[0]
             found.append(Lever(setting, 0.0, 0.0, 0.0, fits=False, problem=rule))
             continue
-        after = predict(Job.of(changed), hardware, constants)
+        after = predict(PlannedJob.of(changed), hardware, constants)
         # of the rank that needs most, which may be another one after the change
         activations = [of.stages[of.peak_stage].activations for of in (before, after)]
         saved = before.needed_bytes - after.needed_bytes

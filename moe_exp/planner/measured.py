@@ -1,4 +1,4 @@
-"""Reads measured runs from a CSV: a `Job` and its measurements per row. No torch.
+"""Reads measured runs from a CSV: a `PlannedJob` and its measurements per row. No torch.
 
 Columns as in `profiles/measured_runs.csv`; those of results (mem_gb in GiB, oom, sec_per_it in seconds per
 iteration) and of trust (use_mem, use_time, quirk) may be absent or empty. A column named like a setting of
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.files import regular
-from moe_exp.planner.costs.job import Engine, Job, MeasuredBy, Sharding
+from moe_exp.planner.costs.job import Engine, MeasuredBy, PlannedJob, Sharding
 from moe_exp.planner.costs.params import split_layers
 from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 
@@ -103,7 +103,7 @@ class MeasuredRun:
 
     row_id: str
     section: str  # of the source; rows of one section were measured together
-    job: Job
+    job: PlannedJob
     hardware: Hardware
     memory_gib: float | None  # of a GPU; None if not measured or not trusted
     seconds: float | None  # per iteration; None if not measured or not trusted
@@ -206,7 +206,7 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
     )
 
 
-def job_of_row(row: Mapping[str, str]) -> Job:
+def job_of_row(row: Mapping[str, str]) -> PlannedJob:
     """The job of a row: Megatron-DeepSpeed of 2021/22 if zero_stage is a plain 0 or 1, else Megatron-Core."""
     engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
@@ -216,7 +216,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     if row.get("zero_stage") in ("0", _OF_MEGATRON[False]):
         sharding = "none"
     usual = "nvidia-smi" if of_deepspeed else "allocated"
-    return Job(
+    return PlannedJob(
         config=config,
         stage_layers=tuple(_stage_layers(row, config, of_deepspeed)),
         precision=precision,
@@ -230,7 +230,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     )
 
 
-def row_of_job(job: Job, gpu: str) -> dict[str, str]:
+def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
     """Columns from which `job_of_row` makes the same job; settings that other columns imply are left out."""
     c = job.config
     row: dict[str, object] = {

@@ -14,7 +14,7 @@ from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
 from moe_exp.planner.calibration import Calibration, Fit
 from moe_exp.planner.costs import params
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.products import counted_as
@@ -39,7 +39,7 @@ def describe_run(
         "preset": config.preset,
         "dtype": config.dtype,
         "layout": layout_words(config),
-        "stage_layers": list(Job.of(config).stage_layers),
+        "stage_layers": list(PlannedJob.of(config).stage_layers),
         "parameters": {
             "total": count.total,
             "active_per_token": count.active_per_token,
@@ -365,7 +365,7 @@ def short_stages(stage_layers: Sequence[int]) -> str:
 
 
 def error_words(prediction: Prediction) -> str:
-    """How sure the time is."""
+    """Note on the error to expect of the time."""
     if not prediction.is_calibrated and (of := prediction.published):
         return f"({of.rows} published runs of this kind, {of.kind}, were {of.mean_error:.0%} off on average)"
     if not prediction.is_calibrated:

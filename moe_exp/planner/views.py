@@ -13,7 +13,7 @@ from typing import Literal
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import StagePass, stage_passes, time_of
 from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.measured import PUBLIC_RUNS, job_of_row
@@ -49,7 +49,7 @@ class Timeline:
         return max(event.end for event in self.events)
 
 
-def timeline(job: Job, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
+def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
     """The schedule of an iteration, of at most `most` micro-batches."""
     passes = stage_passes(job, hardware, constants)
     time = time_of(job, hardware, constants)
@@ -163,7 +163,7 @@ class Neighbor:
     """A published run."""
 
     row: Mapping[str, str]  # of profiles/public_runs.csv
-    job: Job
+    job: PlannedJob
     hardware: Hardware
     distance: float  # from the job: sum of weighted logarithms of ratios, and of what differs in kind
     seconds: float  # per iteration, measured

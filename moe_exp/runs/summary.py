@@ -91,7 +91,7 @@ def finish_run(
 
 
 @dataclass
-class Experts:
+class ExpertSums:
     """Sums of the `experts` of all train records, which may be gigabytes after weeks."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
@@ -99,9 +99,9 @@ class Experts:
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
 
 
-def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
+def split_experts(records: Iterable[Record]) -> tuple[list[Record], ExpertSums]:
     """The records without `experts`, and these summed up."""
-    kept, experts = [], Experts()
+    kept, experts = [], ExpertSums()
     for record in records:
         if record["kind"] == "train":
             experts.last = record.get("experts") or []
@@ -116,7 +116,7 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
 def summarize(
     config: Config,
     records: Sequence[Mapping[str, Any]],
-    experts: Experts,
+    experts: ExpertSums,
     folder: RunFolder,
     wall_seconds: float,
     status: Status,
@@ -186,7 +186,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _expert_balance(experts: Experts) -> dict[str, Any] | None:
+def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
     """Balance at the last train record, and MaxVio of the slots of the whole run."""
     measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:

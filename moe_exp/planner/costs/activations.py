@@ -30,7 +30,7 @@ Checked on a processor against the tensors that autograd saves, on GPUs against 
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
 Parts = dict[str, float]  # bytes by what they belong to
@@ -52,7 +52,7 @@ class Activations:
 
 
 def activations_of(
-    job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
+    job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
     """Activations of a micro-batch: `on_cpu` kernels keep other things than on GPUs, `runs_kernels` see
     `Hardware`, `imbalance` is a rank's experts' rows over their fair share in a dropless layer.
@@ -60,7 +60,7 @@ def activations_of(
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
-def width_of(job: Job) -> int:
+def width_of(job: PlannedJob) -> int:
     """Bytes of a number in the job's compute type."""
     return 4 if job.precision == "fp32" else 2
 
@@ -68,7 +68,7 @@ def width_of(job: Job) -> int:
 class _Account:
     """The sums. A rank has `_tokens` between the products of a layer, its heads work on `_all_tokens`."""
 
-    def __init__(self, job: Job, on_cpu: bool, runs_kernels: bool, imbalance: float):
+    def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp

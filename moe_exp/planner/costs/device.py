@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import hidden_bytes, priced
 from moe_exp.planner.hardware import Hardware
 
@@ -178,7 +178,7 @@ class Group:
         return max(inside, outside) / share + self.latency_seconds
 
 
-def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
+def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
     """Seconds of one way, with the gather over expert TP ranks, for a rank's tokens of a micro-batch."""
     config = job.config
     if config.ep * config.etp == 1:
@@ -216,7 +216,7 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
     )
 
 
-def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
+def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
     """Time of experts and exchange with the router's load, by that with tokens spread evenly over experts."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity

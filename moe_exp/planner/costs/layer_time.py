@@ -9,7 +9,7 @@ from moe_exp.config import setting_error
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.device import Device, Pass, exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import Shape, fp8_parts, num_slots, num_tokens, planned_loss, shared_rows
 from moe_exp.planner.hardware import Hardware
 
@@ -68,7 +68,7 @@ MLP = ("mlp",)
 MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_expert")
 
 
-def layer_times(job: Job, device: Device) -> LayerTimes:
+def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     """Seconds of the parts of a layer; ValueError for a precision that the device does not have."""
     config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
     rule = "the device has no {} peak (dense_flops of its profile)"
@@ -117,7 +117,7 @@ def layer_times(job: Job, device: Device) -> LayerTimes:
     return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device))
 
 
-def _host_seconds(job: Job, device: Device) -> tuple[float, float]:
+def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
     """Seconds of the host for a layer without and one with experts: it starts kernels one by one, but for
     those of a CUDA graph.
     """
@@ -143,7 +143,7 @@ def _host_seconds(job: Job, device: Device) -> tuple[float, float]:
     return dense * device.host_share, with_experts * device.host_share
 
 
-def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
+def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
     """Products, their gradients, and the weights' gradients added up."""
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
     if job.sharding == "distributed" and not device.is_cpu:  # fused
@@ -167,7 +167,7 @@ def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
     return Pass(forward, backward)
 
 
-def _core(job: Job, device: Device) -> Pass:
+def _core(job: PlannedJob, device: Device) -> Pass:
     """Scores and weighted values: every query of the rank with every key of its sequence, or document."""
     config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
@@ -211,7 +211,7 @@ class Part:
         return self.flops / self.seconds / self.peak if self.seconds else 0.0
 
 
-def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Part]:
+def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[Part]:
     """Parts of a layer (with experts, where the model has them), and the output layer."""
     config = job.config
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)

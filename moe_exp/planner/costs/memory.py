@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.constants import free
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import embedding_moment_bytes, optimizer_state_bytes, tables_of_stages
 from moe_exp.planner.costs.products import fp8_parts
 from moe_exp.planner.hardware import Hardware
@@ -66,7 +66,7 @@ class StageMemory:
 
 
 def memory_of(
-    job: Job, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
+    job: PlannedJob, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
 ) -> list[StageMemory]:
     """Memory of a rank of every pipeline stage, from the first to the last. `imbalance`: rows of a rank's
     experts over their fair share, if none is dropped; by default `expected_imbalance`, at worst EP.
@@ -114,7 +114,7 @@ def memory_of(
 
 
 def _activation_parts(
-    job: Job, kept: Activations, stage: int, num_moe: int, in_flight: float, *, on_cpu: bool
+    job: PlannedJob, kept: Activations, stage: int, num_moe: int, in_flight: float, *, on_cpu: bool
 ) -> Parts:
     """Bytes of activations of a rank of a stage at its widest moment, by module."""
     config, last = job.config, len(job.stage_layers) - 1
@@ -173,7 +173,9 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
     return [min(chunk + 1, num_microbatches * chunks) / chunks for chunk in ahead]
 
 
-def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> tuple[float, float, float, float, float]:
+def _bytes_per_parameter(
+    job: PlannedJob, constants: MemoryConstants
+) -> tuple[float, float, float, float, float]:
     """Bytes per parameter of a rank: weights, gradients, and the optimizer's state by its sharding: of dense
     and expert parameters, and what embedding and output layer have beside.
     """

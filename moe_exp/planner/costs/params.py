@@ -233,7 +233,7 @@ Floating-point operations per iteration: {flops} ({batch})"""
 
 
 def counted(count: int) -> str:
-    """As `30.5B (30,532,122,624)`."""
+    """Text such as `30.5B (30,532,122,624)`."""
     return f"{count_text(count)} ({count:,})"
 
 

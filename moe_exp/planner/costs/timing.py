@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.device import Device, Group, exchange_seconds, skew_of
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import hidden_bytes, num_tokens, priced, projections
@@ -53,7 +53,7 @@ class IterationTime:
 
 
 def time_of(
-    job: Job, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
+    job: PlannedJob, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
 ) -> IterationTime:
     """Time of an iteration of `batch_size` samples (batch ramp-up); GBSZ by default."""
     config, counts = job.config, _counts(job)
@@ -99,7 +99,7 @@ class StagePass:
     backward_exchange: float
 
 
-def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
+def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
     """The passes over every stage. Of collectives, forward has one of two, or of three with a recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, counts = layer_times(job, device), _counts(job)
@@ -120,7 +120,7 @@ def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list
 
 
 def _parts_of_stages(
-    job: Job, device: Device, times: LayerTimes, counts: list[tuple[int, int]]
+    job: PlannedJob, device: Device, times: LayerTimes, counts: list[tuple[int, int]]
 ) -> dict[str, list[float]]:
     """Seconds of a micro-batch on every stage, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
@@ -152,7 +152,7 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 
 
-def _counts(job: Job) -> list[tuple[int, int]]:
+def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     """(layers without, layers with experts) of every stage."""
     is_moe, counts, first = job.config.moe_layers, [], 0
     vpp = job.config.vpp or 1
@@ -166,7 +166,7 @@ def _counts(job: Job) -> list[tuple[int, int]]:
     return counts
 
 
-def _layer(job: Job, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
+def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
     """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
@@ -218,7 +218,7 @@ def _layer(job: Job, device: Device, times: LayerTimes, is_moe: bool) -> dict[st
 
 
 def _data_parallel(
-    job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
+    job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
     """Reduce and gather of dense and expert parameters, less the `hidden` seconds."""
     config, engine = job.config, job.engine

@@ -114,7 +114,7 @@ def parse_count(name: str, text: str) -> int:
 
 
 def number_in(text: str) -> float:
-    """NaN for other text."""
+    """The number in a text; NaN for other text."""
     try:
         return float(text)
     except ValueError:

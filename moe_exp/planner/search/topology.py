@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
@@ -148,7 +148,7 @@ class _Evaluation:
         return needed
 
     def _fitting(self, config: Config) -> Candidate | None:
-        candidate = Candidate(config, predict(Job.of(config), self._hardware, self._constants))
+        candidate = Candidate(config, predict(PlannedJob.of(config), self._hardware, self._constants))
         if config.recompute == self._recompute[0]:
             time = candidate.prediction.time
             layers = time.compute + time.tensor_parallel + time.context_parallel + time.expert_parallel

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from moe_exp.config import Config
 from moe_exp.host.files import count_text, read_json, write_json
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
@@ -148,9 +148,9 @@ class Row:
         return self.prediction.peak_bytes / GIBIBYTE if self.prediction else None
 
 
-def job_of(config: Config, device: str) -> Job:
+def job_of(config: Config, device: str) -> PlannedJob:
     """The job with memory as measured: resident on a CPU, else allocated by torch."""
-    return replace(Job.of(config), measured_by="rss" if device == CPU else "allocated")
+    return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
