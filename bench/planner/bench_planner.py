@@ -22,8 +22,8 @@ from pathlib import Path
 from public_scores import pairs_in_order, report, scored_runs, write_constants
 
 from moe_exp.host.progress import progress
-from moe_exp.planner.fit.calibration import calibrate, log_memory_ratio, log_time_ratio
-from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
+from moe_exp.planner.calibration import calibrate, log_memory_ratio, log_time_ratio
+from moe_exp.planner.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.prediction import Constants
 
 

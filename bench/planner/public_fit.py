@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 
+from moe_exp.planner.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
 from moe_exp.planner.costs.constants import TimeConstants, free
-from moe_exp.planner.costs.job import Job
-from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
-from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.prediction import kind_of, load_constants
 
 _CLUSTER_FACTOR = 0.1  # spread of the time of a cluster, by that of others
@@ -55,7 +55,7 @@ class PublicRun(MeasuredRun):
 
 def read_public_runs(path: Path = PUBLIC_RUNS) -> list[PublicRun]:
     """All rows of the table."""
-    jobs: dict[str, Job] = {}  # of equal runs one
+    jobs: dict[str, PlannedJob] = {}  # of equal runs one
     rows = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
     return [_run(row, jobs) for row in rows]
 
@@ -98,7 +98,7 @@ class _SharedRatio:
         return self._predicted[key] - math.log(run.seconds or 1.0)
 
 
-def _run(row: Mapping[str, str], jobs: dict[str, Job]) -> PublicRun:
+def _run(row: Mapping[str, str], jobs: dict[str, PlannedJob]) -> PublicRun:
     def number(name: str) -> float | None:
         return float(row[name]) if row[name] else None
 

@@ -13,8 +13,8 @@ from public_fit import PublicRun, fit_public, read_public_runs
 
 from moe_exp.host.files import read_json, write_atomically
 from moe_exp.host.progress import progress
+from moe_exp.planner.calibration import log_memory_ratio, log_time_ratio
 from moe_exp.planner.costs.constants import RECENT
-from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
 from moe_exp.planner.prediction import CONSTANTS, load_constants
 
 _FAR = 0.2  # rows with larger errors are listed

@@ -37,9 +37,9 @@ from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, d
 from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
-from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.planner.costs.saves import disk_use, keep_last_that_fits
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import predict
 from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_problems, run_folder_problems
@@ -382,7 +382,7 @@ def memory_warnings(config: Config) -> list[str]:
     if not profile:
         return []
     try:
-        expected = predict(Job.of(config), load_hardware(profile))
+        expected = predict(PlannedJob.of(config), load_hardware(profile))
     except ValueError:  # settings that the planner does not know
         return []
     if not expected.oom:

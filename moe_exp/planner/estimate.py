@@ -9,10 +9,10 @@ from typing import Any
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of
-from moe_exp.config.ramp import RampStep, ramp_steps
-from moe_exp.planner.costs.code_paths import planned_loss
+from moe_exp.config.ramp import ramp_steps
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.products import planned_loss
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, at_stage, load_constants, predict
@@ -70,30 +70,22 @@ def cost_of(
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = ramp_steps(config, num_samples)
-    seconds = sum(
-        num_iterations * time_of(Job.of(at), hardware, constants.time, batch_size=batch_size).total
-        for at, batch_size, num_iterations in _by_stage(config, steps)
-    )
-    iterations, samples = sum(step.num_iterations for step in steps), sum(step.samples for step in steps)
-    gpu_hours = seconds / 3600 * config.world_size
-    price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
-    return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
-
-
-def _by_stage(config: Config, steps: list[RampStep]) -> Iterator[tuple[Config, int, int]]:
-    """Settings, batch size and number of iterations of each part of a run, as its stage has samples."""
-    stages = stages_of(config)
+    # Iterations cost alike while batch size (ramp-up) and sample length (DATA_STAGES) stay the same.
+    stages, seconds, consumed = stages_of(config), 0.0, 0
     begins = [stage.first_sample for stage in stages[1:]]
-    consumed = 0
     for step in steps:
         end = consumed + step.samples
         bounds = [consumed, *(begin for begin in begins if consumed < begin < end), end]
         for first, last in pairwise(bounds):
-            seq_len = stages[bisect.bisect_right(begins, first)].seq_len
-            at = at_stage(config, seq_len)
-            factor = at.seq_len // config.seq_len
-            yield at, step.batch_size // factor, (last - first) // step.batch_size
+            at = at_stage(config, stages[bisect.bisect_right(begins, first)].seq_len)
+            batch_size = step.batch_size // (at.seq_len // config.seq_len)
+            each = time_of(PlannedJob.of(at), hardware, constants.time, batch_size=batch_size).total
+            seconds += (last - first) // step.batch_size * each
         consumed = end
+    iterations, samples = sum(step.num_iterations for step in steps), sum(step.samples for step in steps)
+    gpu_hours = seconds / 3600 * config.world_size
+    price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
+    return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
@@ -123,10 +115,22 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
     """Changes of one setting of the run with this prediction that may save memory, on the same devices with
     the same global batch: those that save most first, then those refused.
     """
-    found = [
-        _lever(setting, config.model_copy(update=changes), hardware, constants, prediction)
-        for setting, changes in _changes(config, hardware)
-    ]
+    found, before = [], prediction
+    for setting, changes in _changes(config, hardware):
+        changed = config.model_copy(update=changes)
+        problems = check_config(changed)
+        if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
+            problems = [f"{setting}: {hardware.name} does not run the kernel"]
+        if problems:
+            rule = problems[0].partition(" Fix: ")[0]
+            found.append(Lever(setting, 0.0, 0.0, 0.0, fits=False, problem=rule))
+            continue
+        after = predict(PlannedJob.of(changed), hardware, constants)
+        # of the rank that needs most, which may be another one after the change
+        activations = [of.stages[of.peak_stage].activations for of in (before, after)]
+        saved = before.needed_bytes - after.needed_bytes
+        slower = after.time.total / before.time.total - 1
+        found.append(Lever(setting, activations[0] - activations[1], saved, slower, fits=not after.oom))
     return sorted(found, key=lambda lever: (bool(lever.problem), -lever.needed_bytes))
 
 
@@ -143,22 +147,3 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         yield f"MBSZ={config.mbsz // 2}", {"mbsz": config.mbsz // 2}
     if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "megatron":
         yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}
-
-
-def _lever(
-    setting: str, config: Config, hardware: Hardware, constants: Constants, before: Prediction
-) -> Lever:
-    problems = check_config(config)
-    if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
-        problems = [f"{setting}: {hardware.name} does not run the kernel"]
-    if problems:
-        return Lever(setting, 0.0, 0.0, 0.0, fits=False, problem=problems[0].partition(" Fix: ")[0])
-    after = predict(Job.of(config), hardware, constants)
-    return Lever(
-        setting,
-        # of the rank that needs most
-        before.stages[before.peak_stage].activations - after.stages[after.peak_stage].activations,
-        before.needed_bytes - after.needed_bytes,
-        after.time.total / before.time.total - 1,
-        fits=not after.oom,
-    )

@@ -12,7 +12,7 @@ from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.host.files import read_json
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, memory_of
 from moe_exp.planner.costs.timing import IterationTime, time_of
 from moe_exp.planner.hardware import PROFILES, Hardware
@@ -116,7 +116,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
     return kind(**numbers)
 
 
-def kind_of(job: Job, hardware: Hardware) -> str:
+def kind_of(job: PlannedJob, hardware: Hardware) -> str:
     """Kind of a run, by which published errors are given: `MoE within NVLink, FP8`."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
@@ -134,7 +134,7 @@ def at_stage(config: Config, seq_len: int) -> Config:
     return config.model_copy(update={"seq_len": seq_len, "mbsz": mbsz, "gbsz": config.gbsz // factor})
 
 
-def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
+def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = None) -> Prediction:
     """Memory and time of a job; with the constants that came with the package if none are given. The memory
     is that of the stage of DATA_STAGES that needs most, the time that of SEQ_LEN.
     """

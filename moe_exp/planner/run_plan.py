@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
-from moe_exp.planner.costs.goodput import Goodput, goodput_of
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.saves import Goodput, goodput_of
 from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, predict
@@ -80,7 +80,7 @@ def plan_run(
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)
-    prediction = predict(Job.of(config), hardware, constants)
+    prediction = predict(PlannedJob.of(config), hardware, constants)
     times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
     goodput = goodput_of(config, **times, **failures) if failures else None
     changes = levers(config, hardware, constants, prediction)

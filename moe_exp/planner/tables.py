@@ -1,8 +1,8 @@
 """Reports of the planner on runs and layouts as plain values, for `--json`, and their tables. No torch."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import compress, groupby
+from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal, TextIO
 
@@ -12,15 +12,14 @@ from rich.table import Table
 from moe_exp.config import Config
 from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
+from moe_exp.planner.calibration import Calibration, Fit
 from moe_exp.planner.costs import params
-from moe_exp.planner.costs.code_paths import counted_as
-from moe_exp.planner.costs.goodput import Goodput
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
-from moe_exp.planner.costs.timing import IterationTime
+from moe_exp.planner.costs.products import counted_as
+from moe_exp.planner.costs.saves import Goodput
 from moe_exp.planner.estimate import Cost, Lever, speed_of
-from moe_exp.planner.fit.calibration import Calibration, Fit
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.search import topology
@@ -40,7 +39,7 @@ def describe_run(
         "preset": config.preset,
         "dtype": config.dtype,
         "layout": layout_words(config),
-        "stage_layers": list(Job.of(config).stage_layers),
+        "stage_layers": list(PlannedJob.of(config).stage_layers),
         "parameters": {
             "total": count.total,
             "active_per_token": count.active_per_token,
@@ -139,10 +138,6 @@ _LEFT = "memory of the device beyond what the fullest rank needs, without its al
 # on a narrow terminal; --json has them
 _LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
-_COLUMNS = (
-    "", "layout", "MBSZ", "recompute", "layers per stage", "GiB", "left", "s/iteration", "vs best", "TFLOP/s",
-    "bubble", *_WORDS[-2:],
-)  # fmt: skip
 
 
 class PlanPrinter:
@@ -179,9 +174,13 @@ class PlanPrinter:
         }
         self._rows(title, rows)
         self._memory(prediction)
-        self._activations(prediction)
         self._levers(levers)
-        self._time(prediction.time)
+        total = prediction.time.total
+        times = {
+            name.replace("_", " "): f"{_seconds(part)} s, {part / total:.1%}"
+            for name, part in prediction.time.parts().items()
+        }
+        self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
         """The fastest layouts, how far runner-ups are, and what was refused."""
@@ -196,13 +195,27 @@ class PlanPrinter:
             is_narrow = self._console.width < _WIDE
             title = "layouts by time per iteration; = is within 2% of the best"
             title += "" if is_narrow else ", closer than predictions can distinguish"
-            shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
-            rows = (
-                compress(_cells(describe_candidate(one, found, hardware, place), one), shown)
-                for place, one in enumerate(found.ranked[:top], start=1)
-            )
+            rows = []
+            for place, one in enumerate(found.ranked[:top], start=1):
+                row, of = describe_candidate(one, found, hardware, place), one.prediction
+                cells = {
+                    "": f"{'=' if row['runner_up'] else ''}{place}",
+                    "layout": layout_words(one.config),
+                    "MBSZ": str(one.config.mbsz),
+                    "recompute": one.config.recompute,
+                    "layers per stage": short_stages(row["stage_layers"]),
+                    "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
+                    "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
+                    "s/iteration": _seconds(one.seconds),
+                    "vs best": f"{row['slower_than_best']:+.1%}",
+                    "TFLOP/s": f"{row['tflops_per_gpu']:.1f}",
+                    "bubble": f"{of.time.bubble / one.seconds:.1%}",
+                    "bound by": row["bound_by"],
+                    "notes": ", ".join(row["notes"]),
+                }
+                rows.append({name: cells[name] for name in cells if not (is_narrow and name in _LEFT_OUT)})
             box = SIMPLE if is_narrow else HEAVY_HEAD
-            self.table(title, compress(_COLUMNS, shown), rows, left=_WORDS, box=box)
+            self.table(title, rows[0], (row.values() for row in rows), left=_WORDS, box=box)
             if not is_narrow:
                 self._print(f"left: {_LEFT}, as a share of the device's memory")
         elif found.smallest:
@@ -235,9 +248,20 @@ class PlanPrinter:
         if explained.candidate is None:
             return
         if explained.fits:
-            self._standing(asked, explained, explained.candidate, found)
+            candidate, config = explained.candidate, explained.candidate.config
+            best = found.ranked[0] if found.ranked else candidate
+            words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
+            self._print(f"{asked}: at best {words}")
+            place = "slower than all that were ranked"
+            if explained.place <= len(found.ranked):
+                place = f"place {explained.place:,} of {len(found.ranked):,}"
+            slower = f"{candidate.seconds / best.seconds - 1:+.1%}"
+            slower += f" against the best ({layout_words(best.config)})"
+            self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
+            for name, seconds in explained.losses.items():
+                if abs(seconds) >= 0.0005 * best.seconds:
+                    self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
         self._memory(explained.candidate.prediction)
-        self._activations(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
@@ -271,39 +295,30 @@ class PlanPrinter:
             ]
             self.table(name, ("", "value", "source"), rows)
 
-    def _standing(self, asked: str, explained: Explanation, candidate: Candidate, found: Search) -> None:
-        best, config = found.ranked[0] if found.ranked else candidate, candidate.config
-        words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
-        self._print(f"{asked}: at best {words}")
-        place = "slower than all that were ranked"
-        if explained.place <= len(found.ranked):
-            place = f"place {explained.place:,} of {len(found.ranked):,}"
-        slower = f"{candidate.seconds / best.seconds - 1:+.1%} against the best ({layout_words(best.config)})"
-        self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
-        for name, seconds in explained.losses.items():
-            if abs(seconds) >= 0.0005 * best.seconds:
-                self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
-
     def _memory(self, prediction: Prediction) -> None:
-        rows = []
-        for first, last, stage in _alike(prediction.stages):
+        """Memory of the stages, and activations of the fullest rank by module, the largest first."""
+        rows, first = [], 0
+
+        def shown(stage: StageMemory) -> list[str]:
+            return [f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in _MEMORY_PARTS]
+
+        # one row for stages in a row that show the same numbers
+        for sizes, run in groupby(prediction.stages, key=shown):
+            last = first + len(members := list(run)) - 1
             name = str(first) if first == last else f"{first}-{last}"
             peak = "peak" if first <= prediction.peak_stage <= last else ""
-            sizes = (f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total"))
-            rows.append((name, *sizes, peak))
+            rows.append((name, *sizes, f"{members[0].total / _GIBIBYTE:.2f}", peak))
+            first = last + 1
         title = f"memory of a rank, GiB: {_verdict(prediction)}"
         self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
         self._print(f"left: {_LEFT}")
-
-    def _activations(self, prediction: Prediction) -> None:
-        """Activations of the fullest rank by module, the largest first."""
         stage = prediction.stages[prediction.peak_stage]
         title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
         parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
-        rows = {
+        shares = {
             name: f"{size / _GIBIBYTE:.2f}, {size / stage.activations:.1%}" for name, size in parts if size
         }
-        self._rows(title, rows | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
+        self._rows(title, shares | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
         """What changes of one setting save, and those that the rules refuse."""
@@ -320,12 +335,6 @@ class PlanPrinter:
         for lever in levers:
             if lever.problem:
                 self._print(f"{lever.setting} cannot run here: {lever.problem}")
-
-    def _time(self, time: IterationTime) -> None:
-        rows = {}
-        for name, part in time.parts().items():
-            rows[name.replace("_", " ")] = f"{_seconds(part)} s, {part / time.total:.1%}"
-        self._rows("time of an iteration", rows | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
         self.table(title, (), [(name, value) for name, value in rows.items() if value])
@@ -356,42 +365,12 @@ def short_stages(stage_layers: Sequence[int]) -> str:
 
 
 def error_words(prediction: Prediction) -> str:
-    """How sure the time is."""
+    """Note on the error to expect of the time."""
     if not prediction.is_calibrated and (of := prediction.published):
         return f"({of.rows} published runs of this kind, {of.kind}, were {of.mean_error:.0%} off on average)"
     if not prediction.is_calibrated:
         return "(no measured runs of this device in the fit)"
     return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
-
-
-def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
-    prediction = one.prediction
-    yield f"{'=' if row['runner_up'] else ''}{row['place']}"
-    yield layout_words(one.config)
-    yield str(one.config.mbsz)
-    yield one.config.recompute
-    yield short_stages(row["stage_layers"])
-    yield f"{prediction.peak_bytes / _GIBIBYTE:.1f}"
-    yield f"{prediction.margin_bytes / prediction.memory_bytes:.0%}"
-    yield _seconds(one.seconds)
-    yield f"{row['slower_than_best']:+.1%}"
-    yield f"{row['tflops_per_gpu']:.1f}"
-    yield f"{prediction.time.bubble / one.seconds:.1%}"
-    yield topology.bound_by(prediction.time)
-    yield ", ".join(row["notes"])
-
-
-def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemory]]:
-    """First and last index of stages in a row that show the same numbers, and one of them."""
-
-    def shown(stage: StageMemory) -> list[float]:
-        return [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]
-
-    first = 0
-    for _, run in groupby(stages, key=shown):
-        members = list(run)
-        yield first, first + len(members) - 1, members[0]
-        first += len(members)
 
 
 def _goodput_rows(of: Goodput) -> dict[str, str]:

@@ -83,15 +83,23 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    title = _wrapped(title)
+    title = wrapped(title)
     # Fixed margins: a layout that looks for them takes as long as the drawing.
     figure = Figure(figsize=(8, 4.8), dpi=150)
     figure.subplots_adjust(left=0.09, right=0.92, bottom=0.11, top=0.88 - 0.029 * title.count("\n"))
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    rate_axes = axes.twinx()
+    axes: Any = figure.add_subplot()
+    rate_axes: Any = axes.twinx()
     handles = _draw_losses(axes, train, [record for record in records if record["kind"] == "valid"])
-    handles += _draw_learning_rate(rate_axes, train)
+    iterations, rates = [record["iteration"] for record in train], _numbers(train, "learning_rate")
+    handles += rate_axes.plot(iterations, rates, color=_RATE, linewidth=1.2, label="learning rate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.set_ylabel("learning rate", color="#9a9a9a")
+    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    rate_axes.tick_params(colors="#9a9a9a", labelsize=9)
+    rate_axes.yaxis.get_offset_text().set_color("#9a9a9a")
+    for side in rate_axes.spines.values():
+        side.set_visible(False)
     _draw_marks(axes, [(mark, float(mark.after)) for mark in marks_of(records)], _MARK)
     # Draw the loss over the learning rate; twinx puts the second axes on top.
     axes.set_zorder(rate_axes.get_zorder() + 1)
@@ -104,7 +112,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     figure.savefig(path, format="png", pil_kwargs={"compress_level": 1})
 
 
-def _wrapped(title: str) -> str:
+def wrapped(title: str) -> str:
     """Breaks run names, which have underscores and no spaces, before a word but not before its number."""
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
@@ -137,20 +145,6 @@ def _draw_losses(
     axes.tick_params(colors=_TEXT, labelsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return list(handles)
-
-
-def _draw_learning_rate(axes: Any, train: Sequence[Mapping[str, Any]]) -> list[Any]:
-    rates = _numbers(train, "learning_rate")
-    iterations = [record["iteration"] for record in train]
-    handles = axes.plot(iterations, rates, color=_RATE, linewidth=1.2, label="learning rate")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("learning rate", color="#9a9a9a")
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    axes.tick_params(colors="#9a9a9a", labelsize=9)
-    axes.yaxis.get_offset_text().set_color("#9a9a9a")
-    for side in axes.spines.values():
-        side.set_visible(False)
     return list(handles)
 
 
@@ -188,12 +182,17 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
     return means
 
 
+def _imbalance(record: Mapping[str, Any]) -> float | None:
+    found = [layer["max_over_mean"] for layer in record.get("experts") or [] if layer["max_over_mean"]]
+    return sum(found) / len(found) if found else None
+
+
 # Panels of `draw_runs`: title, kind of record, value of a record (None: not measured).
 _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     ("train loss (nats per token)", "train", lambda record: record.get("lm_loss")),
     ("validation loss (nats per token)", "valid", lambda record: record.get("lm_loss")),
     ("tokens per second", "train", lambda record: record.get("tokens_per_second")),
-    ("busiest expert over the mean, mean of the layers", "train", lambda record: _imbalance(record)),
+    ("busiest expert over the mean, mean of the layers", "train", _imbalance),
 )
 
 
@@ -276,11 +275,6 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
     return [point[0] for point in measured], [point[1] for point in measured]
 
 
-def _imbalance(record: Mapping[str, Any]) -> float | None:
-    found = [layer["max_over_mean"] for layer in record.get("experts") or [] if layer["max_over_mean"]]
-    return sum(found) / len(found) if found else None
-
-
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Groups of indices of runs whose settings differ only in SEED, in their place or in how they are
     monitored. A run without settings is alone.
@@ -297,13 +291,6 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
     """Names that say what differs between runs, such as `dense` and `dmoe, TOPK=2`; `names` if settings are
     unknown, or say too much or nothing.
     """
-    found = [", ".join(_differences(one, settings)) for one in settings]
-    is_clear = len(set(found)) == len(found) and all(0 < len(name) <= _LONGEST_NAME for name in found)
-    return found if is_clear and all(settings) else list(names)
-
-
-def _differences(one: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The kind of model, and the settings that not all runs with this kind of setting have alike."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))
@@ -311,15 +298,20 @@ def _differences(one: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) 
     def kind(of: Mapping[str, Any]) -> str:
         return value(of, "moe_type") if of.get("use_moe") else "dense"
 
-    parts = [kind(one)] if len({kind(other) for other in settings}) > 1 else []
-    for name, traits in TRAITS.items():
-        follows = name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts)
-        if follows or not traits.compared or name in ("seed", "use_moe", "moe_type"):
-            continue
-        others = [other for other in settings if other.get("use_moe") or traits.part != "experts"]
-        if one in others and len({value(other, name) for other in others}) > 1:
-            parts.append(f"{name.upper()}={value(one, name)}")
-    return parts
+    found = []
+    for one in settings:
+        parts = [kind(one)] if len({kind(other) for other in settings}) > 1 else []
+        for name, traits in TRAITS.items():
+            follows = name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts)
+            if follows or not traits.compared or name in ("seed", "use_moe", "moe_type"):
+                continue
+            # only runs that have this kind of setting: a dense one has no experts to differ in
+            others = [other for other in settings if other.get("use_moe") or traits.part != "experts"]
+            if one in others and len({value(other, name) for other in others}) > 1:
+                parts.append(f"{name.upper()}={value(one, name)}")
+        found.append(", ".join(parts))
+    is_clear = len(set(found)) == len(found) and all(0 < len(name) <= _LONGEST_NAME for name in found)
+    return found if is_clear and all(settings) else list(names)
 
 
 def shared_points(xs: Sequence[Floats]) -> Floats:

@@ -121,8 +121,15 @@ def open_run_folder(
     folder = RunFolder.of(config)
     try:
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        starts = _read_starts(folder.provenance)
-        changed = _changed_settings(folder, config)
+        starts = []
+        try:
+            if folder.provenance.exists():
+                starts = list(read_json(folder.provenance)["starts"])
+        except (ValueError, KeyError, TypeError):
+            broken = folder.provenance.replace(folder.provenance.with_suffix(".json.broken")).name
+            begun = f"kept as {broken}, and the list of starts begins again"
+            logger.warning("%s cannot be read; %s", folder.provenance, begun)
+        _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
             logger.info("%s", changes_text(matter))
             # before config.yaml changes, so that no later start misses it if this one dies
@@ -182,31 +189,25 @@ def lock_problems(config: Config) -> list[str]:
         return _held_problem(config)
 
 
-def _read_starts(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    try:
-        return list(read_json(path)["starts"])
-    except (ValueError, KeyError, TypeError):
-        broken = path.replace(path.with_suffix(".json.broken")).name
-        logger.warning("%s cannot be read; kept as %s, and the list of starts begins again", path, broken)
-        return []
-
-
-def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
-    """Name to [before, now] of the settings that differ from those of the previous start, if known."""
-    before, now = _previous_settings(folder), config.model_dump()
-    return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
-
-
-def _previous_settings(folder: RunFolder) -> dict[str, Any]:
+def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Settings of the previous start, and name to [before, now] of those that differ now, as far as known."""
+    before: dict[str, Any] = {}
     with suppress(ValueError):  # its file is missing or unreadable
-        return recorded_settings(folder.config)
-    return {}
+        before = recorded_settings(folder.config)
+    now = config.model_dump()
+    changed = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
+    return before, changed
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start."""
+    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start: that
+    of the checkout of this package, with "+changes" for edited files; None outside a checkout.
+    """
+    package, commit, changes = Path(__file__).parent, None, None
+    # If installed inside another repository, git would return that one's commit.
+    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None:
+        commit = _git(package, "rev-parse", "HEAD")
+        changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": list(argv),
@@ -214,7 +215,7 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
         "device": device_name(),
         "platform": platform.platform(),
         "versions": {"python": platform.python_version()} | package_versions(),
-        "commit": _commit(),
+        "commit": f"{commit}+changes" if commit and changes else commit,
     }
 
 
@@ -226,17 +227,6 @@ def package_versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
-
-
-def _commit() -> str | None:
-    """Commit of the checkout of this package, with "+changes" for edited files; None outside a checkout."""
-    package = Path(__file__).parent
-    # If installed inside another repository, git would return that one's commit.
-    if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    commit = _git(package, "rev-parse", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
-    return f"{commit}+changes" if commit and changes else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -267,7 +257,7 @@ def changes_of_resume(config: Config) -> list[str]:
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
         return []
-    changed, before = _changed_settings(folder, config), _previous_settings(folder)
+    before, changed = _changed_settings(folder, config)
     decay_before = before.get("decay_iters") or before.get("train_iters")  # 0 stands for TRAIN_ITERS
     changed["decay_iters"] = [decay_before, config.decay_end]
     if decay_before in (None, config.decay_end):
@@ -287,15 +277,36 @@ def changes_text(changes: Sequence[str]) -> str:
 
 def run_folder_problems(config: Config) -> list[str]:
     """Why `config` cannot use its run folder, one line each; empty if it can. Creates nothing."""
-    if bad_name := _name_problems(config):
-        return bad_name
-    folder = RunFolder.of(config)
+    folder, parts = RunFolder.of(config), Path(config.name).parts
+    length = len(os.fsencode(folder.path.absolute()))
+    rule, fix = "", "give a plain name, and the place as RUN_DIR"
+    if ".." in parts or Path(config.name).is_absolute():
+        rule = "must stay inside RUN_DIR"
+    elif any(len(os.fsencode(part)) > 255 for part in parts):
+        rule, fix = "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME"
+    elif length > _LONGEST_PATH:
+        rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
+        fix = "give a shorter RUN_NAME or RUN_DIR"
+    if rule:
+        return [problem("run_name", config.name, rule, fix)]
     place = existing_place(folder.path)
     if not place.is_dir():
         rule, fix = f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME"
         return [problem("run_dir", config.run_dir, rule, fix)]
-    if wrong_kind := _kind_problems(config, folder):
-        return wrong_kind
+    # Paths of the wrong kind: a pipe would block forever, a folder EXIT would end every start.
+    files = (
+        folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
+        folder.summary, folder.exit_file, folder.rendezvous_key, folder.checkpoints / LATEST,
+    )  # fmt: skip
+    folders = (
+        folder.checkpoints, folder.tensorboard, folder.wandb, folder.profile, folder.bad_steps,
+        folder.set_aside,
+    )  # fmt: skip
+    wrong = [(path, "file") for path in files if _exists(path) and not path.is_file()]
+    wrong += [(path, "folder") for path in folders if _exists(path) and not path.is_dir()]
+    if wrong:
+        fix = "move it away, or give another RUN_NAME"
+        return [problem("run_name", config.name, f"{path} is no {kind}", fix) for path, kind in wrong]
     used = (
         place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
         folder.metrics,
@@ -322,39 +333,6 @@ def _exists(path: Path) -> bool:
     except OSError:  # Path.exists raises if a parent may not be entered
         return False
     return True
-
-
-def _name_problems(config: Config) -> list[str]:
-    parts = Path(config.name).parts
-    length = len(os.fsencode(RunFolder.of(config).path.absolute()))
-    if ".." in parts or Path(config.name).is_absolute():
-        rule, fix = "must stay inside RUN_DIR", "give a plain name, and the place as RUN_DIR"
-    elif any(len(os.fsencode(part)) > 255 for part in parts):
-        rule, fix = "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME"
-    elif length > _LONGEST_PATH:
-        rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
-        fix = "give a shorter RUN_NAME or RUN_DIR"
-    else:
-        return []
-    return [problem("run_name", config.name, rule, fix)]
-
-
-def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Paths of the wrong kind: a pipe would block forever, a folder EXIT would end every start."""
-    files = (
-        folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
-        folder.summary, folder.exit_file, folder.rendezvous_key, folder.checkpoints / LATEST,
-    )  # fmt: skip
-    folders = (
-        folder.checkpoints, folder.tensorboard, folder.wandb, folder.profile, folder.bad_steps,
-        folder.set_aside,
-    )  # fmt: skip
-    wrong = [(path, "file") for path in files if _exists(path) and not path.is_file()]
-    wrong += [(path, "folder") for path in folders if _exists(path) and not path.is_dir()]
-    return [
-        problem("run_name", config.name, f"{path} is no {kind}", "move it away, or give another RUN_NAME")
-        for path, kind in wrong
-    ]
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:

@@ -91,27 +91,24 @@ def finish_run(
 
 
 @dataclass
-class Experts:
+class ExpertSums:
     """Sums of the `experts` of all train records, which may be gigabytes after weeks."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
+    # sums by layer and number of experts
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
 
-    def add(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the layers of the next train record; `slots` sums by layer and number of experts."""
-        self.last = layers
-        for layer in layers:
-            counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
-            key = layer["layer"], len(counts)
-            self.slots[key] = self.slots[key] + counts if key in self.slots else counts
 
-
-def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
+def split_experts(records: Iterable[Record]) -> tuple[list[Record], ExpertSums]:
     """The records without `experts`, and these summed up."""
-    kept, experts = [], Experts()
+    kept, experts = [], ExpertSums()
     for record in records:
         if record["kind"] == "train":
-            experts.add(record.get("experts") or [])
+            experts.last = record.get("experts") or []
+            for layer in experts.last:
+                counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
+                key = layer["layer"], len(counts)
+                experts.slots[key] = experts.slots.get(key, 0.0) + counts
         kept.append({key: value for key, value in record.items() if key != "experts"})
     return kept, experts
 
@@ -119,7 +116,7 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
 def summarize(
     config: Config,
     records: Sequence[Mapping[str, Any]],
-    experts: Experts,
+    experts: ExpertSums,
     folder: RunFolder,
     wall_seconds: float,
     status: Status,
@@ -133,19 +130,27 @@ def summarize(
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
-    last = train[-1] if train else {}
+    last, latest = train[-1] if train else {}, _latest_start(records)
+    # The event that explains a failure, so that the same command does not simply resume: the first such one
+    # since the latest start or restart.
+    ended_by = None
+    for record in latest:
+        if record.get("event") == "restart":
+            ended_by = None
+        elif record.get("event") in ("too_many_bad_steps", "hang", "rank_failed"):
+            ended_by = ended_by or dict(record)
     with_loss = [record for record in train if record["lm_loss"] is not None]
     lowest = min(with_loss, key=lambda record: float(record["lm_loss"]), default={})
     likely_code = TO_BE_CONTINUED if status == "stopped" else FAILED  # the ranks' is unknown
     return {
         "status": status,
         "exit_code": FINISHED if status == "finished" else code or likely_code,
-        "ended_by": _ended_by(records) if status == "failed" else None,
+        "ended_by": ended_by if status == "failed" else None,
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
         # the last completed one; events may know of later ones than log lines
-        "iteration": max((int(record["iteration"]) for record in _latest_start(records)), default=0),
+        "iteration": max((int(record["iteration"]) for record in latest), default=0),
         "logged_iteration": last.get("iteration", 0),
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
@@ -165,7 +170,7 @@ def summarize(
         "nan_iterations": sum(record["nan_iterations"] or 0 for record in train),
         "num_starts": sum(record.get("event") in ("start", "resume") for record in records),
         "expert_balance": _expert_balance(experts),
-        "transformers": next(iter(_latest_start(records)), {}).get("transformers"),
+        "transformers": next(iter(latest), {}).get("transformers"),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
 
@@ -176,25 +181,12 @@ def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The event that explains the failure, so that the same command does not simply resume: the first such
-    one since the latest start or restart, if any.
-    """
-    found = None
-    for record in _latest_start(records):
-        if record.get("event") == "restart":
-            found = None
-        elif record.get("event") in ("too_many_bad_steps", "hang", "rank_failed"):
-            found = found or dict(record)
-    return found
-
-
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [float(record[key]) for record in records if record[key] is not None]
     return statistics.median(values) if values else None
 
 
-def _expert_balance(experts: Experts) -> dict[str, Any] | None:
+def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
     """Balance at the last train record, and MaxVio of the slots of the whole run."""
     measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:
@@ -220,15 +212,15 @@ def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | No
     head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
     head += ", this start in" if summary["num_starts"] > 1 else " in"
     head += f" {timedelta(seconds=round(summary['wall_seconds']))}"
-    next_lines = _next_lines(summary, config, caller or Caller())
-    indented = ["  " + line for line in _result_lines(summary)]
-    return "\n".join([head, *indented, "What to try next", *("  " + line for line in next_lines)])
+    results, next_lines = _result_lines(summary), _next_lines(summary, config, caller or Caller())
+    return "\n  ".join([head, *results]) + "\n  ".join(["\nWhat to try next", *next_lines])
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     loss = "never measured"
     if summary["min_lm_loss"] is not None:
-        loss = f"{_number(summary['first_lm_loss'])} -> {_number(summary['last_lm_loss'])}"
+        ends = (summary["first_lm_loss"], summary["last_lm_loss"])
+        loss = " -> ".join("not a number" if value is None else f"{value:.4f}" for value in ends)
         loss += f" (lowest {summary['min_lm_loss']:.4f} at iteration {summary['min_lm_loss_iteration']})"
     lines = [f"lm loss      {loss}"]
     if summary["last_valid_lm_loss"] is not None:
@@ -243,7 +235,16 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
-        lines.append(f"experts      {_balance_text(balance)}")
+        text = f"the busiest takes {balance['max_over_mean']:.2f} times its share"
+        text += f" (layer {balance['worst_layer']}"
+        if within := balance.get("microbatch_max_over_mean"):
+            text += f", {within:.2f} in a micro-batch"
+        text += f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
+        if (run_max_vio := balance.get("run_max_vio")) is not None:
+            text += f", MaxVio of the run {run_max_vio:.2f}"
+        if dropped := balance["dropped_fraction"]:
+            text += f", up to {dropped:.1%} of slots dropped"
+        lines.append(f"experts      {text}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
         not_finite, skipped = summary["nan_iterations"], summary["skipped_iterations"]
         lines.append(f"trouble      {not_finite} iterations without a finite loss, {skipped} skipped")
@@ -252,17 +253,6 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
-
-
-def _balance_text(balance: Mapping[str, Any]) -> str:
-    within = balance.get("microbatch_max_over_mean")
-    text = f"the busiest takes {balance['max_over_mean']:.2f} times its share (layer {balance['worst_layer']}"
-    text += f", {within:.2f} in a micro-batch" if within else ""
-    text += f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
-    if (run_max_vio := balance.get("run_max_vio")) is not None:
-        text += f", MaxVio of the run {run_max_vio:.2f}"
-    dropped = balance["dropped_fraction"]
-    return text + (f", up to {dropped:.1%} of slots dropped" if dropped else "")
 
 
 def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> list[str]:
@@ -332,7 +322,3 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
             if not caller.problems(Config(**{**config.model_dump(), **changes})):
                 lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines
-
-
-def _number(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4f}"

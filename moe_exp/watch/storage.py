@@ -1,6 +1,6 @@
 """How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
 
-The formulas are in planner/costs/goodput.py. With ASYNC_SAVE training waits for less than d, and a failure
+The formulas are in planner/costs/saves.py. With ASYNC_SAVE training waits for less than d, and a failure
 loses the unpublished save: d is an upper bound for both.
 """
 
@@ -15,8 +15,7 @@ from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text
-from moe_exp.planner.costs.disk import DiskUse, disk_use
-from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
+from moe_exp.planner.costs.saves import DiskUse, daly_interval, disk_use, lost_share, young_interval
 from moe_exp.runs.records import Record, iter_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 

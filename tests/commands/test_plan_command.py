@@ -15,7 +15,7 @@ from moe_exp import cli
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import own_command
-from moe_exp.planner.fit.measured import MEASURED_RUNS, job_of_row, read_runs
+from moe_exp.planner.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
 
 MODEL = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in LARGE.items()]

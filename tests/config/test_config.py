@@ -12,7 +12,7 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import traits
 from moe_exp.config.settings_file import unknown_variables
-from moe_exp.planner.fit.measured import FREE
+from moe_exp.planner.measured import FREE
 from moe_exp.studies.child_runs import MEASURED_ONLY
 from moe_exp.studies.compare.variants import _said
 

@@ -2,14 +2,14 @@ import pytest
 
 from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, model
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.estimate import cost_of, speed_of
 from moe_exp.planner.prediction import predict
 
 
 def seconds_at(config, batch_size=None):
-    return time_of(Job.of(config), A100, PRIORS.time, batch_size=batch_size).total
+    return time_of(PlannedJob.of(config), A100, PRIORS.time, batch_size=batch_size).total
 
 
 def test_speed_of_an_iteration():
@@ -63,7 +63,7 @@ def test_cost_with_stages():
     # the memory is that of the stage that needs most: a micro-batch has at least one sample
     whole = config.model_copy(update={"mbsz": 1})
     needed, short, long = (
-        predict(Job.of(one), A100, PRIORS).needed_bytes
+        predict(PlannedJob.of(one), A100, PRIORS).needed_bytes
         for one in (whole, whole.model_copy(update={"data_stages": ""}), longer)
     )
     assert needed == long > 1.1 * short

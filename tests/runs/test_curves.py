@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.run_folders import event
-from moe_exp.runs.curves import _wrapped, draw_loss_curve, marks_of, smoothed
+from moe_exp.runs.curves import draw_loss_curve, marks_of, smoothed, wrapped
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 
@@ -84,8 +84,8 @@ def test_pyplot_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_long_names_break_before_a_word_and_lose_nothing() -> None:
     name = "moe_true_num_experts_64_topk_1_type_dmoe_num_nodes_1_gpus_per_node_8"
     name += "_TP_1_PP_1_VPP_none_EP_4_ETP_2_CP_2"
-    assert _wrapped(name).split("\n") == [name.removesuffix("CP_2"), "CP_2"]
-    assert list(map(len, _wrapped("x" * 150).split("\n"))) == [101, 49]
+    assert wrapped(name).split("\n") == [name.removesuffix("CP_2"), "CP_2"]
+    assert list(map(len, wrapped("x" * 150).split("\n"))) == [101, 49]
 
 
 def test_smoothed_is_a_centred_mean_that_keeps_gaps() -> None:

@@ -97,11 +97,11 @@ def test_commit_is_that_of_the_checkout_of_the_package_only(tmp_path, monkeypatc
     assert commit and len(commit) == 40
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     monkeypatch.setattr(run_folder, "__file__", str(checkout / "ours.py"))
-    assert run_folder._commit() == commit
+    assert run_folder.provenance([])["commit"] == commit
     (checkout / "ours.py").write_text("changed")
-    assert run_folder._commit() == commit + "+changes"
+    assert run_folder.provenance([])["commit"] == commit + "+changes"
     monkeypatch.setattr(run_folder, "__file__", str(checkout / "venv" / "installed.py"))
-    assert run_folder._commit() is None
+    assert run_folder.provenance([])["commit"] is None
 
 
 def test_a_broken_provenance_is_kept_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

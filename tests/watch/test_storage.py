@@ -13,9 +13,14 @@ from helpers.checkpoint.ckpt_files import write_without_tensors
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files, disk_warnings
-from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
-from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.planner.costs.saves import (
+    daly_interval,
+    disk_use,
+    keep_last_that_fits,
+    lost_share,
+    young_interval,
+)
 from moe_exp.watch.storage import Measured, measured, save_advice, storage_of
 
 

@@ -227,8 +227,8 @@ def _export(
 def _calibrate(arguments: argparse.Namespace) -> None:
     refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
-    from moe_exp.planner.fit.calibration import calibrate, doubts, profile_text
-    from moe_exp.planner.fit.measured import run_of_row
+    from moe_exp.planner.calibration import calibrate, doubts, profile_text
+    from moe_exp.planner.measured import run_of_row
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
@@ -245,7 +245,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
 def _read(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV of runs, with a warning about each that contradicts itself."""
-    from moe_exp.planner.fit.measured import contradictions, read_rows
+    from moe_exp.planner.measured import contradictions, read_rows
 
     rows = read_rows(path)
     for line in contradictions(rows, path):
@@ -256,7 +256,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _predict(arguments: argparse.Namespace) -> None:
     refuse_settings(arguments)
     from moe_exp.host.files import write_atomically
-    from moe_exp.planner.fit.calibration import predicted_csv
+    from moe_exp.planner.calibration import predicted_csv
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
     _check_out(arguments.out, arguments.runs)

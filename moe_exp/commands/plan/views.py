@@ -85,14 +85,14 @@ def _hardware(arguments: argparse.Namespace) -> None:
 
 def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.host.files import write_atomically
-    from moe_exp.planner.costs.job import Job
+    from moe_exp.planner.costs.job import PlannedJob
     from moe_exp.planner.costs.timing import time_of
-    from moe_exp.planner.views.timeline import as_svg, as_text, timeline
+    from moe_exp.planner.views import as_svg, as_text, timeline
 
     if arguments.svg:
         check_new_file("svg", arguments.svg)
     config, hardware, constants = planned
-    job = Job.of(config)
+    job = PlannedJob.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
     shown = 1 + max(event.microbatch for event in of.events)
     if arguments.json:
@@ -108,11 +108,11 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
 
 
 def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
-    from moe_exp.planner.costs.job import Job
+    from moe_exp.planner.costs.job import PlannedJob
     from moe_exp.planner.costs.layer_time import roofline
 
     config, hardware, constants = planned
-    parts = roofline(Job.of(config), hardware, constants.time)
+    parts = roofline(PlannedJob.of(config), hardware, constants.time)
     if arguments.json:
         print_json([asdict(part) | {"peak_share": part.peak_share} for part in parts])
         return
@@ -200,7 +200,7 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
 
 def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.search.topology import layout_words
-    from moe_exp.planner.views.nearest import nearest_runs
+    from moe_exp.planner.views import nearest_runs
 
     if arguments.top < 1:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")

@@ -30,9 +30,8 @@ Checked on a processor against the tensors that autograd saves, on GPUs against 
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, planned_loss, priced
-from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import padded_slots
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
 Parts = dict[str, float]  # bytes by what they belong to
 
@@ -51,21 +50,9 @@ class Activations:
     layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
     output_work: float  # the same for output layer and loss
 
-    @property
-    def dense_layer(self) -> float:
-        return sum(self.dense_parts.values())
-
-    @property
-    def moe_layer(self) -> float:
-        return sum(self.moe_parts.values())
-
-    @property
-    def output(self) -> float:
-        return sum(self.output_parts.values())
-
 
 def activations_of(
-    job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
+    job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
     """Activations of a micro-batch: `on_cpu` kernels keep other things than on GPUs, `runs_kernels` see
     `Hardware`, `imbalance` is a rank's experts' rows over their fair share in a dropless layer.
@@ -73,7 +60,7 @@ def activations_of(
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
-def width_of(job: Job) -> int:
+def width_of(job: PlannedJob) -> int:
     """Bytes of a number in the job's compute type."""
     return 4 if job.precision == "fp32" else 2
 
@@ -81,7 +68,7 @@ def width_of(job: Job) -> int:
 class _Account:
     """The sums. A rank has `_tokens` between the products of a layer, its heads work on `_all_tokens`."""
 
-    def __init__(self, job: Job, on_cpu: bool, runs_kernels: bool, imbalance: float):
+    def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
@@ -109,7 +96,9 @@ class _Account:
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
         if self._has_dense:
-            dense = common | {"dense MLP": self._dense() - saved.get("mlp", 0.0)}
+            mlp = self._tokens * self._input * self._hidden
+            mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
+            dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0)}
         moe = common | experts if self._has_moe else {}
         recomputed = max(saved.values(), default=0.0)
         if config.recompute == "full":
@@ -119,15 +108,24 @@ class _Account:
         elif config.recompute == "selective" and self._has_moe:
             recomputed += sum(experts.values()) - hidden
             moe = common | {"layer inputs": hidden}
+        # The cross entropy keeps targets with probabilities and a mask, or with logits and log-sums. While it
+        # is computed, forward or backward, it holds the gradient beside; plain torch on a processor has
+        # logits and probabilities in fp32.
+        loss = width * logits + 12 * self._all_tokens
+        loss_work = (8 if self._on_cpu and width < 4 else width) * logits
+        if self._loss_kind == "megatron":
+            loss = 4 * logits + 9 * self._all_tokens
+            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
+            loss_work = width * logits if width < 4 else 0.0
         return Activations(
             dense_parts=dense,
             moe_parts=moe,
             embedding=8 * self._all_tokens + mask,
-            output_parts={"norms, dropout": norm, "logits, loss": hidden + self._loss(logits)},
+            output_parts={"norms, dropout": norm, "logits, loss": hidden + loss},
             hidden=hidden,
             recomputed=recomputed,
             layer_work=self._work(),
-            output_work=self._loss_work(logits),
+            output_work=loss_work,
         )
 
     def _saved(self) -> dict[str, float]:
@@ -145,20 +143,6 @@ class _Account:
             "mlp": self._all_tokens * self._mlp(self._config.ffn_hidden_size / self._tp),
         }
         return {name: size for name, size in sizes.items() if name in modules}
-
-    def _loss(self, logits: float) -> float:
-        """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""
-        if self._loss_kind == "megatron":
-            return 4 * logits + 9 * self._all_tokens
-        return self._width * logits + 12 * self._all_tokens
-
-    def _loss_work(self, logits: float) -> float:
-        """Held beside what is kept while the loss is computed, forward or backward."""
-        if self._loss_kind == "megatron":
-            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
-            return self._width * logits if self._width < 4 else 0.0
-        # The gradient; plain torch on a processor has logits and probabilities in fp32.
-        return (8 if self._on_cpu and self._width < 4 else self._width) * logits
 
     def _norm(self, size: float, heads: int = 1) -> float:
         """Kept by a norm over `size` channels, per token: input, and a divisor for each of `heads`."""
@@ -180,9 +164,28 @@ class _Account:
         if is_latent:  # inputs of the norms and projections of latent attention (arXiv:2405.04434)
             for rank in filter(None, (config.q_lora_rank, config.kv_lora_rank)):
                 per_token += self._width * rank + (self._norm(rank) if config.qk_norm else 0.0)
-        per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not is_latent else 0.0)
-        kept = self._tokens * per_token + self._all_tokens * per_head_token / self._tp
-        return kept + self._positions() + self._block_masks()
+        norms, (query, key, *_) = 0.0, self._channels
+        if config.qk_norm and not is_latent:
+            norms = self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
+            if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
+                norms = (8 if self._on_cpu else self._width) * (query + key) + 8
+        kept = self._tokens * per_token + self._all_tokens * (self._core() + norms) / self._tp
+        masks = 0.0
+        if self._on_cpu and config.cp > 1 and not self._writes_scores:
+            # masks of the two blocks of queries of a rank, against all keys before them
+            block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
+            masks = self._width * block * ends
+        # Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
+        # of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
+        positions = 0.0
+        by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
+        is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
+        if not (is_shared or self._job.learned_positions):
+            turned = config.kv_channels * config.rotary_fraction
+            if config.multi_latent_attention:
+                turned = config.qk_pos_emb_head_dim
+            positions = (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
+        return kept + positions + masks
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
@@ -199,8 +202,14 @@ class _Account:
         """Kept by the attention core and the projection after it, per token, of all heads."""
         config, width = self._config, self._width
         query, key, value, result = self._channels
-        if self._writes_scores:
-            return self._unfused_core()
+        if self._writes_scores:  # after softmax, with dropout also a mask and the rest of them
+            scores = config.num_heads * config.seq_len
+            if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
+                copies = 3 if config.attention_dropout else 1
+                return 4 * (2 * query + result) + 4 * scores * copies + width * result
+            kept = (2 * width + 1 if config.attention_dropout else width) * scores
+            is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
+            return width * (query + key + value + result) + (0 if is_recomputed else kept)
         log_sums = 4 * config.num_heads
         # Ours gathers keys and values of the whole sequence, and joins the results of two blocks; Transformer
         # Engine's passes them from rank to rank, and keeps this rank's.
@@ -219,47 +228,6 @@ class _Account:
         by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
         return not self._job.fused_attention or (self._on_cpu and by_torch)
 
-    def _unfused_core(self) -> float:
-        """Scores after softmax, with dropout also a mask and the rest of them; RECOMPUTE may repeat them."""
-        config, width = self._config, self._width
-        query, key, value, result = self._channels
-        scores = config.num_heads * config.seq_len
-        if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
-            copies = 3 if config.attention_dropout else 1
-            return 4 * (2 * query + result) + 4 * scores * copies + width * result
-        kept = (2 * width + 1 if config.attention_dropout else width) * scores
-        core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
-        return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
-
-    def _qk_norm(self) -> float:
-        config = self._config
-        query, key, *_ = self._channels
-        if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
-            return (8 if self._on_cpu else self._width) * (query + key) + 8
-        return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
-
-    def _positions(self) -> float:
-        """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
-        of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
-        """
-        config = self._config
-        by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
-        is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
-        if is_shared or self._job.learned_positions:
-            return 0.0
-        turned = config.kv_channels * config.rotary_fraction
-        if config.multi_latent_attention:
-            turned = config.qk_pos_emb_head_dim
-        return (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
-
-    def _block_masks(self) -> float:
-        """On processors, of a context parallel rank's two blocks of queries against all keys before them."""
-        config = self._config
-        if not self._on_cpu or config.cp == 1 or self._writes_scores:
-            return 0.0
-        block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
-        return self._width * block * ends
-
     # MLP and experts
 
     def _mlp(self, ffn: float) -> float:
@@ -271,14 +239,23 @@ class _Account:
         inputs = (self._width - self._input) * ffn  # of the second product
         return priced(self._config, "activation", kept) * self._width * ffn - inputs
 
-    def _dense(self) -> float:
-        ffn = self._config.ffn_hidden_size
-        return self._tokens * self._input * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
-
     def _experts(self) -> Parts:
         """Router, dispatch, routed experts and shared expert, without the norm before."""
         config, width = self._config, self._width
-        dispatched, computed = self._row()
+        ffn = config.expert_ffn_size / config.etp
+        # One function may compute all experts of a rank, and in backward the activation again. If all experts
+        # are there it also gathers their rows, in backward again.
+        runs_as_one = self._backend == "triton" or (self._on_cpu and self._backend == "loop")
+        is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
+        keeps_few = self._backend == "triton" and config.router_score == "relu"
+        gathers_itself = runs_as_one and is_local and not keeps_few
+        computed = width * ffn * (2 if config.gated else 1)
+        dispatched = 4 + (8 if self._backend == "triton" else 16)
+        if not gathers_itself:  # the row, and indices that lead there and back
+            indices = 16 + (24 if config.ep * config.etp > 1 else 0)
+            dispatched = self._expert_input * self._expert_hidden + 4 + indices
+            is_computed_again = config.recompute == "moe_act" or runs_as_one
+            computed += self._expert_input * (0 if is_computed_again else ffn)
         kept = {
             "router": self._tokens * (self._router() + width * self._hidden),
             "dispatch": self._rows * dispatched,
@@ -288,7 +265,7 @@ class _Account:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
             kept["experts"] += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
         if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from
-            gathered = width * self._expert_hidden if self._gathers_itself else 0.0
+            gathered = width * self._expert_hidden if gathers_itself else 0.0
             kept["dispatch"] += self._tokens * (self._input * self._expert_hidden + gathered)
         if config.shared_expert_size:
             gate = self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
@@ -303,33 +280,6 @@ class _Account:
         by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
         keeps_logits = priced(config, "router_score", by_score)
         return kept + keeps_logits * width * (config.num_router_outputs + 1)
-
-    @property
-    def _runs_as_one(self) -> bool:
-        """Whether one function computes all experts of a rank, and in backward the activation again."""
-        return self._backend == "triton" or (self._on_cpu and self._backend == "loop")
-
-    @property
-    def _gathers_itself(self) -> bool:
-        """Whether that function also gathers the rows, of all experts of the layer."""
-        config = self._config
-        is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
-        keeps_few = self._backend == "triton" and config.router_score == "relu"
-        return self._runs_as_one and is_local and not keeps_few
-
-    def _row(self) -> tuple[float, float]:
-        """Kept per row by the dispatch, with 16 for each of the indices that lead there and back, and by the
-        routed experts.
-        """
-        config, width = self._config, self._width
-        ffn = config.expert_ffn_size / config.etp
-        first = width * ffn * (2 if config.gated else 1)
-        if self._gathers_itself:  # rows are gathered again in backward
-            return 4 + (8 if self._backend == "triton" else 16), first
-        indices = 16 + (24 if config.ep * config.etp > 1 else 0)
-        is_computed_again = config.recompute == "moe_act" or self._runs_as_one
-        second = self._expert_input * (0 if is_computed_again else ffn)
-        return self._expert_input * self._expert_hidden + 4 + indices, first + second
 
     @cached_property
     def _rows(self) -> float:

@@ -27,48 +27,33 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     if seq_len not in (None, config.seq_len):
         config = config.model_copy(update={"seq_len": seq_len})
         tokens = tokens // config.seq_len * config.seq_len
-    num_moe = sum(config.moe_layers)
-    dense = (config.num_layers - num_moe) * _mlp(config, config.ffn_hidden_size)
-    layers = config.num_layers * _attention(config) + dense + num_moe * _moe(config)
-    return 3 * tokens * (layers + 2 * config.hidden_size * config.padded_vocab_size)
+    hidden, heads = config.hidden_size, config.num_heads
 
+    def mlp(ffn: int, width: int) -> int:
+        return 2 * (3 if config.gated else 2) * width * ffn
 
-def _attention(config: Config) -> int:
-    """Operations per token: the projections, then scores and weighted values."""
+    # the chosen experts of a token, the shared one, and the projections to and from the latent size
+    routed = round(config.experts_per_token * config.expert_ffn_size)
+    moe = mlp(routed, config.expert_hidden_size) + mlp(config.shared_expert_size, hidden)
+    moe += 4 * hidden * config.moe_latent_size
+    query, value_channels = heads * config.kv_channels, config.kv_channels
     if config.multi_latent_attention:
-        return _latent_projections(config) + _scores_and_values(config)
-    query, key = config.num_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-    return 4 * config.hidden_size * (query + key) + _scores_and_values(config)
-
-
-def _scores_and_values(config: Config) -> int:
-    value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    return attended_tokens(config) * config.num_heads * (config.kv_channels + value_channels)
+        latent, value_channels = config.kv_lora_rank, config.v_head_dim
+        value = heads * value_channels
+        projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
+        projected += hidden * (latent + config.qk_pos_emb_head_dim)
+        projected += latent * (heads * config.qk_head_dim + value) + value * hidden
+    else:
+        projected = 2 * hidden * (query + config.num_query_groups * config.kv_channels)
+    attention = 2 * projected + attended_tokens(config) * heads * (config.kv_channels + value_channels)
+    num_moe = sum(config.moe_layers)
+    layers = config.num_layers * attention + num_moe * moe
+    layers += (config.num_layers - num_moe) * mlp(config.ffn_hidden_size, hidden)
+    # 2 a multiply-add, 3 times: the backward pass computes the gradients of inputs and weights
+    return 3 * tokens * (layers + 2 * hidden * config.padded_vocab_size)
 
 
 def attended_tokens(config: Config) -> int:
     """Keys of a query, before the causal mask: of its sample, or with DOCUMENT_MASK of its document."""
     in_document = config.document_mask and config.document_tokens
     return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len
-
-
-def _latent_projections(config: Config) -> int:
-    """Operations of multi-latent attention's projections per token."""
-    hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
-    query = config.num_heads * config.kv_channels
-    projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
-    projected += hidden * (latent + config.qk_pos_emb_head_dim)
-    projected += latent * (config.num_heads * config.qk_head_dim + value) + value * hidden
-    return 2 * projected
-
-
-def _moe(config: Config) -> int:
-    """The chosen experts of a token, the shared one, and the projections to and from the latent size."""
-    routed = round(config.experts_per_token * config.expert_ffn_size)
-    chosen = _mlp(config, routed, config.expert_hidden_size)
-    projections = 4 * config.hidden_size * config.moe_latent_size
-    return chosen + _mlp(config, config.shared_expert_size) + projections
-
-
-def _mlp(config: Config, ffn: int, hidden: int | None = None) -> int:
-    return 2 * (3 if config.gated else 2) * (hidden or config.hidden_size) * ffn

@@ -1,6 +1,6 @@
 """A job to plan: the settings of a run, and what else costs depend on: its program (`Engine`). No torch.
 
-A job is made from settings of this package (`Job.of`), or from a row of measured runs of other programs
+It is made from settings of this package (`PlannedJob.of`), or from a row of measured runs of other programs
 (`measured.py`): with tied weights, biases, and the ZeRO-1 optimizer of Megatron-DeepSpeed.
 """
 
@@ -52,7 +52,7 @@ OURS = Engine()
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """A run whose costs are asked for."""
 
     config: Config  # the settings
@@ -73,7 +73,7 @@ class Job:
     engine: Engine = OURS  # the program, as far as settings do not say it
 
     @classmethod
-    def of(cls, config: Config) -> Job:
+    def of(cls, config: Config) -> PlannedJob:
         """The job that `moe-exp train` would run with these settings."""
         precision: Precision = "bf16_fp32grad" if config.dtype == "bf16" else config.dtype
         return cls(

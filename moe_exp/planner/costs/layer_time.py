@@ -5,13 +5,12 @@ to the roofline of a device (Williams et al. 2009). No torch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_exp.config import Config, setting_error
-from moe_exp.planner.costs.code_paths import fp8_parts, planned_loss
+from moe_exp.config import setting_error
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.device import Device, Pass, exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
-from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import Device, Pass, Shape, num_slots, num_tokens, shared_rows
-from moe_exp.planner.costs.traffic import exchange_seconds, skew_of
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.products import Shape, fp8_parts, num_slots, num_tokens, planned_loss, shared_rows
 from moe_exp.planner.hardware import Hardware
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
@@ -69,8 +68,9 @@ MLP = ("mlp",)
 MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_expert")
 
 
-def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
-    config, tokens, nothing = job.config, num_tokens(job.config), Pass(0, 0)
+def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
+    """Seconds of the parts of a layer; ValueError for a precision that the device does not have."""
+    config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
     rule = "the device has no {} peak (dense_flops of its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
         raise setting_error("fp8", config.fp8, rule.format("FP8"), "choose another --gpu, or set FP8=none")
@@ -78,11 +78,14 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
         raise setting_error("precision", "nvfp4", rule.format("FP4"), "choose another device or precision")
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
-    parts["core"] = _core(job, device, constants)
+    parts["core"] = _core(job, device)
     shared = shared_rows(config, tokens, job.sequence_parallel) * config.hidden_size
     parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
-        parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
+        keys = config.num_heads if config.multi_latent_attention else config.num_query_groups
+        # channels of queries and keys, twice if they have norms, too
+        rotated = (config.num_heads + keys) * config.kv_channels * (2 if config.qk_norm else 1)
+        parts["norms"] += device.moved(tokens * rotated / config.tp, _HEAD_BYTES) * elementwise
         elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0
     ways = 2 if config.gated else 1
 
@@ -111,16 +114,16 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     starts = 0.0 if device.is_recent else constants.layer_seconds
     # each expert of a loop takes 0.1 ms: from reference runs with and without grouped GEMM
     looped = 0.125 * config.num_experts / config.ep if config.expert_backend == "loop" else 0
-    return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device, constants))
+    return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device))
 
 
-def _host_seconds(job: Job, device: Device, constants: TimeConstants) -> tuple[float, float]:
+def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
     """Seconds of the host for a layer without and one with experts: it starts kernels one by one, but for
     those of a CUDA graph.
     """
     if not device.is_recent:
         return 0.0, 0.0
-    config, graphs = job.config, job.engine.graphs
+    config, constants, graphs = job.config, device.constants, job.engine.graphs
 
     def started(seconds: float, *scopes: str) -> float:
         captured = sum(_GRAPHED[scope] for scope in scopes if scope in graphs) if "all" not in graphs else 1.0
@@ -140,7 +143,7 @@ def _host_seconds(job: Job, device: Device, constants: TimeConstants) -> tuple[f
     return dense * device.host_share, with_experts * device.host_share
 
 
-def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
+def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
     """Products, their gradients, and the weights' gradients added up."""
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
     if job.sharding == "distributed" and not device.is_cpu:  # fused
@@ -164,15 +167,9 @@ def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
     return Pass(forward, backward)
 
 
-def _rotated(config: Config) -> float:
-    """Channels of queries and keys, twice if they have norms, too."""
-    keys = config.num_heads if config.multi_latent_attention else config.num_query_groups
-    return (config.num_heads + keys) * config.kv_channels * (2 if config.qk_norm else 1)
-
-
-def _core(job: Job, device: Device, constants: TimeConstants) -> Pass:
+def _core(job: PlannedJob, device: Device) -> Pass:
     """Scores and weighted values: every query of the rank with every key of its sequence, or document."""
-    config, engine = job.config, job.engine
+    config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
     keys, channels = attended_tokens(config), float(config.kv_channels)
     if not job.fused_attention:
@@ -214,15 +211,20 @@ class Part:
         return self.flops / self.seconds / self.peak if self.seconds else 0.0
 
 
-def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Part]:
+def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[Part]:
     """Parts of a layer (with experts, where the model has them), and the output layer."""
     config = job.config
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
-    times = layer_times(job, device, constants)
+    times = layer_times(job, device)
     without = MLP if config.use_moe else MOE
     found = []
     for name, one in times.parts.items():
-        flops, num_bytes, peak = _products(job, name, device)
+        flops, num_bytes, peak = 0.0, 0.0, hardware.dense_flops[config.dtype]
+        for rows, columns, depth, number, is_fp8 in job.products.get(name, []):
+            width = 1 if is_fp8 else device.num_bytes
+            peak = hardware.dense_flops.get("fp8", peak) if is_fp8 else peak
+            flops += 6 * rows * columns * depth * number
+            num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
         if name == "core":
             queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
             keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp
@@ -244,16 +246,3 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
     if host:
         found.append(Part("host, beside them", 0.0, 0.0, host, "host", found[0].peak))
     return found
-
-
-def _products(job: Job, name: str, device: Device) -> tuple[float, float, float]:
-    """Operations, bytes and peak of the products of a part."""
-    flops = num_bytes = 0.0
-    peaks = device.hardware.dense_flops
-    peak = peaks[job.config.dtype]
-    for rows, columns, depth, number, is_fp8 in job.products.get(name, []):
-        width = 1 if is_fp8 else device.num_bytes
-        peak = peaks.get("fp8", peak) if is_fp8 else peak
-        flops += 6 * rows * columns * depth * number
-        num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
-    return flops, num_bytes, peak

@@ -5,15 +5,10 @@ from dataclasses import dataclass, field
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
-from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import free
-from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.params import (
-    RankParameters,
-    embedding_moment_bytes,
-    optimizer_state_bytes,
-    tables_of_stages,
-)
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.params import embedding_moment_bytes, optimizer_state_bytes, tables_of_stages
+from moe_exp.planner.costs.products import fp8_parts
 from moe_exp.planner.hardware import Hardware
 
 # Of torch's allocator before the first micro-batch: cuBLAS workspaces of two threads (8.1 MiB each), that of
@@ -71,13 +66,12 @@ class StageMemory:
 
 
 def memory_of(
-    job: Job, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
+    job: PlannedJob, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
 ) -> list[StageMemory]:
     """Memory of a rank of every pipeline stage, from the first to the last. `imbalance`: rows of a rank's
     experts over their fair share, if none is dropped; by default `expected_imbalance`, at worst EP.
     """
     config, on_cpu = job.config, hardware.is_cpu
-    keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
@@ -94,17 +88,15 @@ def memory_of(
     if not on_cpu:
         overhead = workspace + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
     usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
-    stages, last = [], len(parameters) - 1
+    stages, ranks = [], config.world_size // config.pp
     for stage, part in enumerate(parameters):
-        num_dense = job.stage_layers[stage] - num_moe[stage]
-        parts = _kept_by_layers(kept, num_dense, num_moe[stage])
-        parts |= {"embedding": kept.embedding} if stage == 0 else {}
-        parts |= {"stage outputs": kept.hidden} if keeps_outputs and stage < last else {}
-        parts = {name: in_flight[stage] * size for name, size in parts.items()}
-        weight_gradients = _weight_gradients(job, part.dense, tables, stage, on_cpu)
-        _add(parts, _widest_moment(kept, weight_gradients, is_last=stage == last))
+        parts = _activation_parts(job, kept, stage, num_moe[stage], in_flight[stage], on_cpu=on_cpu)
         activations = sum(parts.values())
-        own = _held_parameters(job, part, stage)
+        own: float = part.total
+        if job.engine.shards_parameters:  # FSDP: a rank's part of all, and two layers of them
+            own = part.dense / max(1, ranks // config.tp)
+            own += part.expert / max(1, ranks // (config.etp * config.ep))
+            own += 2 * part.total / max(2, job.stage_layers[stage])
         weights, gradients = weight * own, gradient * own
         if fp8_parts(config)[1]:  # Transformer Engine keeps them by rows and by columns, too
             weights += 2 * (part.dense - tables[stage])
@@ -121,43 +113,38 @@ def memory_of(
     return stages
 
 
-def _kept_by_layers(kept: Activations, num_dense: int, num_moe: int) -> Parts:
-    """Bytes that a stage's layers keep of a micro-batch, by module."""
-    parts = {name: num_dense * size for name, size in kept.dense_parts.items()} if num_dense else {}
-    if num_moe:
-        _add(parts, {name: num_moe * size for name, size in kept.moe_parts.items()})
-    return parts
-
-
-def _widest_moment(kept: Activations, weight_gradients: float, *, is_last: bool) -> Parts:
-    """Bytes beside what layers keep: for one layer's backward, or on the last stage for the loss."""
-    work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + weight_gradients}
-    loss = dict(kept.output_parts)
-    _add(loss, {"logits, loss": kept.output_work})
-    return loss if is_last and sum(loss.values()) > sum(work.values()) else work
-
-
-def _add(parts: Parts, others: Parts) -> None:
-    for name, size in others.items():
+def _activation_parts(
+    job: PlannedJob, kept: Activations, stage: int, num_moe: int, in_flight: float, *, on_cpu: bool
+) -> Parts:
+    """Bytes of activations of a rank of a stage at its widest moment, by module."""
+    config, last = job.config, len(job.stage_layers) - 1
+    num_dense, parts = job.stage_layers[stage] - num_moe, dict[str, float]()
+    for number, of_layer in ((num_dense, kept.dense_parts), (num_moe, kept.moe_parts)):
+        for name, size in of_layer.items() if number else ():
+            parts[name] = parts.get(name, 0.0) + number * size
+    if stage == 0:
+        parts["embedding"] = kept.embedding
+    if stage < last and (on_cpu or job.of_deepspeed):  # Megatron frees on GPUs what a stage has sent
+        parts["stage outputs"] = kept.hidden
+    parts = {name: in_flight * size for name, size in parts.items()}
+    # Products add to the fp32 gradients themselves and return an empty gradient of the weight's shape in the
+    # compute type (torch and Transformer Engine ask for one): for a layer, and for the output layer on its
+    # stage. Seen in the dense runs of `public_runs.csv` on B200: without it their memory is underestimated by
+    # up to 6%, with it by 0.4%. In models with experts, the widest moment is in the experts.
+    gradients, tables = 0.0, tables_of_stages(config, last + 1)
+    if not (on_cpu or job.of_deepspeed or job.sharding != "distributed" or config.use_moe):
+        of_one = (job.parameters[stage].dense - tables[stage]) / max(1, job.stage_layers[stage])
+        of_output = float(tables[-1]) if stage == last else 0.0
+        if last == 0 and not config.tie_embeddings:
+            of_output /= 2  # the other half is the embedding
+        gradients = width_of(job) * (of_one + of_output)
+    # The widest moment is one layer's backward, or on the last stage the loss.
+    work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + gradients}
+    loss = kept.output_parts | {"logits, loss": kept.output_parts["logits, loss"] + kept.output_work}
+    at_loss = stage == last and sum(loss.values()) > sum(work.values())
+    for name, size in (loss if at_loss else work).items():
         parts[name] = parts.get(name, 0.0) + size
-
-
-def _weight_gradients(job: Job, weights: int, tables: list[int], stage: int, on_cpu: bool) -> float:
-    """Bytes of gradients in the compute type that autograd passes on while a layer is computed backward.
-
-    Products add to the fp32 gradients themselves and return an empty gradient of the weight's shape (torch
-    and Transformer Engine ask for one): for a layer, and for the output layer on its stage. Seen in the dense
-    runs of `public_runs.csv` on B200: without it their memory is underestimated by up to 6%, with it by 0.4%.
-    In models with experts, the widest moment is in the experts.
-    """
-    config = job.config
-    if on_cpu or job.of_deepspeed or job.sharding != "distributed" or config.use_moe:
-        return 0.0
-    of_layer = (weights - tables[stage]) / max(1, job.stage_layers[stage])
-    of_output = float(tables[-1]) if stage == len(tables) - 1 else 0.0
-    if len(tables) == 1 and not config.tie_embeddings:
-        of_output /= 2  # the other half is the embedding
-    return width_of(job) * (of_layer + of_output)
+    return parts
 
 
 def expected_imbalance(config: Config, spread: float) -> float:
@@ -186,23 +173,25 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
     return [min(chunk + 1, num_microbatches * chunks) / chunks for chunk in ahead]
 
 
-def _held_parameters(job: Job, part: RankParameters, stage: int) -> float:
-    """Parameters whose weights and gradients are on a rank: with FSDP its part, and two layers of them."""
-    if not job.engine.shards_parameters:
-        return part.dense + part.expert
-    config = job.config
-    ranks = config.world_size // config.pp
-    own = part.dense / max(1, ranks // config.tp) + part.expert / max(1, ranks // (config.etp * config.ep))
-    return own + 2 * part.total / max(2, job.stage_layers[stage])
-
-
-def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> tuple[float, float, float, float, float]:
+def _bytes_per_parameter(
+    job: PlannedJob, constants: MemoryConstants
+) -> tuple[float, float, float, float, float]:
     """Bytes per parameter of a rank: weights, gradients, and the optimizer's state by its sharding: of dense
     and expert parameters, and what embedding and output layer have beside.
     """
-    if job.of_deepspeed:
-        return _deepspeed_bytes(job, constants)
     config, engine = job.config, job.engine
+    if job.of_deepspeed:
+        # DeepSpeed of 2022: 16-bit optimizers, by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not,
+        # and BF16_Optimizer, which keeps fp32 gradients of all parameters beside bf16 ones, and reduces them
+        # through a flat copy.
+        shards = max(1, config.data_parallel_size) if job.sharding == "zero1" else 1
+        weights = 2 + constants.flat_bytes
+        if job.precision == "bf16_fp32grad":
+            return weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards, 0.0
+        # A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients they were made
+        # from: 4 + 8 + 4 + 2. Without ZeRO the step has fp32 gradients twice: 4 + 8 + 4 + 4.
+        state = 20.0 if job.sharding == "none" else 18 / shards
+        return weights, 2, state, state, 0.0
     dense_shards, expert_shards = 1, 1
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
@@ -210,19 +199,3 @@ def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> tuple[float, f
     state = optimizer_state_bytes(config) if engine.state_bytes is None else engine.state_bytes
     tables = embedding_moment_bytes(config) / dense_shards
     return width_of(job), engine.gradient_bytes, state / dense_shards, state / expert_shards, tables
-
-
-def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> tuple[float, float, float, float, float]:
-    """DeepSpeed of 2022: 16-bit optimizers, by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and
-    BF16_Optimizer.
-
-    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients they were made from: 4
-    + 8 + 4 + 2. Without ZeRO the step has fp32 gradients twice: 4 + 8 + 4 + 4. BF16_Optimizer keeps fp32
-    gradients of all parameters beside bf16 ones, and reduces them through a flat copy.
-    """
-    shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
-    weights = 2 + constants.flat_bytes
-    if job.precision == "bf16_fp32grad":
-        return weights, 6 + constants.bf16_copy_bytes, 12 / shards, 12 / shards, 0.0
-    state = 20.0 if job.sharding == "none" else 18 / shards
-    return weights, 2, state, state, 0.0

@@ -10,8 +10,8 @@ from itertools import accumulate, groupby, pairwise
 
 from moe_exp.config import Config
 from moe_exp.host.files import count_text
-from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.products import priced
 
 MEBIBYTE = 2**20
 
@@ -43,13 +43,12 @@ class RankParameters:
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    num_moe = sum(config.moe_layers)
-    experts = num_moe * config.num_experts * _expert(config)
+    num_moe, expert = sum(config.moe_layers), _expert(config, 1)
     dense, moe = (_layer(config, 1, is_moe=is_moe) for is_moe in (False, True))
-    layers = (config.num_layers - num_moe) * dense + num_moe * moe
-    layers += experts + _norm(config, config.hidden_size)
-    embedding = _embedding(config, tp=1) * (1 if config.tie_embeddings else 2)
-    idle = round(num_moe * (config.num_experts - config.experts_per_token) * _expert(config))
+    layers = (config.num_layers - num_moe) * dense + num_moe * (moe + config.num_experts * expert)
+    layers += _norm(config, config.hidden_size)
+    embedding = config.padded_vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    idle = round(num_moe * (config.num_experts - config.experts_per_token) * expert)
     return ParameterCount(layers, embedding, layers + embedding - idle)
 
 
@@ -72,8 +71,15 @@ def parameters_of_stages(
     ends = tables_of_stages(config, len(stage_layers))
     ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
     ends[-1] += _norm(config, config.hidden_size)
+    # Model chunks go around the stages in the order of the layers. Where VPP does not divide a stage, its
+    # first chunks have one layer more; where stages do not add up, the last chunk has the rest.
+    num_chunks = config.vpp or 1
+    parts = range(num_chunks - 1, -1, -1)
+    chunk_ends = [*accumulate((layers + left) // num_chunks for left in parts for layers in stage_layers)]
+    chunk_ends[-1] = config.num_layers
+    bounds = [0, *(min(end, config.num_layers) for end in chunk_ends)]
     num_layers, num_moe = [0] * len(stage_layers), [0] * len(stage_layers)
-    for chunk, (first, end) in enumerate(_chunk_bounds(config, stage_layers)):
+    for chunk, (first, end) in enumerate(pairwise(bounds)):
         num_layers[chunk % len(stage_layers)] += end - first
         num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
     return [
@@ -84,10 +90,10 @@ def parameters_of_stages(
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
     """Parameters of embedding and output layer on a rank of every stage; one if tied there."""
-    tables = [0] * num_stages
-    tables[0] += _embedding(config, config.tp)
+    tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
+    tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:
-        tables[-1] += _embedding(config, config.tp)
+        tables[-1] += embedding
     return tables
 
 
@@ -141,8 +147,11 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """Bytes of weights, gradients and optimizer state of a rank: Megatron's `report_theoretical_memory`, but
     experts have fewer replicas (world / (ETP*EP*PP)) to split their state among.
     """
-    dense = _bytes_per_parameter(config, config.world_size // (config.tp * config.pp))
-    expert = _bytes_per_parameter(config, config.world_size // (config.etp * config.ep * config.pp))
+    # weight and fp32 gradient, which are one in fp32
+    kept, state = 8 if config.dtype == "fp32" else 6, optimizer_state_bytes(config)
+    ranks = config.world_size // config.pp if config.distributed_optimizer else 1
+    dense = kept + state / max(1, ranks // config.tp)
+    expert = kept + state / max(1, ranks // (config.etp * config.ep))
     return dense * rank.dense + expert * rank.expert
 
 
@@ -157,24 +166,6 @@ def checkpoint_bytes(config: Config) -> int:
     return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
 
 
-def _bytes_per_parameter(config: Config, num_replicas: int) -> float:
-    """Weight, fp32 gradient, and the optimizer's state, over replicas if distributed."""
-    kept, shards = 8 if config.dtype == "fp32" else 6, num_replicas if config.distributed_optimizer else 1
-    return kept + optimizer_state_bytes(config) / max(1, shards)
-
-
-def _chunk_bounds(config: Config, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-    """First layer, and the one after the last, of every model chunk in the order of the layers.
-
-    Where VPP does not divide a stage, its first chunks have one layer more; where stages do not add up, the
-    last chunk has the rest.
-    """
-    num_chunks = config.vpp or 1
-    parts = range(num_chunks - 1, -1, -1)
-    ends = list(accumulate((layers + left) // num_chunks for left in parts for layers in stage_layers))[:-1]
-    return list(pairwise([0, *(min(end, config.num_layers) for end in ends), config.num_layers]))
-
-
 def _norm(config: Config, size: int) -> int:
     return priced(config, "normalization", {"RMSNorm": size, "LayerNorm": 2 * size})
 
@@ -185,59 +176,44 @@ def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False, hidden: i
     return hidden * (width + ffn // tp) + (width + hidden if bias else 0)
 
 
-def _expert(config: Config, etp: int = 1) -> int:
+def _expert(config: Config, etp: int) -> int:
     bias, hidden = config.add_bias_linear, config.expert_hidden_size
     return _mlp(config, config.expert_ffn_size, etp, bias=bias, hidden=hidden)
 
 
-def _latent_projections(config: Config) -> int:
-    """Both, on every rank of the layer (MOE_LATENT_SIZE)."""
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    biases = hidden + latent if config.add_bias_linear else 0
-    return 2 * hidden * latent + biases if latent else 0
-
-
 def _attention(config: Config, tp: int) -> int:
+    """Multi-latent attention is that of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    hidden, heads, channels = config.hidden_size, config.num_heads // tp, config.kv_channels
+    output_bias = hidden if config.add_bias_linear else 0
     if config.multi_latent_attention:
-        return _latent_attention(config, tp)
-    hidden, heads = config.hidden_size, config.num_heads * config.kv_channels // tp
-    qkv = heads + 2 * config.num_query_groups * config.kv_channels // tp
-    biases = (qkv if config.add_bias_linear or config.qkv_bias else 0) + hidden * config.add_bias_linear
-    norms = 0
+        # projections down and norms are on every tensor parallel rank
+        rank, latent, query = config.q_lora_rank, config.kv_lora_rank, heads * channels
+        count = hidden * (latent + config.qk_pos_emb_head_dim)
+        count += latent * heads * (config.qk_head_dim + config.v_head_dim)
+        count += rank * (hidden + query) if rank else hidden * query
+        norms = _norm(config, latent) + (_norm(config, rank) if rank else 0)
+        return count + heads * config.v_head_dim * hidden + output_bias + (norms if config.qk_norm else 0)
+    query = config.num_heads * channels // tp
+    qkv = query + 2 * config.num_query_groups * channels // tp
+    biases, norms = (qkv if config.add_bias_linear or config.qkv_bias else 0) + output_bias, 0
     if config.qk_norm:  # of one head on every tensor-parallel rank, those over all heads are split
-        whole = (config.num_heads + config.num_query_groups) * config.kv_channels // tp
-        by_scope = {"head": 2 * _norm(config, config.kv_channels), "all": whole}
-        norms = priced(config, "qk_norm_scope", by_scope)
-    return hidden * (qkv + heads) + norms + biases
-
-
-def _latent_attention(config: Config, tp: int) -> int:
-    """DeepSeek-V2, arXiv:2405.04434, section 2.1; projections down and norms on every TP rank."""
-    hidden, heads, rank = config.hidden_size, config.num_heads // tp, config.q_lora_rank
-    query, latent = heads * config.kv_channels, config.kv_lora_rank
-    count = hidden * (latent + config.qk_pos_emb_head_dim)
-    count += latent * heads * (config.qk_head_dim + config.v_head_dim)
-    count += rank * (hidden + query) if rank else hidden * query
-    count += heads * config.v_head_dim * hidden + (hidden if config.add_bias_linear else 0)
-    norms = _norm(config, latent) + (_norm(config, rank) if rank else 0)
-    return count + (norms if config.qk_norm else 0)
+        whole = (config.num_heads + config.num_query_groups) * channels // tp
+        norms = priced(config, "qk_norm_scope", {"head": 2 * _norm(config, channels), "all": whole})
+    return hidden * (qkv + query) + norms + biases
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
     """One layer without its routed experts. Norms, router and latent projections are on every
     tensor-parallel rank.
     """
-    common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    common = _attention(config, tp) + 2 * _norm(config, hidden)
     if not is_moe:
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
-    router = config.hidden_size * (config.num_router_outputs + config.shared_expert_gate)
+    router = hidden * (config.num_router_outputs + config.shared_expert_gate)
     router += config.num_router_outputs * config.add_bias_linear
-    shared = _mlp(config, config.shared_expert_size, tp)
-    return common + router + shared + _latent_projections(config)
-
-
-def _embedding(config: Config, tp: int) -> int:
-    return config.padded_vocab_size // tp * config.hidden_size
+    projections = 2 * hidden * latent + (hidden + latent if config.add_bias_linear else 0)
+    return common + router + _mlp(config, config.shared_expert_size, tp) + (projections if latent else 0)
 
 
 def startup_report(config: Config) -> str:
@@ -257,7 +233,7 @@ Floating-point operations per iteration: {flops} ({batch})"""
 
 
 def counted(count: int) -> str:
-    """As `30.5B (30,532,122,624)`."""
+    """Text such as `30.5B (30,532,122,624)`."""
     return f"{count_text(count)} ({count:,})"
 
 

@@ -1,108 +1,84 @@
-"""Matrix products of a job, their seconds on a device, and those of memory traffic. No torch."""
+"""Matrix products of a job, and the code that computes them, as far as that changes costs. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from typing import NamedTuple, TypeVar
 
-from moe_exp.config import Config
-from moe_exp.planner.costs.code_paths import fp8_parts
-from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.config import Config, setting_error
 from moe_exp.planner.hardware import Hardware
 
-# elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
-_ALIGNMENT = 8
+T = TypeVar("T")
+_BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks")
 
 
-@cache
-def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Elements of the output, those of the idle multiprocessors of the last wave with them."""
-    least = math.inf
-    # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
-    for height, width in ((128, 256), (256, 128)):
-        tiles = math.ceil(m / height) * math.ceil(n / width) * count
-        least = min(least, math.ceil(tiles / num_units) * num_units * height * width)
-    return least
+def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
+    """Entry of `costs` for the value of the setting `name`; a ValueError if it has none."""
+    value = getattr(config, name)
+    if value not in costs:
+        raise setting_error(name, value, "the planner has no price for it", f"use {', '.join(costs)}")
+    return costs[value]
 
 
-class Pass(NamedTuple):
-    """Seconds of a layer's forward and backward pass."""
+def fp8_parts(config: Config) -> tuple[bool, bool]:
+    """Whether the linear layers of routed experts, and those of the other layers, compute in FP8.
 
-    forward: float
-    backward: float
-
-    def __add__(self, other: Pass) -> Pass:  # type: ignore[override]
-        return Pass(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, factor: float) -> Pass:  # type: ignore[override]
-        return Pass(self.forward * factor, self.backward * factor)
-
-
-def _shares(hardware: Hardware, constants: TimeConstants) -> tuple[float, float, float, float, float]:
-    """Shares that are reached: of the peak, by products and by flash attention; of the bandwidth; half_depth
-    of products; and the share of FP8 and NVFP4, by that of their constants.
+    The others do with Transformer Engine, which FP8 needs but for EXPERT_BACKEND=triton, where only experts
+    do; so IMPL=auto counts as te. Output layer, router and embedding stay in bf16.
     """
-    if not hardware.is_recent:
-        matrix = constants.matrix_efficiency
-        matrix *= constants.v100_share if hardware.architecture == "volta" else 1.0
-        # an estimate: flash attention takes 1.3 times as long as products of as many operations
-        return matrix, matrix / 1.3, constants.memory_efficiency, constants.half_depth, 1.0
-    matrix, memory, narrow = constants.recent_matrix, constants.recent_memory, 1.0
-    if hardware.architecture in ("blackwell", "blackwell_ultra"):
-        matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
-        memory *= constants.blackwell_memory
-        matrix *= constants.ultra_matrix if hardware.architecture == "blackwell_ultra" else 1.0
-        narrow = constants.blackwell_fp8
-    return matrix, constants.attention_share, memory, constants.recent_depth, narrow
+    if config.fp8 == "none":
+        return False, False
+    if config.is_fp8_by_kernels:
+        return True, False
+    return config.use_moe, config.impl != "local"
 
 
-class Device:
-    """Seconds of matrix products and memory traffic on a device under given constants."""
+def fp8_kept(config: Config) -> tuple[bool, bool]:
+    """Whether these keep inputs and weights for backward in FP8: our kernels keep what they do in bf16."""
+    return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
-    def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
-        matrix, attention, memory, depth, narrow = _shares(hardware, constants)
-        peak = hardware.dense_flops[dtype]
-        volta = hardware.architecture == "volta"
-        self.hardware, self.is_cpu, self.is_recent = hardware, hardware.is_cpu, hardware.is_recent
-        # More processes than cores take turns.
-        crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
-        self.flops = peak * hardware.matrix_share * matrix / crowd
-        self.attention_flops = peak * hardware.matrix_share * attention / crowd
-        self.bandwidth = hardware.memory_bytes_per_second * memory / crowd
-        # how much faster FP8 and NVFP4 products are; 0: there are none
-        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / peak * constants.fp8_matrix * narrow
-        self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * narrow
-        self.cast_share = constants.cast_bytes if self.is_recent else 1.0
-        self.host_share = constants.host_grace if hardware.name.startswith("GB") else 1.0
-        self.num_units = hardware.num_units
-        self.half_depth = 0.0 if self.is_cpu else depth
-        self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
-        self.num_bytes = 4 if dtype == "fp32" else 2
 
-    def product(
-        self, m: float, n: float, k: float, count: float = 1, *, sums_over_rows: bool = False
-    ) -> float:
-        """Seconds of `count` products [m, k] x [k, n]. On a GPU with U multiprocessors the output is cut into
-        tiles, which run in waves of U, and one that is not full takes as long. Short inner dimensions do not
-        fill the pipelines: k / (k + half_depth). With `sums_over_rows`, as in a weight's gradient, k counts
-        rows and may be any number: both inputs lie in memory along m and n.
-        """
-        work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
-        seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
-        is_aligned = n % _ALIGNMENT == 0 and (sums_over_rows or k % _ALIGNMENT == 0)
-        return seconds if is_aligned else seconds * self.unaligned
+def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+    """The backend of the experts that is counted: EXPERT_BACKEND, or what `grouped_gemm.choose_backend` makes
+    of `auto`; `auto` for all others on GPUs, which depend on what is installed and count the same memory.
+    `runs_kernels`: see `Hardware`; triton counts as installed.
+    """
+    backend = priced(config, "expert_backend", dict(zip(_BACKENDS, _BACKENDS, strict=True)))
+    if backend != "auto":
+        return backend
+    if on_cpu:
+        return "loop"
+    return "triton" if runs_kernels and config.dtype != "fp32" else "auto"
 
-    def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
-        """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""
-        by_weight = self.product(k, n, m, count, sums_over_rows=True)
-        return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
-    def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Reading and writing this number of bytes per element; figures are of 2-byte types."""
-        scale = elements * self.num_bytes / 2 / self.bandwidth
-        return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
+def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+    """CROSS_ENTROPY, or what `token_loss.choose_cross_entropy` makes of `auto`; arguments as above."""
+    by_device = "triton" if runs_kernels and not on_cpu else "megatron"
+    return priced(config, "cross_entropy", {"auto": by_device, "megatron": "megatron", "triton": "triton"})
+
+
+def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
+    """Notes on how a plan counts, by part."""
+    words = {}
+    if config.use_moe:
+        backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+        said = f"{backend}, asked for by EXPERT_BACKEND"
+        if config.expert_backend == "auto":
+            said = f"{backend}, which EXPERT_BACKEND=auto takes on this device"
+        if backend == "auto":
+            needs = "its kernels need a GPU of compute capability 8.0 or newer"
+            why = "DTYPE=fp32" if config.dtype == "fp32" else needs
+            said = f"grouped GEMMs apart from each other, not triton: {why}"
+        words["experts"] = f"{said} (its memory; the time is counted the same for all)"
+    if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
+        fused, older = "and the time of a fused kernel", "of its kernel, the time of Megatron's"
+        words["cross entropy"] = f"triton: the memory {fused if hardware.is_recent else older}"
+    if config.fp8 != "none":
+        what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
+        words["FP8"] = f"{what}, by the peak of FP8 and the casts; its memory has not been measured"
+    return words
 
 
 class Shape(NamedTuple):
@@ -161,11 +137,6 @@ def num_tokens(config: Config) -> float:
 def hidden_bytes(config: Config) -> float:
     """Bytes of the hidden states of a micro-batch on a context parallel rank."""
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
-
-
-def routed_bytes(config: Config) -> float:
-    """Bytes of the same tokens as routed experts take them: of MOE_LATENT_SIZE channels, if it is set."""
-    return hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:

@@ -9,13 +9,12 @@ for what the backward pass of the last micro-batch hides.
 from dataclasses import dataclass, fields
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.device import Device, Group, exchange_seconds, skew_of
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
-from moe_exp.planner.costs.products import Device, hidden_bytes, num_tokens, projections
-from moe_exp.planner.costs.traffic import Group, exchange_seconds, skew_of
+from moe_exp.planner.costs.products import hidden_bytes, num_tokens, priced, projections
 from moe_exp.planner.hardware import Hardware
 
 # Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter
@@ -54,22 +53,34 @@ class IterationTime:
 
 
 def time_of(
-    job: Job, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
+    job: PlannedJob, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
 ) -> IterationTime:
     """Time of an iteration of `batch_size` samples (batch ramp-up); GBSZ by default."""
     config, counts = job.config, _counts(job)
     num_microbatches = max(1, (batch_size or config.gbsz) // (config.mbsz * config.data_parallel_size))
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
-    parts = _parts_of_stages(job, layer_times(job, device, constants), hardware, constants, counts)
+    parts = _parts_of_stages(job, device, layer_times(job, device), counts)
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
-    hidden = max(totals) * (1.0 if hardware.is_recent else 0.5) if _overlaps(job, hardware) else 0.0
+    # What the last micro-batch hides of the gradients' reduce and the weights' gather: all that its slowest
+    # stage takes, half of it on devices up to Ampere.
+    overlaps = priced(config, "overlap", {"true": True, "false": False, "auto": not hardware.is_cpu})
+    hidden = 0.0
+    if job.sharding == "distributed" and overlaps:
+        hidden = max(totals) * (1.0 if hardware.is_recent else 0.5)
+    # the step: norm of the gradients, the update of what this rank owns, and the new weights
+    owned = float(rank.total)
+    if job.sharding != "none":
+        ranks = config.world_size // config.pp
+        owned = rank.dense / max(1, ranks // config.tp)
+        owned += rank.expert / max(1, ranks // (config.etp * config.ep))
+    step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
+    step += _muon_seconds(config, hardware, constants, counts)
     # newer than Ampere: an estimate, which published runs do not determine
     once = 0.01 if hardware.is_recent else constants.iteration_seconds
-    step = _optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)
     return IterationTime(
         **seconds,
         bubble=bubble * factor,
@@ -88,11 +99,11 @@ class StagePass:
     backward_exchange: float
 
 
-def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
+def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
     """The passes over every stage. Of collectives, forward has one of two, or of three with a recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
-    times, counts = layer_times(job, device, constants), _counts(job)
-    parts = _parts_of_stages(job, times, hardware, constants, counts)
+    times, counts = layer_times(job, device), _counts(job)
+    parts = _parts_of_stages(job, device, times, counts)
     found = []
     for stage, (dense, moe) in enumerate(counts):
         computed = sum(parts[name][stage] for name in ("compute", "host"))
@@ -109,14 +120,27 @@ def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list
 
 
 def _parts_of_stages(
-    job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, counts: list[tuple[int, int]]
+    job: PlannedJob, device: Device, times: LayerTimes, counts: list[tuple[int, int]]
 ) -> dict[str, list[float]]:
     """Seconds of a micro-batch on every stage, by part."""
-    dense, moe = (_layer(job, times, hardware, constants, is_moe) for is_moe in (False, True))
+    config, hardware, constants = job.config, device.hardware, device.constants
+    dense, moe = (_layer(job, device, times, is_moe) for is_moe in (False, True))
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
     parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
-    parts["pipeline"] = [_message(job, hardware, constants)] * job.config.pp
-    own = constants.own_moe if job.config.use_moe else constants.own_dense
+    # activations to the next stage and their gradient back, once per model chunk
+    message = 0.0
+    if config.pp > 1:
+        group = Group(config.pp, config.world_size // config.pp, hardware, config.gpus_per_node)
+        num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
+        speed = hardware.node_bytes_per_second if group.in_node else hardware.network_bytes_per_second
+        if hardware.is_recent:
+            of_ring = constants.link_ring if group.in_node else constants.network_ring
+            message = 2 * (config.vpp or 1) * constants.stage_exposed * num_bytes / (speed * of_ring)
+        else:
+            once = num_bytes / (speed * constants.stage_bandwidth) + group.latency_seconds
+            message = 2 * (config.vpp or 1) * once
+    parts["pipeline"] = [message] * config.pp
+    own = constants.own_moe if config.use_moe else constants.own_dense
     return {part: [own * seconds for seconds in of_stages] for part, of_stages in parts.items()}
 
 
@@ -128,7 +152,7 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 
 
-def _counts(job: Job) -> list[tuple[int, int]]:
+def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     """(layers without, layers with experts) of every stage."""
     is_moe, counts, first = job.config.moe_layers, [], 0
     vpp = job.config.vpp or 1
@@ -142,95 +166,59 @@ def _counts(job: Job) -> list[tuple[int, int]]:
     return counts
 
 
-def _layer(
-    job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, is_moe: bool
-) -> dict[str, float]:
+def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
     """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
-    config, engine = job.config, job.engine
+    config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
-    # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared
-    # expert gather them.
-    mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
-    exchanges = 2 * (1 + of_experts) if is_moe else 0
     again = priced(config, "recompute", repeated)
     if not config.use_moe and config.recompute in ("selective", "moe_act"):  # then of attention's scores
         again = repeated["core_attn"]
     if config.recompute != "full":
-        again += sum(repeated[name] for name in engine.recompute)
+        again += sum(repeated[name] for name in job.engine.recompute)
     compute = one.forward + one.backward + again
+
+    # An all-reduce of the activations, or sequence parallelism's gather and scatter. Routed experts take the
+    # tokens of a tensor parallel rank as they are; attention, an MLP and a shared expert gather them.
+    group = Group(config.tp, 1, hardware, config.gpus_per_node)
+    share = group.ring_share(constants, constants.tensor_bandwidth)
+    mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
+    tensor = group.all_reduce(hidden_bytes(config), share) * ((1 + forwards) + mlp_gathers)
+
+    # keys and values of the other context parallel ranks
+    group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
+    share = group.ring_share(constants, constants.tensor_bandwidth)
+    keys = 2 * config.num_query_groups * config.kv_channels / config.tp
+    if config.multi_latent_attention:  # of every head, with values of another size
+        keys = config.num_heads * (config.kv_channels + config.v_head_dim) / config.tp
+    num_bytes = num_tokens(config) * config.cp * keys * device.num_bytes
+    context = group.reduce_scatter(num_bytes, share) * (1 + forwards)
+
     exchange = 0.0
-    if exchanges:
-        exchange = exchanges * exchange_seconds(job, hardware, constants)
+    if is_moe:  # there and back
+        exchange = 2 * (1 + of_experts) * exchange_seconds(job, hardware, constants)
         exchange *= skew_of(job, hardware, constants)
-    tensor = _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers)
-    context = _context(job, hardware, constants) * (1 + forwards)
     if hardware.is_recent:
         context *= constants.context_exposed
-        tensor *= constants.tensor_exposed if engine.overlaps_tensor_parallel else 1.0
-        if engine.overlaps_exchange:
+        tensor *= constants.tensor_exposed if job.engine.overlaps_tensor_parallel else 1.0
+        if job.engine.overlaps_exchange:
             exchange = max(constants.exchange_exposed * exchange, exchange - compute)
-    busy = compute + tensor + context + exchange
+
+    # Host and device run beside each other, but for a share of the shorter one.
+    busy, host = compute + tensor + context + exchange, times.host_moe if is_moe else times.host_dense
+    waiting = max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
     return {
         "compute": compute,
-        "host": _waiting(busy, times.host_moe if is_moe else times.host_dense, constants),
+        "host": waiting,
         "tensor_parallel": tensor,
         "context_parallel": context,
         "expert_parallel": exchange,
     }
 
 
-def _waiting(busy: float, host: float, constants: TimeConstants) -> float:
-    """Seconds by which host and device need longer than the device is busy: they run beside each other, but
-    for a share of the shorter one.
-    """
-    return max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
-
-
-def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """An all-reduce of a micro-batch's activations, or sequence parallelism's gather and scatter."""
-    group = Group(job.config.tp, 1, hardware, job.config.gpus_per_node)
-    return group.all_reduce(hidden_bytes(job.config), _ring_share(group, constants))
-
-
-def _ring_share(group: Group, constants: TimeConstants) -> float:
-    return group.recent_share(constants) if group.hardware.is_recent else constants.tensor_bandwidth
-
-
-def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """Keys and values of the other ranks, for one pass over a layer."""
-    config = job.config
-    group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
-    keys = 2 * config.num_query_groups * config.kv_channels / config.tp
-    if config.multi_latent_attention:  # of every head, with values of another size
-        keys = config.num_heads * (config.kv_channels + config.v_head_dim) / config.tp
-    num_bytes = num_tokens(config) * config.cp * keys * (4 if config.dtype == "fp32" else 2)
-    return group.reduce_scatter(num_bytes, _ring_share(group, constants))
-
-
-def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """A micro-batch's activations to the next stage and their gradient back, once per model chunk."""
-    config = job.config
-    if config.pp == 1:
-        return 0.0
-    group = Group(config.pp, config.world_size // config.pp, hardware, config.gpus_per_node)
-    num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
-    speed = hardware.node_bytes_per_second if group.in_node else hardware.network_bytes_per_second
-    if hardware.is_recent:
-        of_ring = constants.link_ring if group.in_node else constants.network_ring
-        return 2 * (config.vpp or 1) * constants.stage_exposed * num_bytes / (speed * of_ring)
-    return 2 * (config.vpp or 1) * (num_bytes / (speed * constants.stage_bandwidth) + group.latency_seconds)
-
-
-def _overlaps(job: Job, hardware: Hardware) -> bool:
-    """Whether gradients are reduced, and weights gathered, while the device computes."""
-    by_setting = {"true": True, "false": False, "auto": not hardware.is_cpu}
-    return job.sharding == "distributed" and priced(job.config, "overlap", by_setting)
-
-
 def _data_parallel(
-    job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
+    job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
     """Reduce and gather of dense and expert parameters, less the `hidden` seconds."""
     config, engine = job.config, job.engine
@@ -246,7 +234,7 @@ def _data_parallel(
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
         size = config.world_size // config.pp // model_ranks
         group = Group(size, model_ranks, hardware, config.gpus_per_node)
-        share = group.recent_share(constants) if hardware.is_recent else constants.data_bandwidth
+        share = group.ring_share(constants, constants.data_bandwidth)
         if parameters and group.size > 1:
             total += group.reduce_scatter(parameters * per_parameter, share)
     if engine.shards_parameters:  # layer by layer for every micro-batch, forward and backward
@@ -256,17 +244,7 @@ def _data_parallel(
     return max(total - hidden, 0.1 * total) if hidden else total
 
 
-def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
-    """Norm of the gradients, the step on what this rank owns, and the new weights."""
-    config, owned = job.config, float(rank.total)
-    if job.sharding != "none":
-        ranks = config.world_size // config.pp
-        owned = rank.dense / max(1, ranks // config.tp)
-        owned += rank.expert / max(1, ranks // (config.etp * config.ep))
-    return (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
-
-
-def muon_seconds(
+def _muon_seconds(
     config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
 ) -> float:
     """Seconds of the slowest stage's products, of layers (without, with experts); 0 for other optimizers.
@@ -278,47 +256,33 @@ def muon_seconds(
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    ranks, slowest = config.world_size // config.pp, 0.0
-    for dense, moe in layers:
-        number = moe * config.num_experts // config.ep
-        experts = _mlp(config, config.expert_ffn_size, number, config.expert_hidden_size)
-        seconds = _shared_seconds(device, _dense_matrices(config, dense, moe), ranks // config.tp)
-        seconds += _shared_seconds(device, experts, ranks // (config.etp * config.ep))
-        slowest = max(slowest, seconds)
-    return slowest
+    hidden, latent, ranks = config.hidden_size, config.moe_latent_size, config.world_size // config.pp
 
-
-def _shared_seconds(device: Device, shapes: list[tuple[float, float, int]], num_ranks: int) -> float:
-    """Seconds of the busiest of the ranks that share the matrices: it has one at least."""
-    longest = max((_seconds(device, [(rows, columns, 1)]) for rows, columns, _ in shapes), default=0.0)
-    return max(longest, _seconds(device, shapes) / max(1, num_ranks))
-
-
-def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
-    """Seconds for matrices of (rows, columns, number)."""
-    total = 0.0
-    for rows, columns, count in shapes:
+    def seconds(rows: float, columns: float, count: int) -> float:
         short, long = min(rows, columns), max(rows, columns)
         gram, square = device.product(short, short, long, count), device.product(short, short, short, count)
-        total += 5 * (gram + square + device.product(short, long, short, count))
-    return total
+        return 5 * (gram + square + device.product(short, long, short, count))
 
+    def mlp(ffn: int, width: int, count: int) -> list[tuple[float, float, int]]:
+        # gate and up projection are one matrix
+        return [((2 if config.gated else 1) * ffn, width, count), (width, ffn, count)] if ffn else []
 
-def _mlp(config: Config, ffn: int, count: int, hidden: int | None = None) -> list[tuple[float, float, int]]:
-    """Gate and up projection are one matrix."""
-    hidden = hidden or config.hidden_size
-    return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn and count else []
-
-
-def _dense_matrices(config: Config, num_dense: int, num_moe: int) -> list[tuple[float, float, int]]:
-    """All others of a stage."""
     # Queries, keys and values are one matrix; in latent attention one each (arXiv:2405.04434).
-    query = value = config.num_heads * config.kv_channels
-    if config.multi_latent_attention:
-        value = config.num_heads * config.v_head_dim
-    shapes = [*projections(config, query, config.num_heads, tp=1), (config.hidden_size, value)]
-    attention = [(*shape, num_dense + num_moe) for shape in shapes]
-    of_moe = _mlp(config, config.shared_expert_size, num_moe)
-    if config.moe_latent_size and num_moe:
-        of_moe.append((config.moe_latent_size, config.hidden_size, 2 * num_moe))  # the same either way
-    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + of_moe
+    query = config.num_heads * config.kv_channels
+    value = config.num_heads * config.v_head_dim if config.multi_latent_attention else query
+    attention = [*projections(config, query, config.num_heads, tp=1), (hidden, value)]
+    slowest = 0.0
+    for dense, moe in layers:
+        others = [(*shape, dense + moe) for shape in attention]
+        others += mlp(config.ffn_hidden_size, hidden, dense) + mlp(config.shared_expert_size, hidden, moe)
+        others += [(latent, hidden, 2 * moe)] if latent else []  # both projections take the same time
+        local = moe * config.num_experts // config.ep
+        experts = mlp(config.expert_ffn_size, config.expert_hidden_size, local)
+        stage = 0.0
+        for shapes, sharing in ((others, ranks // config.tp), (experts, ranks // (config.etp * config.ep))):
+            there = [shape for shape in shapes if shape[2]]
+            # the busiest of the ranks that share the matrices has one at least
+            longest = max((seconds(rows, columns, 1) for rows, columns, _ in there), default=0.0)
+            stage += max(longest, sum(seconds(*shape) for shape in there) / max(1, sharing))
+        slowest = max(slowest, stage)
+    return slowest

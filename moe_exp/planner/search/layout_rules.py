@@ -65,18 +65,24 @@ class Space:
         """The usual values for a model, with those of `fixed` in their place."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
-        sequence = config.seq_len // 8192  # with fewer tokens per rank, communication outweighs computation
+        powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
+        # with fewer than 8192 tokens per rank, communication outweighs computation
+        longest = min(world, max(1, config.seq_len // 8192))
         chosen: dict[str, Sequence[Any]] = {
             "tp": _divisors(per_node, per_node),
             "pp": _divisors(world, min(config.num_layers, world)),
             "vpp": [None, *range(2, _LARGEST_VPP + 1)],
             "ep": _divisors(num_experts, min(num_experts, world)) if config.use_moe else [1],
-            "cp": [size for size in _powers_of_two(world) if size == 1 or size <= sequence],
-            "mbsz": _powers_of_two(min(config.gbsz, _LARGEST_MICROBATCH)),
+            "cp": [size for size in powers if size <= longest],
+            "mbsz": [size for size in powers if size <= min(config.gbsz, _LARGEST_MICROBATCH)],
             "recompute": ("none", "selective", "full"),
         } | {name: values for name, values in fixed.items() if name not in ("etp", *SPLIT_SETTINGS)}
+
+        def order(value: Any) -> int:  # recompute by amount; None (no model chunks) before numbers
+            return RECOMPUTE.index(value) if isinstance(value, str) else value or 0
+
         ascending: dict[str, tuple[Any, ...]] = {
-            name: tuple(sorted(set(values), key=_order)) for name, values in chosen.items()
+            name: tuple(sorted(set(values), key=order)) for name, values in chosen.items()
         }
         etp = tuple(sorted(set(fixed["etp"]))) if "etp" in fixed else None if config.use_moe else (1,)
         splits = {name: fixed[name] for name in SPLIT_SETTINGS if name in fixed}
@@ -90,15 +96,6 @@ class Space:
 
 def _divisors(number: int, largest: int) -> list[int]:
     return [size for size in range(1, largest + 1) if number % size == 0]
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length())]
-
-
-def _order(value: Any) -> int:
-    """None (no model chunks) before numbers; recompute by amount."""
-    return RECOMPUTE.index(value) if isinstance(value, str) else value or 0
 
 
 @dataclass(frozen=True)
@@ -225,9 +222,3 @@ def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
         splits.append([first - 1, *others, last])
     texts = dict.fromkeys(stages_text(split) for split in splits if min(split) >= 0 and all(split[1:-1]))
     return tuple({} if is_even and "," not in text else {"pipeline_layers": text} for text in texts) or ({},)
-
-
-def notes(config: Config) -> list[str]:
-    """Short notes on what is allowed but slow."""
-    crosses = config.use_moe and config.etp * config.ep > config.gpus_per_node
-    return ["experts over nodes"] if crosses else []

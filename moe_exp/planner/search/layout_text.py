@@ -20,24 +20,17 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
     """Allowed values of layout settings, from text such as `2,4`; ConfigError for other text."""
-    return _all({name: partial(_values, name, text) for name, text in texts.items()})
+
+    def values(name: str, text: str) -> tuple[Any, ...]:
+        parts = [text] if name == "pipeline_layers" else text.split(",")  # which has commas itself
+        return tuple(_value(name, part) for part in parts)
+
+    return _all({name: partial(values, name, text) for name, text in texts.items()})
 
 
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
     """Layout settings from `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError for other text."""
-    pairs = dict(_pairs(text))
-    replicas = pairs.pop("dp", None)
-    wanted = _all({name: partial(_value, name, value) for name, value in pairs.items()})
-    if replicas is not None:
-        size = wanted.get("tp", 1) * wanted.get("pp", 1) * wanted.get("cp", 1)
-        if not {"tp", "pp"} <= wanted.keys() or config.world_size != _value("dp", replicas) * size:
-            rule = f"is not GPUs / (TP*PP*CP) = {config.world_size} / {size}"
-            raise ConfigError([problem("dp", replicas, rule, "leave it out: it follows from TP, PP and CP")])
-    return wanted
-
-
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    problems = []
+    pairs, problems = {}, []
     # PIPELINE_LAYERS contains commas, too
     for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
@@ -47,9 +40,17 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
             fix = f"write TP=4,PP=12; there are {', '.join(LAYOUT_SETTINGS).upper()}"
             rule = "is not one of the settings of a layout with its value"
             problems.append(problem("explain", part, rule, fix))
-        yield name, value.strip()
+        pairs[name] = value.strip()
     if problems:
         raise ConfigError(problems)
+    replicas = pairs.pop("dp", None)
+    wanted = _all({name: partial(_value, name, value) for name, value in pairs.items()})
+    if replicas is not None:
+        size = wanted.get("tp", 1) * wanted.get("pp", 1) * wanted.get("cp", 1)
+        if not {"tp", "pp"} <= wanted.keys() or config.world_size != _value("dp", replicas) * size:
+            rule = f"is not GPUs / (TP*PP*CP) = {config.world_size} / {size}"
+            raise ConfigError([problem("dp", replicas, rule, "leave it out: it follows from TP, PP and CP")])
+    return wanted
 
 
 def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
@@ -63,12 +64,6 @@ def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     if problems:
         raise ConfigError(problems)
     return values
-
-
-def _values(name: str, text: str) -> tuple[Any, ...]:
-    if name == "pipeline_layers":
-        return (_value(name, text),)
-    return tuple(_value(name, part) for part in text.split(","))
 
 
 def _value(name: str, text: str) -> Any:
@@ -93,9 +88,17 @@ def _value(name: str, text: str) -> Any:
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
     """`num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`, or None; ConfigError for other text."""
+
+    def parse_price(text: str) -> float:
+        number = number_in(text)
+        if not 0 <= number < float("inf"):
+            fix = "give the price of a GPU-hour"
+            raise setting_error("price", text, "must be a number of at least 0", fix)
+        return number
+
     parsers: dict[str, Callable[[], Any]] = {
         "num_tokens": lambda: None if tokens is None else parse_count("tokens", tokens),
-        "price_per_gpu_hour": lambda: None if price is None else _price(price),
+        "price_per_gpu_hour": lambda: None if price is None else parse_price(price),
     }
     return _all(parsers)
 
@@ -110,15 +113,8 @@ def parse_count(name: str, text: str) -> int:
     return int(count)
 
 
-def _price(text: str) -> float:
-    price = number_in(text)
-    if not 0 <= price < float("inf"):
-        raise setting_error("price", text, "must be a number of at least 0", "give the price of a GPU-hour")
-    return price
-
-
 def number_in(text: str) -> float:
-    """NaN for other text."""
+    """The number in a text; NaN for other text."""
     try:
         return float(text)
     except ValueError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
@@ -39,10 +39,14 @@ class Candidate:
 
     @property
     def notes(self) -> list[str]:
-        """Short notes on what is allowed but worth knowing."""
-        found = rules.notes(self.config)
-        found += ["memory within the error"] if self.prediction.is_close else []
-        return found + (["pipeline never full"] if self.config.gbsz < self.filling_batch else [])
+        """Short notes on what is allowed but slow or worth knowing."""
+        config = self.config
+        found = {
+            "experts over nodes": config.use_moe and config.etp * config.ep > config.gpus_per_node,
+            "memory within the error": self.prediction.is_close,
+            "pipeline never full": config.gbsz < self.filling_batch,
+        }
+        return [note for note, holds in found.items() if holds]
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,10 @@ def search(
     for family in rules.families(config, space, rejected):
         work.add(family)
 
-    def order(one: Candidate) -> tuple[float, int, int]:
-        return one.seconds, len(rules.notes(one.config)), one.config.tp * one.config.pp * one.config.cp
+    def order(one: Candidate) -> tuple[float, bool, int]:
+        # of equals those whose experts do not reach over nodes, then the least split
+        over_nodes = one.config.use_moe and one.config.etp * one.config.ep > one.config.gpus_per_node
+        return one.seconds, over_nodes, one.config.tp * one.config.pp * one.config.cp
 
     ranked = sorted(work.fitting, key=order)
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
@@ -108,7 +114,13 @@ class _Evaluation:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
-                hopeful = [mbsz for mbsz in sizes if self._is_hopeful(config, mbsz)]
+                hopeful = []
+                for mbsz in sizes:
+                    # can be fast enough only if the time of its layers and even stages' bubble are
+                    layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
+                    num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
+                    if layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds:
+                        hopeful.append(mbsz)
                 self._rejected[rules.TOO_SLOW] += (len(sizes) - len(hopeful)) * len(self._recompute)
                 needed = self._add_batches(config, hopeful, levels)
                 levels = levels or ({} if vpp else needed)
@@ -136,7 +148,7 @@ class _Evaluation:
         return needed
 
     def _fitting(self, config: Config) -> Candidate | None:
-        candidate = Candidate(config, predict(Job.of(config), self._hardware, self._constants))
+        candidate = Candidate(config, predict(PlannedJob.of(config), self._hardware, self._constants))
         if config.recompute == self._recompute[0]:
             time = candidate.prediction.time
             layers = time.compute + time.tensor_parallel + time.context_parallel + time.expert_parallel
@@ -147,12 +159,6 @@ class _Evaluation:
         if self.smallest is None or candidate.prediction.peak_bytes < self.smallest.prediction.peak_bytes:
             self.smallest = candidate
         return None
-
-    def _is_hopeful(self, config: Config, mbsz: int) -> bool:
-        """Whether an iteration may be fast enough, by the time of its layers and even stages' bubble."""
-        layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
-        num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
-        return layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
@@ -196,7 +202,20 @@ def explain(
     if inner.smallest is not None:
         return Explanation(wanted, inner.smallest, False, 0, {}, [memory_line(inner.smallest)])
     given = {name: values[0] for name, values in (fixed or {}).items() if len(values) == 1} | dict(wanted)
-    return Explanation(wanted, None, False, 0, {}, _problems_of(config, given, inner))
+    # what is wrong with the given settings whatever the others are
+    layout = dict(given)
+    if "pp" in layout and not layout.keys() & set(rules.SPLIT_SETTINGS):
+        layout |= rules.stage_splits(config, layout["pp"])[0]
+    problems = rules.layout_problems(rules.with_layout(config, **layout))
+    # problems with the number of ranks or the batch may come from other sizes, which are 1 here
+    if not {"tp", "pp"} <= given.keys():
+        problems = [line for line in problems if line.partition("=")[0].lower() in given]
+    if not problems:
+        reasons = "; ".join(f"{reason} ({count:,})" for reason, count in inner.rejected.most_common())
+        words = ",".join(f"{name.upper()}={value}" for name, value in given.items())
+        rule = f"no layout is left, these are refused: {reasons}"
+        problems = [problem("layout", words, rule, "leave some of it open")]
+    return Explanation(wanted, None, False, 0, {}, problems)
 
 
 def bound_by(time: IterationTime) -> str:
@@ -210,21 +229,6 @@ def memory_line(candidate: Candidate) -> str:
     rule = f"needs {prediction.peak_bytes / 2**30:.1f} of {prediction.memory_bytes / 2**30:.1f} GiB"
     rule += f" on stage {prediction.peak_stage} with MBSZ={config.mbsz} and RECOMPUTE={config.recompute}"
     return problem("layout", layout_words(config), rule, "raise TP, PP or EP, or use more or larger GPUs")
-
-
-def _problems_of(config: Config, given: Mapping[str, Any], inner: Search) -> list[str]:
-    """Lines on given settings that are invalid regardless of the others."""
-    layout = dict(given)
-    if "pp" in layout and not layout.keys() & set(rules.SPLIT_SETTINGS):
-        layout |= rules.stage_splits(config, layout["pp"])[0]
-    lines = rules.layout_problems(rules.with_layout(config, **layout))
-    # problems with the number of ranks or the batch may come from other sizes, which are 1 here
-    if not {"tp", "pp"} <= given.keys():
-        lines = [line for line in lines if line.partition("=")[0].lower() in given]
-    reasons = "; ".join(f"{reason} ({count:,})" for reason, count in inner.rejected.most_common())
-    words = ",".join(f"{name.upper()}={value}" for name, value in given.items())
-    rule = f"no layout is left, these are refused: {reasons}"
-    return lines or [problem("layout", words, rule, "leave some of it open")]
 
 
 def layout_words(config: Config) -> str:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from moe_exp.config import Config
 from moe_exp.host.files import count_text, read_json, write_json
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.planner.fit.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.studies.child_runs import LONGEST, Case, last_line, median_seconds, records_after, why_it_failed
@@ -148,9 +148,9 @@ class Row:
         return self.prediction.peak_bytes / GIBIBYTE if self.prediction else None
 
 
-def job_of(config: Config, device: str) -> Job:
+def job_of(config: Config, device: str) -> PlannedJob:
     """The job with memory as measured: resident on a CPU, else allocated by torch."""
-    return replace(Job.of(config), measured_by="rss" if device == CPU else "allocated")
+    return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
@@ -173,7 +173,7 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
-    """A line per case in the columns of `planner/fit/measured.py`, which skips rows without measurements."""
+    """A line per case in the columns of `planner/measured.py`, which skips rows without measurements."""
     lines = [_cells(row, sweep_name) for row in rows]
     more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
     text = io.StringIO()

@@ -12,7 +12,7 @@ from moe_exp.engine.model import moe_options, transformer_config
 from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.layers.experts.fp8 import RECIPES
-from moe_exp.planner.costs.code_paths import fp8_kept, fp8_parts
+from moe_exp.planner.costs.products import fp8_kept, fp8_parts
 
 GOOD = {"preset": "reference", "gpus_per_node": "1", "mbsz": "8", "gbsz": "8"}
 GOOD |= {"fp8": "hybrid", "expert_backend": "te"}

@@ -38,6 +38,11 @@ def found(nnodes: int, **settings: object) -> Search:
     return search(model(LARGE, nnodes=nnodes, **settings), A100, constants=PRIORS)
 
 
+def total(parts: dict[str, float]) -> float:
+    """Bytes of all parts."""
+    return sum(parts.values())
+
+
 def with_memory(gibibytes: float) -> Hardware:
     """An A100 with another memory."""
     return replace(A100, memory_bytes=gibibytes * 2**30)

@@ -6,12 +6,11 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.planner.costs.constants import RECENT, TimeConstants
-from moe_exp.planner.costs.job import Engine, Job
+from moe_exp.planner.costs.device import Device, Group, exchange_seconds
+from moe_exp.planner.costs.job import Engine, PlannedJob
 from moe_exp.planner.costs.layer_time import layer_times
 from moe_exp.planner.costs.memory import memory_of
-from moe_exp.planner.costs.products import Device
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.costs.traffic import Group, exchange_seconds
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants, predict
 
@@ -28,7 +27,7 @@ CONSTANTS = load_constants().time
 
 
 def job(engine=Engine(), **settings):  # noqa: B008
-    return replace(Job.of(load_config(GPT | settings, {})), engine=engine)
+    return replace(PlannedJob.of(load_config(GPT | settings, {})), engine=engine)
 
 
 def seconds(of, device="H100"):
@@ -37,7 +36,7 @@ def seconds(of, device="H100"):
 
 def layers(of, device="H100"):
     """Times of its layers."""
-    return layer_times(of, Device(load_hardware(device), "bf16", CONSTANTS), CONSTANTS)
+    return layer_times(of, Device(load_hardware(device), "bf16", CONSTANTS))
 
 
 def with_and_without(**engine):
@@ -56,7 +55,7 @@ def test_exchanges_that_were_measured(device, ep):
     layout = {"nnodes": nodes, "gpus_per_node": hardware.gpus_per_node, "ep": ep}
     if ep == 64 and device == "H100":  # tokens go to 4 of the 8 groups of experts, each group is a node
         layout |= {"num_router_groups": 8, "router_group_topk": 4}
-    all_to_all = Job.of(load_config(model | layout | {"use_moe": True}, {}))
+    all_to_all = PlannedJob.of(load_config(model | layout | {"use_moe": True}, {}))
     hybrid = replace(all_to_all, engine=Engine(dispatcher="hybridep"))
     *of_hybrid, dispatch, combine = MEASURED[device][ep]
     for of, measured in ((hybrid, of_hybrid), (all_to_all, (dispatch, combine))):
@@ -137,7 +136,7 @@ def test_balanced_tokens_are_faster_than_the_router_s():
 
 def test_rings_over_the_network_reach_their_share_of_it():
     group = Group(4, 8, load_hardware("H100"), 8)
-    reached = group.bytes_per_second * group.recent_share(CONSTANTS)
+    reached = group.bytes_per_second * group.ring_share(CONSTANTS, 0.0)
     assert reached == pytest.approx(CONSTANTS.network_ring * 50e9)
 
 

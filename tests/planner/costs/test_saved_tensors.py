@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from helpers.model_on_ranks import RandomTokens
+from helpers.planner.planned import total
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import micro_batches_in_flight
 
 TINY: dict[str, Any] = {
@@ -163,13 +164,14 @@ def of_settings(settings: dict[str, Any], num_ranks: int) -> Config:
 
 def expected(config: Config, stage: int = 0) -> float:
     """The most that is saved at once: layers of all micro-batches in flight, the loss or a layer again."""
-    found = activations_of(Job.of(config), on_cpu=True)
+    found = activations_of(PlannedJob.of(config), on_cpu=True)
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
-    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe)
+    layers = sum(total(found.moe_parts if moe else found.dense_parts) for moe in is_moe)
     layers += found.embedding if stage == 0 else 0.0
     in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
-    return in_flight * layers + max(found.recomputed, found.output if stage == config.pp - 1 else 0.0)
+    output = total(found.output_parts) if stage == config.pp - 1 else 0.0
+    return in_flight * layers + max(found.recomputed, output)
 
 
 PIPELINES: dict[str, dict[str, Any]] = {

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from helpers.model_on_ranks import RandomTokens
+from helpers.planner.planned import total
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs import memory
 from moe_exp.planner.costs.activations import Activations, activations_of
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import MemoryConstants, memory_of, micro_batches_in_flight
 from moe_exp.planner.costs.params import MEBIBYTE, rank_parameters, weight_and_optimizer_bytes
-from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants
 
 A100 = load_hardware("A100-80GB")
@@ -32,7 +33,7 @@ def reference(**settings) -> Config:
 
 
 def stages(config: Config, job: dict[str, Any] | None = None, **arguments):
-    return memory_of(replace(Job.of(config), **(job or {})), A100, PRIORS, **arguments)
+    return memory_of(replace(PlannedJob.of(config), **(job or {})), A100, PRIORS, **arguments)
 
 
 def only_stage(config: Config, **arguments):
@@ -54,7 +55,7 @@ REFERENCE_RUNS = {
 def test_reference_runs(settings, static, peak, constants):
     # As it was then: routers kept their input in fp32, now in bf16.
     config = reference(**settings, expert_backend="torch", cross_entropy="megatron")
-    (found,) = memory_of(replace(Job.of(config), measured_by="allocated"), A100, constants)
+    (found,) = memory_of(replace(PlannedJob.of(config), measured_by="allocated"), A100, constants)
     in_fp32 = 2 * config.hidden_size * config.seq_len * config.mbsz * sum(config.moe_layers)
     between = found.weights + found.gradients + found.optimizer + found.workspace
     assert between / MEBIBYTE == pytest.approx(static, rel=0.01)  # asked for: 2%
@@ -199,12 +200,12 @@ def test_unfused_layer_is_that_of_korthikanti():
         attention_dropout=0.1, mbsz=1,
     )  # fmt: skip
     tokens, hidden, heads = config.seq_len, 4096, 32
-    layer = activations_of(replace(Job.of(config), fused_attention=False)).dense_layer
+    layer = total(activations_of(replace(PlannedJob.of(config), fused_attention=False)).dense_parts)
     assert layer == pytest.approx(34 * tokens * hidden + 5 * heads * tokens**2, rel=1e-3)
     # TP with sequence parallelism divides all of it (equation 4), without it 10*s*b*h stays (equation 2).
-    of_tp4 = replace(Job.of(config.model_copy(update={"tp": 4})), fused_attention=False)
-    assert activations_of(of_tp4).dense_layer == pytest.approx(layer / 4, rel=1e-3)
-    without = activations_of(replace(of_tp4, sequence_parallel=False)).dense_layer
+    of_tp4 = replace(PlannedJob.of(config.model_copy(update={"tp": 4})), fused_attention=False)
+    assert total(activations_of(of_tp4).dense_parts) == pytest.approx(layer / 4, rel=1e-3)
+    without = total(activations_of(replace(of_tp4, sequence_parallel=False)).dense_parts)
     by_hand = 10 * tokens * hidden + 24 * tokens * hidden / 4 + 5 * heads * tokens**2 / 4
     assert without == pytest.approx(by_hand, rel=1e-3)
 
@@ -213,7 +214,7 @@ def test_recompute_keeps_less_and_less():
     # torch's backend has an activation that moe_act can leave out
     kinds = ("none", "moe_act", "selective", "full")
     configs = [reference(recompute=kind, expert_backend="torch") for kind in kinds]
-    kept = [activations_of(Job.of(config)).moe_layer for config in configs]
+    kept = [total(activations_of(PlannedJob.of(config)).moe_parts) for config in configs]
     assert kept == sorted(set(kept), reverse=True)
     assert kept[-1] == 2 * configs[0].hidden_size * configs[0].seq_len * configs[0].mbsz
     totals = [only_stage(config).total for config in configs]
@@ -221,7 +222,7 @@ def test_recompute_keeps_less_and_less():
     # a dense model recomputes the scores
     config = reference(use_moe=False)
     none, selective = (
-        activations_of(replace(Job.of(one), fused_attention=False)).dense_layer
+        total(activations_of(replace(PlannedJob.of(one), fused_attention=False)).dense_parts)
         for one in (config, config.model_copy(update={"recompute": "selective"}))
     )
     assert none - selective == 2 * config.num_heads * config.seq_len**2 * config.mbsz
@@ -229,8 +230,8 @@ def test_recompute_keeps_less_and_less():
 
 def test_fused_attention_does_not_grow_with_the_square_of_the_sequence():
     def kept(seq_len: int, *, fused: bool) -> float:
-        job = replace(Job.of(reference(use_moe=False, seq_len=seq_len)), fused_attention=fused)
-        return activations_of(job).dense_layer
+        job = replace(PlannedJob.of(reference(use_moe=False, seq_len=seq_len)), fused_attention=fused)
+        return total(activations_of(job).dense_parts)
 
     assert kept(4096, fused=True) == pytest.approx(2 * kept(2048, fused=True))
     assert kept(4096, fused=False) > 2.5 * kept(2048, fused=False)
@@ -238,25 +239,28 @@ def test_fused_attention_does_not_grow_with_the_square_of_the_sequence():
 
 def test_context_parallel_ranks_share_the_sequence():
     def kept(cp: int, **settings: Any) -> Activations:
-        return activations_of(Job.of(reference(use_moe=False, cp=cp, **settings)))
+        return activations_of(PlannedJob.of(reference(use_moe=False, cp=cp, **settings)))
 
     alone, shared = (kept(cp, qk_clip=100.0) for cp in (1, 2))  # this package's attention
-    assert shared.output == alone.output / 2
-    assert alone.dense_layer / 2 < shared.dense_layer < alone.dense_layer  # keys and values are gathered
-    assert kept(2).dense_layer == kept(1).dense_layer / 2  # Transformer Engine keeps this rank's
+    assert total(shared.output_parts) == total(alone.output_parts) / 2
+    whole, part = total(alone.dense_parts), total(shared.dense_parts)
+    assert whole / 2 < part < whole  # keys and values are gathered
+    # Transformer Engine keeps this rank's
+    assert total(kept(2).dense_parts) == total(kept(1).dense_parts) / 2
 
 
 def test_rows_of_experts_by_capacity_and_topk():
     settings = {"moe_type": "moe", "expert_backend": "torch"}
     configs = [reference(**settings, capacity_factor=factor) for factor in (1.0, 1.5, 2.0)]
-    rows = [activations_of(Job.of(config)).moe_layer for config in configs]
+    rows = [total(activations_of(PlannedJob.of(config)).moe_parts) for config in configs]
     assert rows[2] - rows[1] == pytest.approx(rows[1] - rows[0])
     per_row = 2 * (512 + 3 * 1792)  # bf16: row, both halves, activation
     assert (rows[2] - rows[0]) / (8 * 2048) == pytest.approx(per_row, rel=0.01)
 
     config = reference(ep=4, moe_type="moe")
     assert only_stage(config, imbalance=1.0) == only_stage(config, imbalance=3.0)
-    one, two, four = (activations_of(Job.of(reference(topk=topk))).moe_layer for topk in (1, 2, 4))
+    kept = [activations_of(PlannedJob.of(reference(topk=topk))) for topk in (1, 2, 4)]
+    one, two, four = (total(of.moe_parts) for of in kept)
     assert four - two == pytest.approx(2 * (two - one))
 
 
@@ -274,7 +278,7 @@ def test_rows_of_experts_by_capacity_and_topk():
 def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counted):
     """Those of layers.grouped_gemm.choose_backend; all but triton count the same on a GPU."""
     of_auto, of_counted, of_other = (
-        memory_of(Job.of(reference(**settings, expert_backend=backend)), load_hardware(gpu), PRIORS)
+        memory_of(PlannedJob.of(reference(**settings, expert_backend=backend)), load_hardware(gpu), PRIORS)
         for backend in ("auto", counted, "te" if counted == "triton" else "triton")
     )
     assert of_auto == of_counted != of_other
@@ -282,13 +286,15 @@ def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counte
 
 def test_the_loss_kernel_keeps_logits_and_no_probabilities():
     kinds = ("megatron", "triton", "auto")
-    megatron, ours, auto = (activations_of(Job.of(reference(cross_entropy=kind))) for kind in kinds)
+    megatron, ours, auto = (activations_of(PlannedJob.of(reference(cross_entropy=kind))) for kind in kinds)
     tokens, words = 8 * 2048, reference().padded_vocab_size
     # Megatron's in fp32, ours in bf16
-    assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))
+    difference = total(megatron.output_parts) - total(ours.output_parts)
+    assert difference == tokens * (4 * words + 9 - (2 * words + 12))
     assert megatron.output_work == ours.output_work == 2 * tokens * words
     assert auto == ours
-    assert activations_of(Job.of(reference()), runs_kernels=False).output == megatron.output
+    without = activations_of(PlannedJob.of(reference()), runs_kernels=False)
+    assert without.output_parts == megatron.output_parts
 
 
 def test_expected_imbalance():
@@ -301,7 +307,7 @@ def test_expected_imbalance():
 
 
 def test_context_is_counted_where_nvidia_smi_measures():
-    (found,) = memory_of(Job.of(load_config({"preset": "cpu"}, {})), load_hardware("CPU"), PRIORS)
+    (found,) = memory_of(PlannedJob.of(load_config({"preset": "cpu"}, {})), load_hardware("CPU"), PRIORS)
     assert found.overhead < PRIORS.context_bytes and found.workspace == 0
     shown = only_stage(reference(use_moe=False))
     allocated = only_stage(reference(use_moe=False), job={"measured_by": "allocated"})
@@ -358,7 +364,7 @@ PROCESSES = {
 @pytest.mark.parametrize("settings", PROCESSES.values(), ids=PROCESSES)
 def test_the_size_of_a_process_that_trains(settings):
     config = load_config(WIDE | settings, {})
-    (found,) = memory_of(Job.of(config), load_hardware("CPU"), load_constants().memory)
+    (found,) = memory_of(PlannedJob.of(config), load_hardware("CPU"), load_constants().memory)
     ((begin, largest),) = run_on_ranks(1, train_alone, WIDE | settings, join=False, timeout=400)
     # Before the model is there, a build of torch with CUDA has 180 MB more than the planner counts.
     assert found.total == pytest.approx(largest - begin + BYTES_BEFORE, rel=0.1)

@@ -2,16 +2,17 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.planner.planned import total
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
 from moe_exp.planner.costs.timing import IterationTime, StagePass, bubble_seconds, time_of
-from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants, predict
-from moe_exp.planner.views.timeline import _scheduled as scheduled
+from moe_exp.planner.views import _scheduled as scheduled
 
 A100 = load_hardware("A100-80GB")
 CONSTANTS = load_constants().time
@@ -28,7 +29,7 @@ def config(**settings) -> Config:
 
 
 def seconds(**settings) -> IterationTime:
-    return time_of(Job.of(config(**settings)), A100, CONSTANTS)
+    return time_of(PlannedJob.of(config(**settings)), A100, CONSTANTS)
 
 
 MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
@@ -107,7 +108,7 @@ def test_parts_that_take_less(part, less, more):
 
 
 def test_a_smaller_batch_takes_less():
-    job = Job.of(config(pp=4))
+    job = PlannedJob.of(config(pp=4))
     half = time_of(job, A100, CONSTANTS, batch_size=128)
     assert half.compute == pytest.approx(time_of(job, A100, CONSTANTS).compute / 2)
     assert half.bubble == pytest.approx(time_of(job, A100, CONSTANTS).bubble, rel=0.2)
@@ -137,7 +138,7 @@ def test_reference_runs():
     cases = [({"use_moe": False}, 226, 230), (capacity, 600, 638)]
     cases += [({"ep": 4}, 416, 525), ({"ep": 8, "mbsz": 4}, 1532, 1688)]
     for settings, low, high in cases:
-        job = Job.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))
+        job = PlannedJob.of(load_config({"preset": "reference", "gpus_per_node": 8} | settings, {}))
         milliseconds = 1000 * time_of(replace(job, software="2024-10"), A100, CONSTANTS).total
         assert 0.9 * low < milliseconds < 1.1 * high, settings
 
@@ -171,7 +172,7 @@ CHOICES = (
 def test_a_choice_without_a_price_is_refused_by_name(name):
     chosen = config(**MOE, ep=8, qk_norm=True, shared_expert_size=64).model_copy(update={name: "new"})
     with pytest.raises(ValueError, match=f"^{name.upper()}=new: the planner has no price for it. Fix: use "):
-        predict(Job.of(chosen), A100)
+        predict(PlannedJob.of(chosen), A100)
 
 
 def test_the_local_dispatcher_has_no_price_between_ranks():
@@ -217,11 +218,11 @@ def test_fp8_halves_products_keeps_bytes_and_needs_a_device_with_it():
     common = {"preset": "mixtral-8x7b", "gpus_per_node": 8, "ep": 8, "expert_backend": "te", "gbsz": 8}
     kinds = {"bf16": ("none", "te"), "experts": ("hybrid", "local"), "all": ("hybrid", "te")}
     settings = {name: common | {"fp8": fp8, "impl": impl} for name, (fp8, impl) in kinds.items()}
-    jobs = {name: Job.of(load_config(own, {})) for name, own in settings.items()}
+    jobs = {name: PlannedJob.of(load_config(own, {})) for name, own in settings.items()}
     hardware, constants = load_hardware("H100-80GB"), load_constants()
     seconds = {name: time_of(job, hardware, constants.time).compute for name, job in jobs.items()}
     assert 0.5 * seconds["bf16"] < seconds["all"] < seconds["experts"] < 0.85 * seconds["bf16"]
-    kept = {name: activations_of(job).moe_layer for name, job in jobs.items()}
+    kept = {name: total(activations_of(job).moe_parts) for name, job in jobs.items()}
     config = jobs["all"].config
     tokens, copies = config.seq_len, 2 * 3 * 4096 * 14336  # one expert of each layer
     # QKV and projection inputs of 4096 channels; per row 4096 in and 14336 after the activation

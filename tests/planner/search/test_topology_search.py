@@ -5,7 +5,7 @@ import pytest
 
 from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 from moe_exp.config import ConfigError
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.prediction import predict
 from moe_exp.planner.search import layout_rules, topology
 from moe_exp.planner.search.layout_rules import Space, families, layout_problems, stage_splits, with_layout
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     fitting = {}
     for layout in all_layouts(config, Space.of(config)):
         if not layout_problems(layout):
-            prediction = predict(Job.of(layout), hardware, PRIORS)
+            prediction = predict(PlannedJob.of(layout), hardware, PRIORS)
             if not prediction.oom:
                 fitting[layout] = prediction.time.total
     assert ranked.keys() <= fitting.keys()

@@ -20,7 +20,7 @@ from helpers.whole_runs import ROOT, SETTINGS, processes_in
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.fit.measured import read_runs
+from moe_exp.planner.measured import read_runs
 from moe_exp.planner.prediction import predict
 from moe_exp.studies import child_runs
 from moe_exp.studies.sweep import driver, slurm_cases

@@ -10,8 +10,8 @@ from moe_exp.config import load_config
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.timing import IterationTime
-from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.hardware import load_hardware, profile_of
+from moe_exp.planner.measured import read_runs
 from moe_exp.planner.prediction import Prediction, predict
 from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.driver import case_of

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from moe_exp.config import load_config
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants
-from moe_exp.planner.views.timeline import as_svg, as_text, timeline
+from moe_exp.planner.views import as_svg, as_text, timeline
 
 H100 = load_hardware("H100")
 CONSTANTS = load_constants().time
@@ -17,7 +17,7 @@ CONSTANTS = load_constants().time
 
 def job(**settings):
     usual = {"preset": "qwen3-30b-a3b", "nnodes": 4, "gpus_per_node": 8, "ep": 8, "gbsz": 64, "mbsz": 1}
-    return Job.of(load_config(usual | settings, {}))
+    return PlannedJob.of(load_config(usual | settings, {}))
 
 
 @pytest.mark.parametrize(

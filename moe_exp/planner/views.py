@@ -1,19 +1,26 @@
-"""One iteration in time: what every pipeline stage computes when, and when it waits. No torch.
+"""Views of a plan: one iteration in time, by stage, and the published runs that are most like it. No torch.
 
 The schedules are Megatron-Core's: 1F1B, and the interleaved one with VPP model chunks per rank (Narayanan et
 al. 2021, arXiv:2104.04473, section 2.2). Durations are the planner's. matplotlib only inside functions.
 """
 
-from collections.abc import Iterator, Sequence
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import StagePass, stage_passes, time_of
-from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.hardware import Hardware, load_hardware
+from moe_exp.planner.measured import PUBLIC_RUNS, job_of_row
+from moe_exp.planner.prediction import Constants
 
 Kind = Literal["forward", "backward"]
+PassKey = tuple[int, Kind, int, int]  # stage, kind, chunk, micro-batch
 _COLORS = {"forward": "#4f9bd9", "backward": "#2a9d8f", "exchange": "#d9541e", "after": "#8c6d1f"}
 
 
@@ -42,7 +49,7 @@ class Timeline:
         return max(event.end for event in self.events)
 
 
-def timeline(job: Job, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
+def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
     """The schedule of an iteration, of at most `most` micro-batches."""
     passes = stage_passes(job, hardware, constants)
     time = time_of(job, hardware, constants)
@@ -55,7 +62,7 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
     """Runs every stage's order of passes, each as soon as its input is there."""
     stages = len(passes)
     orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[tuple[int, Kind, int, int], float] = {}
+    done: dict[PassKey, float] = {}  # to its end
     free, places = [0.0] * stages, [0] * stages
     events: list[Event] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -63,7 +70,12 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 kind, chunk, microbatch = order[places[stage]]
-                needed = _input(stage, kind, chunk, microbatch, stages, chunks)
+                # the pass whose result this one takes in; none for the first. Backward begins on the last
+                # stage with its own forward pass.
+                at = chunk * stages + stage + (-1 if kind == "forward" else 1)
+                needed: PassKey | None = (at % stages, kind, at // stages, microbatch) if at >= 0 else None
+                if at == chunks * stages:
+                    needed = stage, "forward", chunk, microbatch
                 if needed and needed not in done:
                     break
                 of = passes[stage]
@@ -75,16 +87,6 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
                 places[stage] += 1
         assert len(events) > before, "a schedule that waits for itself"
     return events
-
-
-def _input(
-    stage: int, kind: Kind, chunk: int, microbatch: int, stages: int, chunks: int
-) -> tuple[int, Kind, int, int] | None:
-    """The pass whose result a pass takes in; None for the first."""
-    at = chunk * stages + stage + (-1 if kind == "forward" else 1)
-    if at == chunks * stages:
-        return stage, "forward", chunk, microbatch
-    return (at % stages, kind, at // stages, microbatch) if at >= 0 else None
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
@@ -124,8 +126,6 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
 
 def as_svg(of: Timeline) -> str:
     """A picture: a row per stage, exchange of tokens as a part of every pass."""
-    import io
-
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -149,3 +149,59 @@ def as_svg(of: Timeline) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg")
     return text.getvalue()
+
+
+# Settings whose ratio counts, by weight: twice as many experts are as far as half as many.
+_RATIOS = {
+    "hidden_size": 2.0, "num_layers": 1.0, "num_experts": 1.0, "topk": 1.0, "expert_ffn_size": 1.0, "tp": 0.7,
+    "pp": 0.5, "ep": 0.7, "cp": 0.7, "mbsz": 0.5, "seq_len": 0.5, "world_size": 0.2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Neighbor:
+    """A published run."""
+
+    row: Mapping[str, str]  # of profiles/public_runs.csv
+    job: PlannedJob
+    hardware: Hardware
+    distance: float  # from the job: sum of weighted logarithms of ratios, and of what differs in kind
+    seconds: float  # per iteration, measured
+    planned_seconds: float
+
+    @property
+    def dispatcher(self) -> str:
+        """Its token dispatcher; empty: dense."""
+        return self.row["dispatcher"] or ("alltoall" if self.job.config.use_moe else "")
+
+    @property
+    def source(self) -> str:
+        """Repository and path."""
+        return f"{self.row['repo']} {self.row['path']}"
+
+
+def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count: int) -> list[Neighbor]:
+    """The `count` published runs nearest to these settings on this device, the nearest first.
+
+    Of a run that was published several times the newest one is taken.
+    """
+    found: dict[tuple[object, ...], Neighbor] = {}
+    mine = [getattr(config, name) for name in _RATIOS]
+    rows = csv.DictReader(PUBLIC_RUNS.read_text(encoding="utf-8").splitlines())
+    for row in sorted(rows, key=lambda row: row["date"]):
+        job, device = job_of_row(row), load_hardware(row["gpu"])
+        other, theirs = job.config, [getattr(job.config, name) for name in _RATIOS]
+        distance = 0.0
+        for weight, one, another in zip(_RATIOS.values(), mine, theirs, strict=True):
+            if one and another:
+                distance += weight * abs(math.log2(one / another))
+        distance += 10.0 * (config.use_moe != other.use_moe)
+        distance += 3.0 * (hardware.architecture != device.architecture)
+        distance += hardware.name != device.name
+        distance += config.fp8 != other.fp8
+        planned = time_of(job, device, constants.time).total
+        run = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
+        what = (row["model"], device.name, row["precision"], run.dispatcher, job.engine)
+        key = (*what, other.gbsz, other.vpp, other.etp, other.recompute, *theirs)
+        found[key] = run
+    return sorted(found.values(), key=lambda run: run.distance)[:count]

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 from moe_exp.planner.costs.constants import OWN, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants, memory_of
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")
@@ -74,16 +74,16 @@ def fit(
     `hold` keep these values. `noise` is the relative error of a good row: the smaller, the less do priors
     count.
     """
-    space = _Space(kind, prior)
     if prior is None and issubclass(kind, TimeConstants):
         hold = dict.fromkeys(OWN, 1.0) | dict(hold or {})
-    space.fix_unused(runs, log_ratio, rest, hold or {})
-    if not runs:
-        return Fit(space.constants([0.0] * space.size), {}, {})
-    if not space.size:  # no constant changes these runs, such as memory of torch's allocator in dense models
+    space = _Space(kind, prior, runs, log_ratio, rest, hold or {})
+    # without runs, or if none depends on a constant, such as memory of torch's allocator in dense models
+    if not space.scales:
         fixed = space.constants([])
         errors = {run.row_id: math.expm1(log_ratio(run, fixed)) for run in runs}
         return Fit(fixed, errors, errors)
+    from numpy import outer
+    from numpy.linalg import solve
     from scipy.optimize import least_squares
 
     def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
@@ -94,12 +94,18 @@ def fit(
             math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error) for error in errors
         ] + list(x)
 
-    at = space.point(start) if start else [0.0] * space.size
+    at = [0.0] * len(space.scales)
+    if start:
+        scales = space.scales.items()
+        at = [(math.log(getattr(start, name)) - center) / spread for name, (center, spread) in scales]
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
-    left_out, steps = {}, _steps_without_each(solution.jac, solution.fun, len(runs))
-    for run, step in zip(runs, steps, strict=True):
+    # per run the Gauss-Newton step from the fit to all runs to the one without it
+    normal, gradient = solution.jac.T @ solution.jac, solution.jac.T @ solution.fun
+    left_out = {}
+    for run, row, residual in zip(runs, solution.jac, solution.fun, strict=False):  # after them the priors
+        step = solve(normal - outer(row, row), residual * row - gradient)
         left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)
 
@@ -107,51 +113,35 @@ def fit(
 class _Space(Generic[T]):
     """Constants as points: logarithms relative to the prior, in units of the spread."""
 
-    def __init__(self, kind: type[T], prior: T | None):
-        self._kind = kind
-        self._scales = {}
+    def __init__(
+        self,
+        kind: type[T],
+        prior: T | None,
+        runs: Sequence[MeasuredRun],
+        log_ratio: LogRatio[T],
+        rest: T | None,
+        hold: Mapping[str, float],
+    ):
+        self._kind, self.scales, self._fixed = kind, dict[str, tuple[float, float]](), dict[str, float]()
         for of in fields(kind):  # type: ignore[arg-type]
             center = getattr(prior, of.name) if prior else of.metadata["prior"]
             # machines differ by a fifth of what is not known before any run
             spread = of.metadata["spread"] * (0.2 if prior else 1.0)
-            self._scales[of.name] = math.log(center), spread
-        self._fixed: dict[str, float] = {}
-
-    @property
-    def size(self) -> int:
-        return len(self._scales)
-
-    def fix_unused(
-        self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None, hold: Mapping[str, float]
-    ) -> None:
-        """Takes constants out that no run depends on, and those of `hold`."""
-        at_prior = self.constants([0.0] * self.size)
+            self.scales[of.name] = math.log(center), spread
+        # Constants that no run depends on are no dimension, and neither are those of `hold`.
+        at_prior = self.constants([0.0] * len(self.scales))
         before = [log_ratio(run, at_prior) for run in runs]
-        for name, (center, spread) in list(self._scales.items()):
+        for name, (center, spread) in list(self.scales.items()):
             moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
             if name in hold or before == [log_ratio(run, moved) for run in runs]:
-                self._scales.pop(name)
+                self.scales.pop(name)
                 value = getattr(rest, name) if rest else math.exp(center)
                 self._fixed[name] = hold.get(name, value)
 
-    def point(self, constants: T) -> list[float]:
-        scales = self._scales.items()
-        return [(math.log(getattr(constants, name)) - center) / spread for name, (center, spread) in scales]
-
     def constants(self, x: Iterable[float]) -> T:
-        pairs = zip(self._scales.items(), x, strict=True)
+        pairs = zip(self.scales.items(), x, strict=True)
         values = {name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
         return self._kind(**self._fixed, **values)
-
-
-def _steps_without_each(jacobian: Any, residuals: Any, num_runs: int) -> list[Any]:
-    """Per run the Gauss-Newton step from the fit to all runs to the one without it."""
-    from numpy import outer
-    from numpy.linalg import solve
-
-    normal, gradient = jacobian.T @ jacobian, jacobian.T @ residuals
-    rows = zip(jacobian[:num_runs], residuals[:num_runs], strict=True)
-    return [solve(normal - outer(row, row), residual * row - gradient) for row, residual in rows]
 
 
 @dataclass(frozen=True)
@@ -206,24 +196,21 @@ def profile_text(calibration: Calibration, source: Path) -> str:
     """JSON for `prediction.load_constants`."""
     parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
     constants, summary = {}, {}
-    for name, part in parts.items():
-        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
-        summary[name] = _summary(part)
-    head = {"source": source.name, "hardware": list(calibration.hardware)}
-    return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
-
-def _summary(part: Fit[Any]) -> dict[str, float]:
-    def mean(errors: dict[str, float]) -> float:
+    def mean(errors: Mapping[str, float]) -> float:
         return round(sum(map(abs, errors.values())) / max(1, len(errors)), 5)
 
-    return {
-        "rows": len(part.errors),
-        "mean_error": mean(part.errors),
-        "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
-        "left_out_mean_error": mean(part.left_out),
-        "left_out_90_percent_within": round(part.bound, 5),
-    }
+    for name, part in parts.items():
+        constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
+        summary[name] = {
+            "rows": len(part.errors),
+            "mean_error": mean(part.errors),
+            "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
+            "left_out_mean_error": mean(part.left_out),
+            "left_out_90_percent_within": round(part.bound, 5),
+        }
+    head = {"source": source.name, "hardware": list(calibration.hardware)}
+    return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
 
 COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
@@ -232,17 +219,12 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
     """CSV with a line per row of `measured.read_rows`; no time without a batch size; default TP*PP GPUs."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_predicted(row, constants) for row in rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
+        has_batch = row.get("gbs") and data_parallel_size(row)
+        seconds = f"{prediction.time.total:.6g}" if has_batch else ""
+        memory = f"{prediction.peak_bytes / GIBIBYTE:.6g}"
+        writer.writerow((row["row_id"], memory, seconds, int(prediction.oom)))
     return text.getvalue()
-
-
-def _predicted(row: Mapping[str, str], constants: Constants) -> dict[str, str]:
-    prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
-    return {
-        "row_id": row["row_id"],
-        "mem_gb": f"{prediction.peak_bytes / GIBIBYTE:.6g}",
-        "sec_per_it": f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else "",
-        "oom": str(int(prediction.oom)),
-    }

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from helpers import ROOT
+from moe_exp.planner.calibration import log_memory_ratio, log_time_ratio
 from moe_exp.planner.costs.constants import RECENT
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
-from moe_exp.planner.fit.measured import PUBLIC_RUNS, contradictions, read_rows
+from moe_exp.planner.measured import PUBLIC_RUNS, contradictions, read_rows
 from moe_exp.planner.prediction import load_constants
 
 sys.path.append(str(ROOT / "bench/planner"))

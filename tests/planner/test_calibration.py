@@ -9,12 +9,12 @@ from statistics import fmean
 import pytest
 
 from helpers import ROOT
+from moe_exp.planner.calibration import calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
 from moe_exp.planner.costs.constants import OWN, RECENT, TimeConstants
 from moe_exp.planner.costs.memory import MemoryConstants
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.fit.calibration import calibrate, fit, log_memory_ratio, log_time_ratio, profile_text
-from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import MEASURED_RUNS, MeasuredRun, read_runs
 from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
 
 sys.path.append(str(ROOT / "bench/planner"))

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from moe_exp.config import load_config
-from moe_exp.planner.costs.goodput import daly_interval, goodput_of, lost_share, young_interval
+from moe_exp.planner.costs.saves import daly_interval, goodput_of, lost_share, young_interval
 
 
 def goodput(**changes):

@@ -13,10 +13,10 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.presets import PRESETS
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import checkpoint_bytes, rank_parameters
-from moe_exp.planner.fit.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.measured import FREE, job_of_row, read_runs, row_of_job
 from moe_exp.planner.prediction import predict
 
 HARDWARE = load_hardware("A100-80GB")
@@ -59,7 +59,7 @@ def through_a_file(row: dict[str, str]) -> dict[str, str]:
 
 @given(settings, st.sampled_from(["allocated", "rss", "nvidia-smi"]))
 def test_a_job_written_and_read_is_the_same(chosen, measured_by):
-    job = replace(Job.of(load_config(chosen, {})), measured_by=measured_by)
+    job = replace(PlannedJob.of(load_config(chosen, {})), measured_by=measured_by)
     again = job_of_row(through_a_file(row_of_job(job, "A100-80GB")))
     irrelevant = FREE | (set() if job.config.use_moe else OF_MOE)
     for name in set(Config.model_fields) - irrelevant:
@@ -75,7 +75,7 @@ def test_a_job_written_and_read_is_the_same(chosen, measured_by):
 
 
 def test_settings_that_cost_nothing_are_no_columns():
-    job = Job.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {}))
+    job = PlannedJob.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {}))
     columns = set(row_of_job(job, "A100-80GB"))
     settings = {"gpus_per_node", "tp", "pp", "ep", "cp", "topk", "recompute", "z_loss_coeff"}
     settings |= {"expert_backend", "cross_entropy"}
@@ -86,7 +86,7 @@ def test_settings_that_cost_nothing_are_no_columns():
 
 def write(path, **cells):
     config = load_config({"preset": "reference", "gpus_per_node": 8, "ep": 4}, {})
-    row = row_of_job(Job.of(config), "A100-80GB")
+    row = row_of_job(PlannedJob.of(config), "A100-80GB")
     row |= {"row_id": "mine", "mem_gb": "33.3", "sec_per_it": "0.5"} | cells
     with path.open("w") as file:
         writer = csv.DictWriter(file, list(row))

@@ -1,4 +1,4 @@
-"""Reads measured runs from a CSV: a `Job` and its measurements per row. No torch.
+"""Reads measured runs from a CSV: a `PlannedJob` and its measurements per row. No torch.
 
 Columns as in `profiles/measured_runs.csv`; those of results (mem_gb in GiB, oom, sec_per_it in seconds per
 iteration) and of trust (use_mem, use_time, quirk) may be absent or empty. A column named like a setting of
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.files import regular
-from moe_exp.planner.costs.job import OURS, Engine, Job, MeasuredBy, Sharding
+from moe_exp.planner.costs.job import Engine, MeasuredBy, PlannedJob, Sharding
 from moe_exp.planner.costs.params import split_layers
 from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 
@@ -103,7 +103,7 @@ class MeasuredRun:
 
     row_id: str
     section: str  # of the source; rows of one section were measured together
-    job: Job
+    job: PlannedJob
     hardware: Hardware
     memory_gib: float | None  # of a GPU; None if not measured or not trusted
     seconds: float | None  # per iteration; None if not measured or not trusted
@@ -206,24 +206,19 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
     )
 
 
-def job_of_row(row: Mapping[str, str]) -> Job:
+def job_of_row(row: Mapping[str, str]) -> PlannedJob:
     """The job of a row: Megatron-DeepSpeed of 2021/22 if zero_stage is a plain 0 or 1, else Megatron-Core."""
-    engine, said = _engine_of(row), row
-    row = _plain_row(row)
+    engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
-    balanced = row.get("pp_balanced_embedding") == "1"
-    stages = _stage_layers(config.num_layers, config.pp, balanced=balanced, of_deepspeed=of_deepspeed)
-    if not (of_deepspeed or balanced) and sum(config.stage_layers) == config.num_layers:
-        stages = config.stage_layers
     precision: Any = row.get("precision") or "bf16_fp32grad"
     sharding: Sharding = "zero1" if of_deepspeed else "distributed"
     if row.get("zero_stage") in ("0", _OF_MEGATRON[False]):
         sharding = "none"
     usual = "nvidia-smi" if of_deepspeed else "allocated"
-    return Job(
+    return PlannedJob(
         config=config,
-        stage_layers=_layers_of_stages(said, config.pp, config.num_layers) or tuple(stages),
+        stage_layers=tuple(_stage_layers(row, config, of_deepspeed)),
         precision=precision,
         sharding=sharding,
         sequence_parallel=not of_deepspeed and config.tp > 1,
@@ -235,7 +230,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     )
 
 
-def row_of_job(job: Job, gpu: str) -> dict[str, str]:
+def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
     """Columns from which `job_of_row` makes the same job; settings that other columns imply are left out."""
     c = job.config
     row: dict[str, object] = {
@@ -259,13 +254,17 @@ def data_parallel_size(row: Mapping[str, str]) -> int | None:
     """DP as given in a row, or from its number of GPUs; None if neither is given."""
     if row.get("dp"):
         return int(row["dp"])
-    gpus = _num_gpus(row)
-    whole, rest = divmod(gpus, int(row["tp"]) * int(row["pp"]) * (int(row.get("cp") or 0) or 1))
+    whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * (_number(row, "cp") or 1))
     return whole if whole and not rest else None
 
 
 def _num_gpus(row: Mapping[str, str]) -> int:
-    return int(row.get("n_gpus") or 0) or int(row.get("nodes") or 0) * int(row.get("gpus_per_node") or 0)
+    return _number(row, "n_gpus") or _number(row, "nodes") * _number(row, "gpus_per_node")
+
+
+def _number(row: Mapping[str, str], column: str) -> int:
+    """The number in a column; 0 without one."""
+    return int(row.get(column) or 0)
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
@@ -281,31 +280,46 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
         if row.get("use_mem") == row.get("use_time") == "0":
             continue  # not used; such rows include a sweep's invalid layouts
         where = f"{path}, row {row['row_id']}"
-        tp, pp, cp = (int(row.get(name) or 0) or 1 for name in ("tp", "pp", "cp"))
-        ranks = tp * pp * cp * (data_parallel_size(row) or 1)
+        tp, pp, cp, mbs = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "mbs"))
+        dp = data_parallel_size(row) or 1
+        ranks = tp * pp * cp * dp
         if (gpus := _num_gpus(row)) and gpus != ranks:
             yield f"{where}: {gpus} GPUs, but tp*pp*cp*dp is {ranks}"
         for name, of in (("tp", "heads"), ("ep", "experts")):
-            if (size := int(row.get(name) or 0)) > 1 and (whole := int(row.get(of) or 0)) and whole % size:
+            if (size := _number(row, name)) > 1 and (whole := _number(row, of)) and whole % size:
                 yield f"{where}: {name}={size} does not divide {of}={whole}"
-        batch = (int(row.get("mbs") or 0) or 1) * (data_parallel_size(row) or 1)
-        if (gbs := int(row.get("gbs") or 0)) and gbs < batch:
-            yield f"{where}: gbs={gbs} is less than mbs*dp={batch}"
+        if (gbs := _number(row, "gbs")) and gbs < mbs * dp:
+            yield f"{where}: gbs={gbs} is less than mbs*dp={mbs * dp}"
 
 
-def _stage_layers(num_layers: int, num_stages: int, *, balanced: bool, of_deepspeed: bool) -> list[int]:
-    """DeepSpeed without balanced ends fills stages from the first: 78 layers over 12 are 11*7 + 1."""
+def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
+    """Layers of every stage: by the row's layout, if that is one of as many layers, or the program's rule."""
+    num_layers, pp = config.num_layers, config.pp
+    layout = row.get("pipeline_layout") or ""
+    if layout.startswith("E") and " " not in layout:
+        # as in Et*3|(tt|)*29m|L: chunk i is of stage i modulo PP
+        text = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
+        text = re.sub(r"(\w)\*(\d+)", lambda match: match[1] * int(match[2]), text)
+        stages = [0] * pp
+        for chunk, part in enumerate(text.split("|")):
+            stages[chunk % pp] += part.count("t") + part.count("m")
+        if sum(stages) == num_layers:
+            return stages
+    balanced = row.get("pp_balanced_embedding") == "1"
+    if not (of_deepspeed or balanced) and sum(config.stage_layers) == num_layers:
+        return config.stage_layers
     if balanced or not of_deepspeed:
-        return split_layers(num_layers, num_stages, count_ends=balanced)
-    if num_layers < num_stages:  # one part each, the first one the embedding
-        return [0] + [1] * num_layers + [0] * (num_stages - num_layers - 1)
-    most = -(-num_layers // num_stages)
-    return [min(most, max(0, num_layers - most * stage)) for stage in range(num_stages)]
+        return split_layers(num_layers, pp, count_ends=balanced)
+    # DeepSpeed without balanced ends fills stages from the first: 78 layers over 12 are 11*7 + 1.
+    if num_layers < pp:  # one part each, the first one the embedding
+        return [0] + [1] * num_layers + [0] * (pp - num_layers - 1)
+    most = -(-num_layers // pp)
+    return [min(most, max(0, num_layers - most * stage)) for stage in range(pp)]
 
 
 def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     def number(name: str, default: int) -> int:
-        return int(row.get(name) or 0) or default
+        return _number(row, name) or default
 
     tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), data_parallel_size(row) or 1
     per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
@@ -335,26 +349,22 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}
 
 
-def _has_engine(row: Mapping[str, str]) -> bool:
-    modules = set((row.get("recompute") or "").split(";"))
-    return (
-        any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))
-        or len(modules) > 1
-        or row.get("precision") in FP8
-        or row.get("dispatcher") == "hybridep"
-        or bool(modules & {*_MODULES, "moe"})
-    )
-
-
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
     """The row as if this package had run it: without what `Engine` says."""
-    if not _has_engine(row):
+    modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
+    has_engine = (
+        any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))
+        or len(set(modules)) > 1
+        or precision in FP8
+        or row.get("dispatcher") == "hybridep"
+        or {*_MODULES, "moe"} & set(modules)
+    )
+    if not has_engine:
         return row
-    fp8, recipe = FP8.get(row.get("precision") or "", ("none", "tensorwise"))
-    modules = (row.get("recompute") or "").split(";")
+    fp8, recipe = FP8.get(precision, ("none", "tensorwise"))
     others = {"recompute": next((_RECOMPUTE[name] for name in _RECOMPUTE if name in modules), "none")}
-    others["layers"] = str(int(row["layers"]) + int(row.get("num_mtp_layers") or 0))
-    if row.get("precision") in (*FP8, "bf16"):
+    others["layers"] = str(_number(row, "layers") + _number(row, "num_mtp_layers"))
+    if precision in (*FP8, "bf16"):
         others |= {"precision": "", "fp8": fp8, "fp8_recipe": recipe}
     if row.get("dispatcher") == "hybridep":
         others["dispatcher"] = "deepep"
@@ -362,8 +372,6 @@ def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _engine_of(row: Mapping[str, str]) -> Engine:
-    if not _has_engine(row):
-        return OURS
     types = dict(part.split("=") for part in (row.get("optimizer_dtypes") or "").split(";") if part)
     gradient = _BYTES.get(types.get("main_grads", "fp32"), 4.0)
     moments = [_BYTES.get(types.get(name, "fp32"), 4.0) for name in ("exp_avg", "exp_avg_sq")]
@@ -383,23 +391,8 @@ def _engine_of(row: Mapping[str, str]) -> Engine:
         reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
         gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else None,
         state_bytes=4.0 + sum(moments) if types else None,
-        num_mtp_layers=int(row.get("num_mtp_layers") or 0),
+        num_mtp_layers=_number(row, "num_mtp_layers"),
         clamped_swiglu=row.get("clamped_swiglu") == "1",
-        window=int(row.get("sliding_window") or 0),
+        window=_number(row, "sliding_window"),
         balanced=row.get("balance") == "forced",
     )
-
-
-def _layers_of_stages(row: Mapping[str, str], pp: int, num_layers: int) -> tuple[int, ...] | None:
-    """Layers of every stage by a layout like `Et*3|(tt|)*29m|L`: chunk i is of stage i modulo PP. None if the
-    row has no such layout, or one of another number of layers.
-    """
-    layout = row.get("pipeline_layout") or ""
-    if not layout.startswith("E") or " " in layout:
-        return None
-    text = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
-    text = re.sub(r"(\w)\*(\d+)", lambda match: match[1] * int(match[2]), text)
-    stages = [0] * pp
-    for chunk, part in enumerate(text.split("|")):
-        stages[chunk % pp] += part.count("t") + part.count("m")
-    return tuple(stages) if sum(stages) == num_layers else None

@@ -1,1 +1,0 @@
-"""The constants of the planner, fitted to measured runs. No torch."""
