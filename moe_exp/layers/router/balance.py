@@ -26,6 +26,8 @@ from moe_exp.config.checks.router import RouterConfig
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.router.decision import RoutingDecision, tokens_in_group
 
+Device = torch.device | str | None
+
 
 class BalanceRule:
     """A rule without state of its own; `router` is the Router whose buffers hold it."""
@@ -33,8 +35,8 @@ class BalanceRule:
     saved: tuple[str, ...] = ()  # buffers in checkpoints; others hold counts of the current global batch
     initial = 0.0  # value of the buffers of `saved`
 
-    def buffers(self, num_experts: int) -> dict[str, Tensor]:
-        """Buffers on the CPU, by name."""
+    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
+        """New buffers, by name."""
         raise NotImplementedError
 
     def count(self, router: Any, decision: RoutingDecision) -> None:
@@ -58,8 +60,9 @@ class SignBias(BalanceRule):
 
     saved = ("expert_bias",)
 
-    def buffers(self, num_experts: int) -> dict[str, Tensor]:
-        return {name: torch.zeros(num_experts) for name in ("expert_bias", "local_tokens_per_expert")}
+    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
+        names = "expert_bias", "local_tokens_per_expert"
+        return {name: torch.zeros(num_experts, device=device) for name in names}
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:
@@ -76,9 +79,9 @@ class QuantileBias(BalanceRule):
 
     saved = ("expert_bias",)
 
-    def buffers(self, num_experts: int) -> dict[str, Tensor]:
-        gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64)
-        return {"expert_bias": torch.zeros(num_experts), "gap_counts": gaps_EB}
+    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
+        gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
+        return {"expert_bias": torch.zeros(num_experts, device=device), "gap_counts": gaps_EB}
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
         cutoff_T = choice_TE.topk(router.config.topk + 1, dim=-1).values[:, -1]
@@ -95,8 +98,9 @@ class GlobalFractions(BalanceRule):
 
     saved = ("global_tokens_per_expert",)
 
-    def buffers(self, num_experts: int) -> dict[str, Tensor]:
-        return {name: torch.zeros(num_experts) for name in (*self.saved, "batch_tokens_per_expert")}
+    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
+        names = *self.saved, "batch_tokens_per_expert"
+        return {name: torch.zeros(num_experts, device=device) for name in names}
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         router.batch_tokens_per_expert += tokens_per_expert_E.detach()
@@ -114,8 +118,9 @@ class L1Factor(BalanceRule):
     saved = ("l1_factor",)
     initial = 1.0
 
-    def buffers(self, num_experts: int) -> dict[str, Tensor]:
-        return {"l1_factor": torch.ones(()), "slots_and_tokens": torch.zeros(2, dtype=torch.int64)}
+    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
+        slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
+        return {"l1_factor": torch.ones((), device=device), "slots_and_tokens": slots_and_tokens}
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:

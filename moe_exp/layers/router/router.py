@@ -80,8 +80,8 @@ class Router(nn.Module):
         self.register_parameter("bias", bias)
         self.rules = rules_of(config)
         for rule in self.rules:
-            for name, buffer in rule.buffers(num_experts).items():
-                self.register_buffer(name, buffer.to(device), persistent=name in rule.saved)
+            for name, buffer in rule.buffers(num_experts, device).items():
+                self.register_buffer(name, buffer, persistent=name in rule.saved)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -90,7 +90,7 @@ class Router(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         for rule in self.rules:
-            for name in rule.buffers(self.config.num_outputs):
+            for name in rule.buffers(self.config.num_outputs, "meta"):
                 nn.init.constant_(getattr(self, name), rule.initial if name in rule.saved else 0.0)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -34,8 +34,6 @@ class _MetaInstead(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta"
-        # `buffer.to(device)` of the router's buffers
-        args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
         return func(*args, **kwargs)
 
 
