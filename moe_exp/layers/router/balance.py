@@ -62,7 +62,7 @@ class SignBias(BalanceRule):
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
         names = "expert_bias", "local_tokens_per_expert"
-        return {name: torch.zeros(num_experts, device=device) for name in names}
+        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:
@@ -81,7 +81,10 @@ class QuantileBias(BalanceRule):
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
         gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
-        return {"expert_bias": torch.zeros(num_experts, device=device), "gap_counts": gaps_EB}
+        return {
+            "expert_bias": torch.zeros(num_experts, dtype=torch.float32, device=device),
+            "gap_counts": gaps_EB,
+        }
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
         cutoff_T = choice_TE.topk(router.config.topk + 1, dim=-1).values[:, -1]
@@ -100,7 +103,7 @@ class GlobalFractions(BalanceRule):
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
         names = *self.saved, "batch_tokens_per_expert"
-        return {name: torch.zeros(num_experts, device=device) for name in names}
+        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         router.batch_tokens_per_expert += tokens_per_expert_E.detach()
@@ -120,7 +123,10 @@ class L1Factor(BalanceRule):
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
         slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
-        return {"l1_factor": torch.ones((), device=device), "slots_and_tokens": slots_and_tokens}
+        return {
+            "l1_factor": torch.ones((), dtype=torch.float32, device=device),
+            "slots_and_tokens": slots_and_tokens,
+        }
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:
