@@ -3,7 +3,7 @@
     # median ratio of 10 pairs, the small MoE and dense; 2 min on 2 cores
     PYTHONPATH=. python bench/bench_guards.py
 
-Two ranks train. After each `train_step` all wait for each other, and then the guards of `moe_exp.training.loop.train`
+Two ranks train. After each `train_step` all wait for each other, and then the guards of `training/loop.py`
 are timed: the reduction in which all ranks hear of each other's loss and reasons to stop, the EXIT file, the
 spike detector, profiler and call trace that are off, and once more the heartbeats that train_step itself has.
 A pair is the time of `--iterations` iterations without the guards and with them; both are of the rank that

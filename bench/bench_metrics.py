@@ -2,7 +2,7 @@
 
     python bench/bench_metrics.py               # median ratio of 10 pairs, MoE and dense; 6 min on 2 cores
 
-A pair is two log intervals of `moe_exp.training.loop.train_step` of the small model on one rank that run at once, one
+A pair is two log intervals of `loop.train_step` of the small model on one rank that run at once, one
 iteration of the one, one of the other, so that what else the machine does meets both. On: statistics of the
 layers, LOG_TIMERS, zeros in the gradient, the record of the interval, metrics.jsonl, the log lines,
 TensorBoard and wandb offline where it is installed. Off: none of it, nor the reduction; the layers' losses

@@ -8,7 +8,7 @@ turn.
     # only: the same weights give the same losses for 3 steps; 15 s
     python bench/bench_step.py --check
 
-A step is `moe_exp.training.loop.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP,
+A step is `loop.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP,
 clipping and distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights
 of the small model.
 """
@@ -63,7 +63,7 @@ PROFILED_STEPS = 20
 
 
 class Ours:
-    """moe_exp's model and training state, built as `moe_exp.training.loop.build` does, without a run folder."""
+    """moe_exp's model and training state, built as `training/loop.py` does, without a run folder."""
 
     def __init__(self, config: Config, rank: Runtime):
         train_stream, _ = samples.build_data(config)

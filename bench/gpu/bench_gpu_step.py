@@ -8,7 +8,7 @@ Megatron's own parts, transformers.
 
 The first is meant to take about 5 minutes on one GPU, not measured; the first run also compiles the kernels
 of ours, in its warm-up steps. A step is forward, backward, clipping and optimizer on one micro-batch. `ours`
-and `megatron` are `moe_exp.training.loop.train_step` with Megatron's GPTModel, DDP and distributed optimizer (fp32
+and `megatron` are `loop.train_step` with Megatron's GPTModel, DDP and distributed optimizer (fp32
 main weights and gradients) from the same initial weights on the same tokens; `megatron` has the layer spec of
 megatron-core: Transformer Engine's with grouped experts where it is installed, else the local one with
 experts one by one. Their first losses are compared. `transformers` is Llama or Qwen3-MoE (which normalizes

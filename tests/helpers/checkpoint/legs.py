@@ -1,7 +1,7 @@
 """Training in legs: a leg starts at iteration 0 or from a checkpoint, on whatever layout, and may save.
 
-`run_legs` trains them with the own step of `training/loop.py`: those of equally many ranks in the same processes, one
-after the other, each with model and optimizer of its own.
+`run_legs` trains them with the own step of `training/loop.py`: those of equally many ranks in the same
+processes, one after the other, each with model and optimizer of its own.
 """
 
 import os
