@@ -19,8 +19,16 @@ from moe_exp.report.page import write_report
 from moe_exp.runs.records import last_records
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import Case, median_seconds, records_after, run_to_end, why_it_failed
-from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import Ended, as_json, is_finished, read_ended
+from moe_exp.studies.compare.comparison import (
+    Comparison,
+    Ended,
+    as_json,
+    compare_with_before,
+    is_finished,
+    keep,
+    known_pace,
+    read_ended,
+)
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.compare.variants import Variant
 
@@ -69,33 +77,29 @@ def run_comparison(comparison: Comparison) -> int:
     if problems := check_environment(first):  # of the folder, too, that is to be created
         raise ConfigError(problems)
     with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
-        return _run_all(comparison)
-
-
-def _run_all(comparison: Comparison) -> int:
-    by_time, pace = comparison.options.match == "time", known_pace(comparison)
-    if by_time:
-        pace = measured_pace(comparison, pace)
-    keep(comparison, pace)
-    if by_time:
-        comparison = comparison.paced(pace)
-    seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
-    print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
-    runs = comparison.runs()
-    for run in runs:
-        child_runs.wait_until_free(run.folder)
-    check_runs([run for run in runs if not is_finished(run)])
-    ended: dict[str, Ended] = {}
-    text, warnings, page = "", list[str](), comparison.folder / PAGE
-    for number, run in enumerate(runs, start=1):
-        ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
-        print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
-        text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-        if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
-            warnings = write_report(with_records, page, title=comparison.folder.name)
-    pages = [str(page)] if page.exists() else []
-    print("", text, f"{comparison.folder}/report.md", *warnings, *pages, sep="\n", flush=True)
-    return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
+        by_time, pace = comparison.options.match == "time", known_pace(comparison)
+        if by_time:
+            pace = measured_pace(comparison, pace)
+        keep(comparison, pace)  # first, as `paced` changes settings that `compare_with_before` compares
+        if by_time:
+            comparison = comparison.paced(pace)
+        seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
+        print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
+        runs = comparison.runs()
+        for run in runs:
+            child_runs.wait_until_free(run.folder)
+        check_runs([run for run in runs if not is_finished(run)])
+        ended: dict[str, Ended] = {}
+        text, warnings, page = "", list[str](), comparison.folder / PAGE
+        for number, run in enumerate(runs, start=1):
+            ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
+            print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
+            text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
+            if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
+                warnings = write_report(with_records, page, title=comparison.folder.name)
+        pages = [str(page)] if page.exists() else []
+        print("", text, f"{comparison.folder}/report.md", *warnings, *pages, sep="\n", flush=True)
+        return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
 def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
@@ -104,7 +108,15 @@ def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
         return read_ended(run)
     before = run.log.stat().st_size if run.log.exists() else 0
     timeout, environ = comparison.options.timeout or None, child_runs.run_environment()
-    with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
+
+    def iteration() -> int:
+        with suppress(OSError):
+            # called every second: only the end of the file, more than a record of a few thousand experts
+            records = last_records(run.folder.metrics, 1 << 17)
+            return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
+        return 0
+
+    with progress_of(iteration, title, run.config.train_iters, unit="iterations"):
         code = run_to_end(run.flags, run.log, timeout=timeout, environ=environ, saving=True)
     if code is None:
         reason = f"had not ended after --timeout {comparison.options.timeout:g} s"
@@ -123,14 +135,6 @@ def ended_with(run: Case, code: int | None, printed: str) -> Ended:
 def ended_line(ended: Ended, name: str) -> str:
     loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
     return f"{name}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
-
-
-def _iteration(run: Case) -> int:
-    """Latest logged iteration; reads only the last lines, as it is called every second."""
-    with suppress(OSError):
-        records = last_records(run.folder.metrics, 1 << 17)  # more than a record of a few thousand experts
-        return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
-    return 0
 
 
 def predicted_seconds(variant: Variant) -> float | None:

@@ -49,6 +49,11 @@ class Variant:
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that all runs of a variant share, also those of another call."""
+        return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
+
     def having(self, **settings: Any) -> Variant:
         flags = {**self.flags, **settings}
         return Variant(self.name, self.own, flags, load_config(flags, {}))
@@ -125,18 +130,14 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
     """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
-    settings = [_said(variant.config) for variant in variants]
-    rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
-    distinct = {name: {str(value) for value in values if value is not None} for name, values in rows.items()}
-    return {name: values for name, values in rows.items() if len(distinct[name]) > 1}
-
-
-def _said(config: Config) -> dict[str, Any]:
-    """Settings by name, None for those of experts in a dense model."""
-    return {
-        name: value if config.use_moe or TRAITS[name].part != "experts" else None
-        for name, value in config.model_dump().items()
-    }
+    found = {}
+    for name in (name for name in Config.model_fields if name != "run_name"):
+        is_of_experts = TRAITS[name].part == "experts"
+        configs = [variant.config for variant in variants]
+        values = [getattr(one, name) if one.use_moe or not is_of_experts else None for one in configs]
+        if len({str(value) for value in values if value is not None}) > 1:
+            found[name] = values
+    return found
 
 
 Match = Literal["flops", "active-params", "time"]

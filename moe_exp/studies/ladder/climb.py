@@ -13,15 +13,27 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
-from moe_exp.studies.child_runs import Case, at_work, wait_until_free
+from moe_exp.studies.child_runs import Case, JobOptions, at_work, run_jobs, wait_until_free
 from moe_exp.studies.compare import back_to_back
 from moe_exp.studies.compare.back_to_back import check_runs, run_one
-from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep
-from moe_exp.studies.compare.results import Ended, is_finished, read_ended
+from moe_exp.studies.compare.comparison import (
+    Comparison,
+    Ended,
+    compare_with_before,
+    is_finished,
+    keep,
+    read_ended,
+)
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
-from moe_exp.studies.ladder.table import page, plan_text, result_text
-from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
+from moe_exp.studies.ladder.results import (
+    as_json,
+    page,
+    plan_text,
+    predict,
+    result_text,
+    results_of,
+    run_name,
+)
 from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
@@ -133,10 +145,11 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
     by_name = {run_name(run).replace("/", "_"): run for _, run in waiting}
     for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
-        yield _ended_job(run, code)
+        yield ended_job(run, code)
 
 
-def _ended_job(run: Case, code: int | None) -> Ended:
+def ended_job(run: Case, code: int | None) -> Ended:
+    """State of a run whose SLURM job has ended, with the exit code of its launcher, None without one."""
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
     if is_finished(run):
         return read_ended(run)

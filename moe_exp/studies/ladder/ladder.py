@@ -193,6 +193,10 @@ class Ladder:
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
         return found
 
+    def flops(self, rung: int) -> dict[str, float]:
+        """Model FLOPs of a run of each variant at a rung, counted from 0."""
+        return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
+
     @property
     def names(self) -> list[str]:
         return self.rungs[0].names

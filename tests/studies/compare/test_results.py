@@ -10,8 +10,17 @@ from moe_exp.config import ConfigError, to_yaml
 from moe_exp.report.comparison import Group, parities, parity, parity_text
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
-from moe_exp.studies.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import as_json, is_finished, losses_at_shared_end, read_ended
+from moe_exp.studies.compare.comparison import (
+    Comparison,
+    Options,
+    as_json,
+    compare_with_before,
+    is_finished,
+    keep,
+    known_pace,
+    losses_at_shared_end,
+    read_ended,
+)
 from moe_exp.studies.compare.table import plan_text, result_text
 
 
