@@ -32,7 +32,7 @@ from moe_exp.engine import faults, runtime
 from moe_exp.host.processes import free_port
 from moe_exp.training import loop
 from moe_exp.training.loss_guard import LossGuard
-from moe_exp.training.profiling import Recorder
+from moe_exp.training.recordings import Recorder
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 from moe_exp.watch.hangs.heartbeat import read_beats

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoint.small_job import run_to_end, small_settings, write_tokens
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.cli import main
-from moe_exp.training.dumps import dump_file
+from moe_exp.training.recordings import dump_file
 
 ROUTER = "decoder.layers.1.mlp.router.weight"
 

@@ -15,8 +15,7 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.dumps import is_dumped
-from moe_exp.training.profiling import Recorder
+from moe_exp.training.recordings import Recorder, is_dumped
 
 
 def trained(tmp_path, name: str, **changes):
