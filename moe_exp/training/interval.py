@@ -162,8 +162,7 @@ class Interval:
             counts_NLE[:, list(self.layers)] = torch.stack(list(self.loads)).diff(dim=0).double()
         torch.distributed.all_reduce(counts_NLE)
         fair_NL = counts_NLE.mean(dim=2).clamp(min=1e-9)
-        values: list[float] = (counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist()
-        return values
+        return list((counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist())
 
     def _max_attention_logits(self) -> list[float]:
         """Largest attention logit of the interval in each layer, over all ranks."""
@@ -172,8 +171,7 @@ class Interval:
             if core.max_logit is not None:
                 largest[core.layer_number - 1], core.max_logit = core.max_logit, None
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        values: list[float] = largest.tolist()
-        return values
+        return list(largest.tolist())
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
@@ -202,20 +200,18 @@ class Interval:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
         max_vio, width = self._max_vio(), self.row_width
         experts = [
-            _expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
+            expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
             | {"max_vio": max_vio[layer]}
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
         ]
         kinds = config.balancing_losses
-        losses: dict[str, Any] = {
-            key: fmean(layer[key] for layer in experts) for key in ("load_balancing_loss", "z_loss")
-        }
-        losses["aux_losses"] = {key: fmean(layer["aux_losses"][key] for layer in experts) for key in kinds}
-        return losses, experts
+        aux_losses = {kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in kinds}
+        means = {key: fmean(layer[key] for layer in experts) for key in ("load_balancing_loss", "z_loss")}
+        return {**means, "aux_losses": aux_losses}, experts
 
 
-def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
+def expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
     """One layer's object in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
@@ -280,25 +276,22 @@ class PhaseTimers:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._since: dict[str, float] = {}
-        self._begun: dict[str, torch.cuda.Event] = {}
+        self._begun: dict[str, Any] = {}  # an event or, on a CPU, seconds
         self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._unused: list[torch.cuda.Event] = []
 
     def start(self, phase: str) -> None:
         """Starts `phase`, or restarts it if not stopped."""
-        if self._on_gpu:
-            self._begun[phase] = self._event()
-        else:
-            self._since[phase] = time.perf_counter()
+        self._begun[phase] = self._event() if self._on_gpu else time.perf_counter()
 
     def stop(self, phase: str) -> None:
         """Ends `phase`, if started."""
+        if (begun := self._begun.pop(phase, None)) is None:
+            return
         if self._on_gpu:
-            if (begun := self._begun.pop(phase, None)) is not None:
-                self._pairs.append((phase, begun, self._event()))
-        elif (since := self._since.pop(phase, None)) is not None:
-            self._seconds[phase] += time.perf_counter() - since
+            self._pairs.append((phase, begun, self._event()))
+        else:
+            self._seconds[phase] += time.perf_counter() - begun
 
     def add(self, phase: str, seconds: float) -> None:
         """Adds a time measured elsewhere."""
@@ -324,10 +317,11 @@ class PhaseTimers:
 @contextmanager
 def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
     """Counts the block as `phase`; does nothing without timers."""
-    if timers is not None:
-        timers.start(phase)
+    if timers is None:
+        yield
+        return
+    timers.start(phase)
     try:
         yield
     finally:
-        if timers is not None:
-            timers.stop(phase)
+        timers.stop(phase)

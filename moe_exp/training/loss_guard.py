@@ -120,7 +120,10 @@ class LossGuard:
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
         if self._num_bad == 1:
-            values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
+            values = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
+            for name, value in values.items():
+                # JSON has neither NaN nor infinity
+                values[name] = value if value is None or math.isfinite(value) else str(value)
             self._warn(
                 "iteration %d made no step: loss %s, gradient norm %s, samples %s",
                 done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
@@ -230,11 +233,6 @@ class LossGuard:
     def _event(self, name: str, *, iteration: int, **details: Any) -> None:
         if self._metrics is not None:
             self._metrics.event(name, iteration, **details)
-
-
-def _shown(value: float | None) -> float | str | None:
-    """JSON has neither NaN nor infinity."""
-    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _text(value: float | None) -> str:

@@ -63,17 +63,18 @@ class _TensorBoard:
         for summary in hparams(values, dict.fromkeys(_OVER_STEPS, 0))[:2]:
             self._writer.file_writer.add_summary(summary)
         self._by_axis = {}
-        for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
-            purge_step = _step(axis, last) + 1 if axis in last else 0
+        for axis, (unit, scale) in _STEPS.items() if config.tensorboard_axes else ():
+            purge_step = round(last[axis] * scale) + 1 if axis in last else 0
             self._by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
         for name, value in values.items():
             self._writer.add_scalar(tensorboard_name(name), value, axes["iteration"])
         for axis, writer in self._by_axis.items():
+            unit, scale = _STEPS[axis]
             for name in _OVER_STEPS:
                 if name in values and axis in axes:
-                    writer.add_scalar(f"{name}_by_{_STEPS[axis][0]}", values[name], _step(axis, axes))
+                    writer.add_scalar(f"{name}_by_{unit}", values[name], round(axes[axis] * scale))
             writer.flush()
         self._writer.flush()
 
@@ -87,10 +88,6 @@ def tensorboard_name(name: str) -> str:
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
-def _step(axis: str, axes: Axes) -> int:
-    return round(axes[axis] * _STEPS[axis][1])
-
-
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
     """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable.
 
@@ -98,7 +95,16 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
     losses are repeated over tokens, FLOPs and training time, each in its own folder, because a resume removes
     events by step: those after `last`, the position of the last record.
     """
-    _keep_threads_quiet()
+    # Errors of TensorBoard's writer threads are left to the next `write`, without tracebacks on stderr.
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    if not getattr(before, "leaves_out_tensorboard", False):  # by an earlier run of this process
+        hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
+        threading.excepthook = hook
     try:
         return [_TensorBoard(config, folder, start_iteration, last)]
     except ImportError:
@@ -108,20 +114,6 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
         line = "TensorBoard gets no records: %s cannot be written (%s)"
         logger.warning(line, folder.tensorboard, error.strerror or error)
     return []
-
-
-def _keep_threads_quiet() -> None:
-    """Leaves errors of TensorBoard's writer threads to the next `write`, without tracebacks on stderr."""
-    before = threading.excepthook
-    if getattr(before, "leaves_out_tensorboard", False):
-        return
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            before(failed)
-
-    hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
 
 
 def group_of(config: Config) -> str:

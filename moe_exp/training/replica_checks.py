@@ -148,11 +148,14 @@ def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
     """What all ranks hold, with sums over the names; one all-gather of a few numbers per rank."""
-    sums = [
-        _sum({name: values[column] for name, values in named.items()})
-        for named in mine.tensors.values()
-        for column in range(3)
-    ]
+    sums = []
+    for named in mine.tensors.values():
+        # An odd factor per name, so that values swapped between two names do not cancel.
+        digests = {name: hashlib.sha256(name.encode()).digest() for name in named}
+        factors = {name: int.from_bytes(digest[:8], "little") | 1 for name, digest in digests.items()}
+        for column in range(3):
+            total = sum(values[column] * factors[name] for name, values in named.items())
+            sums.append((total + 2**63 & _MASK) - 2**63)  # as a signed 64-bit number
     row = torch.tensor([len(mine.problems), *mine.places.values(), *sums], device=runtime.device)
     table = [torch.empty_like(row) for _ in range(runtime.world_size)]
     torch.distributed.all_gather(table, row)
@@ -162,13 +165,6 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
         tensors: Any = {kind: {"": tuple(of)} for kind, of in zip(KINDS, of_kinds, strict=True)}
         held.append(_Held("", [""] * num_problems, dict(zip(KINDS, places, strict=True)), tensors))
     return held
-
-
-def _sum(values: Mapping[str, int]) -> int:
-    """Sum of the values, each times an odd factor of its name, as a signed 64-bit number."""
-    digests = {name: hashlib.sha256(name.encode()).digest() for name in values}
-    total = sum(value * (int.from_bytes(digests[name][:8], "little") | 1) for name, value in values.items())
-    return (total + 2**63 & _MASK) - 2**63
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
@@ -183,7 +179,16 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
         for rank, one in enumerate(held):
             replicas[one.places[kind]].append(rank)
         for ranks in replicas.values():
-            lines += _differences(kind, ranks, held)
+            for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
+                found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
+                (most, count), *_ = Counter(found.values()).most_common()
+                if others := [rank for rank, value in found.items() if value != most]:
+                    equal = [rank for rank in ranks if rank not in others]
+                    doubt = "" if count > len(others) else "; which of them is right is unknown"
+                    lines.append(
+                        f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
+                        f" {KINDS[kind]} have to be equal{doubt}"
+                    )
             # They share the state of the optimizer, or each has all of it.
             times = 1 if distributed else len(ranks)
             for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
@@ -193,19 +198,6 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
                     of_optimizer[problem] += ranks
     optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
     return [*lines, *optimizer]
-
-
-def _differences(kind: str, ranks: list[int], held: list[_Held]) -> Iterator[str]:
-    for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
-        found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
-        (most, count), *_ = Counter(found.values()).most_common()
-        if others := [rank for rank, value in found.items() if value != most]:
-            equal = [rank for rank in ranks if rank not in others]
-            doubt = "" if count > len(others) else "; which of them is right is unknown"
-            yield (
-                f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
-                f" {KINDS[kind]} have to be equal{doubt}"
-            )
 
 
 def _ranks(ranks: list[int], held: list[_Held]) -> str:

@@ -171,30 +171,29 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
     """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank;
     ConfigError on every rank if it differs and ALLOW_OTHER_DATA is not set.
     """
-    sample_order, changes = from_first_rank(lambda: _compared(config, source))
+
+    def compared() -> tuple[dict[str, Any], list[Change]]:
+        order = order_of_files(config)
+        assert order is not None  # the embedded corpus has been built
+        saved = saved_progress(source) if source else None
+        if source is None or saved is None or not saved.consumed_samples:
+            return order.facts(), []
+        name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
+        if saved.sample_order is None:
+            line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+            logger.warning(line, name)
+            return order.facts(), []
+        next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
+        changes = order_changes(config, order, saved.sample_order, name, next_sample)
+        for change in changes if config.allow_other_data else ():
+            line = "%s; ALLOW_OTHER_DATA=true: continuing at sample %d"
+            logger.warning(line, change, saved.consumed_samples)
+        return order.facts(), changes
+
+    sample_order, changes = from_first_rank(compared)
     if changes and not config.allow_other_data:
         raise ConfigError([change.problem for change in changes])
     return sample_order, changes
-
-
-def _compared(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    order = order_of_files(config)
-    assert order is not None  # the embedded corpus has been built
-    saved = saved_progress(source) if source else None
-    if source is None or saved is None or not saved.consumed_samples:
-        return order.facts(), []
-    name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
-    if saved.sample_order is None:
-        line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
-        logger.warning(line, name)
-        return order.facts(), []
-    next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
-    changes = order_changes(config, order, saved.sample_order, name, next_sample)
-    if config.allow_other_data:
-        for change in changes:
-            line = "%s; ALLOW_OTHER_DATA=true: continuing at sample %d"
-            logger.warning(line, change, saved.consumed_samples)
-    return order.facts(), changes
 
 
 def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:
