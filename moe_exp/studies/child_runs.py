@@ -156,29 +156,23 @@ def run_to_end(
     saving: bool = False,
 ) -> int | None:
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
-    Its output is appended to `log`.
-
-    If this function is interrupted, e.g. by Ctrl-C, the run's processes are ended: they are in a session of
-    their own, which terminal signals do not reach; `saving` lets the run save a checkpoint first, a second
-    Ctrl-C kills it. If this process is killed, the kernel ends the launcher, and the elastic agent then ends
-    the ranks.
+    Appends its output to `log`. An exception in here, such as Ctrl-C, ends the run; `saving` lets it save a
+    checkpoint first, and a second Ctrl-C kills it.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher, received = None, list[int]()
     try:
-        # Ctrl-C afterwards: the process that is being started would be lost
+        # Ctrl-C only afterwards: the process that is being started would be lost. It gets its own session,
+        # which signals of the terminal do not reach. If we are killed, the kernel ends the launcher, and the
+        # elastic agent then ends the ranks.
         later = signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,))
         with log.open("ab") as file, later:
+            end_with_us = partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL)
             launcher = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL),
-            )
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=end_with_us,
+            )  # fmt: skip
         if received:
             raise KeyboardInterrupt
         return launcher.wait(timeout)
@@ -309,19 +303,17 @@ def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
     own = [*(f"--{key}={value}" for key, value in settings.items()), "--exclusive"]
     code = shlex.quote(str((jobs / f"{name}.code").resolve()))
     srun = f"srun --nodes={num_nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *directives([*own, *options.sbatch]),
-            job_environment(),
-            'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
-            f'MASTER_PORT="{port}"',
-            "export MASTER_ADDR MASTER_PORT",
-            f"{srun} bash -c {shlex.quote('exec ' + launcher)}",
-            f"echo $? >{code}.partial && mv {code}.partial {code}",
-            "",
-        ]
-    )
+    lines = [
+        "#!/bin/bash",
+        *directives([*own, *options.sbatch]),
+        job_environment(),
+        'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
+        f'MASTER_PORT="{port}"',
+        "export MASTER_ADDR MASTER_PORT",
+        f"{srun} bash -c {shlex.quote('exec ' + launcher)}",
+        f"echo $? >{code}.partial && mv {code}.partial {code}",  # whole, or not there
+    ]
+    return "\n".join([*lines, ""])
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
@@ -361,11 +353,7 @@ LONGEST = 300  # characters of a reason
 
 
 def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"], str]:
-    """Whether a failed run ran out of memory, and the most useful line of its log.
-
-    A killed rank counts as out of memory, as the kernel does this when memory is short. If a rank reported
-    another error, that is the reason, and torchrun did the killing.
-    """
+    """Whether a failed run ran out of memory, and the most useful line of its log."""
     status: Literal["failed", "oom"] = "failed"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason, by_rank = _most_useful(lines), _by_rank(lines)
@@ -373,8 +361,9 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
         status, reason = "oom", _most_useful(out_of_memory)
     elif not by_rank and (hung := [line for line in lines if line.startswith("moe-exp: the run hangs: ")]):
-        reason = hung[-1]  # before `killed`: the launcher itself has killed these ranks
+        reason = hung[-1]  # the launcher has killed these ranks
     elif not by_rank and (killed or code in (137, -9)):
+        # The kernel kills when memory is short. If a rank has reported an error, torchrun killed the others.
         said = killed or reason
         status, reason = "oom", f"a process was killed, as the kernel does when memory is short: {said}"
     reason = reason or f"exit code {code}, and nothing was printed"
@@ -399,10 +388,7 @@ def _most_useful(lines: Sequence[str]) -> str:
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
-    for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
-        if found:
-            return found[0]
-    return ""
+    return [*_by_rank(lines)[:1], *signals[:1], *ours[-1:], *errors[-1:], *lines[-1:], ""][0]
 
 
 def last_line(text: str) -> str:

@@ -12,15 +12,8 @@ from typing import Any
 from moe_exp.checkpoint.hf.choice import exports_as
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config
-from moe_exp.runs.records import (
-    EXPERT_KEYS,
-    Record,
-    append,
-    drop_records_after,
-    event_record,
-    iter_metrics,
-    newest_records,
-)
+from moe_exp.runs import records
+from moe_exp.runs.records import EXPERT_KEYS, Record
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
 from moe_exp.training.mirrors import Mirror, Prometheus, axes_of, open_tensorboard, open_wandb
@@ -50,12 +43,13 @@ class Metrics:
         self._unwritten: list[Record] = []
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
-        num_removed = drop_records_after(self._path, start_iteration)
-        records = newest_records(self._path) if self._path.exists() else []
-        self._time = TrainingTime.of(records, start_iteration)
-        kept = [record for record in records if record.get("kind") in ("train", "valid")]
+        num_removed = records.drop_records_after(self._path, start_iteration)
+        newest = records.newest_records(self._path) if self._path.exists() else []
+        self._time = TrainingTime.of(newest, start_iteration)
+        kept = [record for record in newest if record.get("kind") in ("train", "valid")]
         if self._mirrors and self._path.exists():
-            for record in iter_metrics(self._path):  # one at a time: after weeks there may be gigabytes
+            # one at a time: after weeks there may be gigabytes
+            for record in records.iter_metrics(self._path):
                 if record.get("kind") in ("train", "valid"):
                     self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
@@ -71,10 +65,10 @@ class Metrics:
         if self._config.z_loss_coeff == 0:
             full["z_loss"] = None
         self._write(full)
-        self._log(
-            [console_line(full, self._config.train_iters, datetime.now()), progress_line(full)],
-            terminal_line(full, self._config.train_iters),
-        )
+        # `bare`: lines in Megatron's own format; a terminal shows the short line instead
+        lines = f"{console_line(full, self._config.train_iters, datetime.now())}\n{progress_line(full)}"
+        short = terminal_line(full, self._config.train_iters)
+        logger.info("%s", lines, extra={"bare": True, "on_terminal": short})
         if full["timers"]:
             logger.info("%s", timers_line(full["timers"]), extra={"bare": True})
         self._mirror(full)
@@ -101,12 +95,13 @@ class Metrics:
             "ema_lm_loss": ema_lm_loss,
         }
         self._write(record)
-        self._log(validation_lines(record), terminal_line(record, self._config.train_iters))
+        short = terminal_line(record, self._config.train_iters)
+        logger.info("%s", "\n".join(validation_lines(record)), extra={"bare": True, "on_terminal": short})
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
         """Writes an event record, see `records.append_event`."""
-        self._write(event_record(name, iteration, **details))
+        self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
         """Closes TensorBoard and wandb; `failed` is the run's status in wandb."""
@@ -119,15 +114,11 @@ class Metrics:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
-    def _log(self, lines: Sequence[str], on_terminal: str) -> None:
-        """Logs lines with their own format, such as Megatron's; a terminal shows `on_terminal` instead."""
-        logger.info("%s", "\n".join(lines), extra={"bare": True, "on_terminal": on_terminal})
-
     def _write(self, record: Record) -> None:
         """On a full disk, training continues, and the record is kept until the next one."""
         self._unwritten.append(record)
         try:
-            append(self._path, *self._unwritten)
+            records.append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
                 line = "%s cannot be written (%s): its records are kept until it can"

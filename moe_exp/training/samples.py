@@ -19,13 +19,7 @@ from moe_exp.data.samples.dataset import Range, Samples, SampleStream, merged, s
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, order_changes, order_of_files, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.tokens.manifests import (
-    DocumentTokens,
-    check_ends,
-    documents_of,
-    tokenizer_problems,
-    with_document_tokens,
-)
+from moe_exp.data.tokens import manifests
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend, parse_split
 from moe_exp.engine.optimizer_setup import next_batch
@@ -44,14 +38,10 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     if config.data_order == "megatron":  # for the number of samples that Megatron-LM would count
         num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
         order = MegatronOrder(
-            train=train_data,
-            valid=valid_data,
-            split=config.split,
-            seq_len=config.seq_len,
-            seed=config.seed,
+            train=train_data, valid=valid_data, split=config.split, seq_len=config.seq_len, seed=config.seed,
             num_train_samples=config.train_iters * config.gbsz,
             num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
-        )
+        )  # fmt: skip
         return megatron_samples(order, Path(config.data_dir))
     train_share, valid_share, _ = parse_split(config.split or "1")
     common: Any = {"seq_len": config.seq_len, "seed": config.seed}
@@ -84,17 +74,17 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     train_data, valid_data = _blends(config)
     blends = [train_data, valid_data, *(stage.train_data for stage in stages_of(config)[1:])]
     prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
-    problems, eod_id = check_ends(config, prefixes)
+    problems, eod_id = manifests.check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)
-    return eod_id, with_document_tokens(config, train_data).document_tokens
+    return eod_id, manifests.with_document_tokens(config, train_data).document_tokens
 
 
 def check_tokenizers(config: Config) -> None:
     """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
     if EXIT_CODE_FILE in os.environ:
         return  # the launcher has checked it
-    problems = from_first_rank(lambda: list(tokenizer_problems(config)))
+    problems = from_first_rank(lambda: list(manifests.tokenizer_problems(config)))
     if problems and not config.allow_other_data:
         raise ConfigError(problems)
     for line in problems if torch.distributed.get_rank() == 0 else ():
@@ -155,7 +145,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         return None
     try:
         blend = config.train_data and (config.valid_data or config.train_data)
-        table = TokenBytes(((documents_of(blend) if blend else None) or DocumentTokens()).tokenizer(name))
+        known = manifests.documents_of(blend) if blend else None
+        table = TokenBytes((known or manifests.DocumentTokens()).tokenizer(name))
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None

@@ -19,16 +19,7 @@ from moe_exp.report.page import write_report
 from moe_exp.runs.records import last_records
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import Case, median_seconds, records_after, run_to_end, why_it_failed
-from moe_exp.studies.compare.comparison import (
-    Comparison,
-    Ended,
-    as_json,
-    compare_with_before,
-    is_finished,
-    keep,
-    known_pace,
-    read_ended,
-)
+from moe_exp.studies.compare.comparison import Comparison, Ended, as_json, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.compare.variants import Variant
 
@@ -39,8 +30,8 @@ _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 def dry_run(comparison: Comparison) -> str:
     """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
     check_runs(comparison.runs(), check_config)
-    compare_with_before(comparison)
-    known = known_pace(comparison)
+    comparison.compare_with_before()
+    known = comparison.known_pace()
     pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
     if comparison.options.match == "time":
         seconds = {name: value for name, value in pace.items() if value}
@@ -68,7 +59,7 @@ def run_comparison(comparison: Comparison) -> int:
     if comparison.options.repeats > 1:
         need_packages("repeats", "scipy")
     check_runs(comparison.runs(), check_config)
-    compare_with_before(comparison)
+    comparison.compare_with_before()
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
         rule = f"{folder} is the folder of a run, not of a comparison"
@@ -77,10 +68,10 @@ def run_comparison(comparison: Comparison) -> int:
     if problems := check_environment(first):  # of the folder, too, that is to be created
         raise ConfigError(problems)
     with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
-        by_time, pace = comparison.options.match == "time", known_pace(comparison)
+        by_time, pace = comparison.options.match == "time", comparison.known_pace()
         if by_time:
             pace = measured_pace(comparison, pace)
-        keep(comparison, pace)  # first, as `paced` changes settings that `compare_with_before` compares
+        comparison.keep(pace)  # before `paced`, whose TRAIN_ITERS the next call has not yet
         if by_time:
             comparison = comparison.paced(pace)
         seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}

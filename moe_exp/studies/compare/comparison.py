@@ -121,56 +121,51 @@ class Comparison:
         chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
         return replace(self, variants=tuple(chosen))
 
+    def known_pace(self) -> dict[str, float]:
+        """Seconds per iteration by variant name, as measured by earlier calls."""
+        before = self._kept().get("variants", {})
+        paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
+        return {name: seconds for name, seconds in paces.items() if seconds}
 
-def known_pace(comparison: Comparison) -> dict[str, float]:
-    """Seconds per iteration by variant name, as measured by earlier calls."""
-    before = _kept(comparison).get("variants", {})
-    paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
-    return {name: seconds for name, seconds in paces.items() if seconds}
+    def keep(self, pace: Mapping[str, float]) -> None:
+        """Writes compare.json, keeping variants of earlier calls."""
+        entries = self._kept().get("variants", {})
+        for variant in self.variants:
+            seconds = pace.get(variant.name)
+            entries[variant.name] = {"settings": variant.compared, "seconds_per_iteration": seconds}
+        options = {"match": self.options.match, "seconds": self.options.seconds}
+        write_json(self.folder / "compare.json", {**options, "variants": entries})
 
-
-def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
-    """Writes compare.json, keeping variants of earlier calls."""
-    entries = _kept(comparison).get("variants", {})
-    for variant in comparison.variants:
-        seconds = pace.get(variant.name)
-        entries[variant.name] = {"settings": variant.compared, "seconds_per_iteration": seconds}
-    options = {"match": comparison.options.match, "seconds": comparison.options.seconds}
-    write_json(comparison.folder / "compare.json", {**options, "variants": entries})
-
-
-def compare_with_before(comparison: Comparison) -> None:
-    """ConfigError, a line per setting, if the folder's runs were started with others; call before `paced`."""
-    if not (kept := _kept(comparison)):
-        return
-    options = comparison.options
-    fix = "set it as it was, or give another RUN_NAME"
-    problems = [
-        problem(name, value, f"{comparison.folder} was made with {kept.get(name)}", fix)
-        for name, value in {"match": options.match, "seconds": options.seconds}.items()
-        if kept.get(name) != value
-    ]
-    for variant in comparison.variants:
-        before = kept["variants"].get(variant.name, {}).get("settings", {})
-        problems += [
-            problem(name, value, f"{comparison.folder} holds a {variant.name} with {before[name]}", fix)
-            for name, value in variant.compared.items()
-            if name in before and before[name] != value
+    def compare_with_before(self) -> None:
+        """ConfigError, a line per setting, if the folder's runs were started with others. Before `paced`."""
+        if not (kept := self._kept()):
+            return
+        fix = "set it as it was, or give another RUN_NAME"
+        problems = [
+            problem(name, value, f"{self.folder} was made with {kept.get(name)}", fix)
+            for name, value in (("match", self.options.match), ("seconds", self.options.seconds))
+            if kept.get(name) != value
         ]
-    if problems:
-        raise ConfigError(problems)
+        for variant in self.variants:
+            before = kept["variants"].get(variant.name, {}).get("settings", {})
+            problems += [
+                problem(name, value, f"{self.folder} holds a {variant.name} with {before[name]}", fix)
+                for name, value in variant.compared.items()
+                if name in before and before[name] != value
+            ]
+        if problems:
+            raise ConfigError(problems)
 
-
-def _kept(comparison: Comparison) -> dict[str, Any]:
-    """Content of compare.json; empty without one."""
-    path = comparison.folder / "compare.json"
-    if not path.exists():
-        return {}
-    fix = "delete it; the comparison is then rebuilt from the results in its folder"
-    kept = read_json(path, fix=fix)
-    if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
-        raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
-    return kept
+    def _kept(self) -> dict[str, Any]:
+        """Content of compare.json; empty without one."""
+        path = self.folder / "compare.json"
+        if not path.exists():
+            return {}
+        fix = "delete it; the comparison is then rebuilt from the results in its folder"
+        kept = read_json(path, fix=fix)
+        if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
+            raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
+        return kept
 
 
 # Results.

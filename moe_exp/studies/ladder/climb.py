@@ -16,24 +16,9 @@ from moe_exp.host.quantities import duration
 from moe_exp.studies.child_runs import Case, JobOptions, at_work, run_jobs, wait_until_free
 from moe_exp.studies.compare import back_to_back
 from moe_exp.studies.compare.back_to_back import check_runs, run_one
-from moe_exp.studies.compare.comparison import (
-    Comparison,
-    Ended,
-    compare_with_before,
-    is_finished,
-    keep,
-    read_ended,
-)
+from moe_exp.studies.compare.comparison import Comparison, Ended, is_finished, read_ended
+from moe_exp.studies.ladder import results
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.results import (
-    as_json,
-    page,
-    plan_text,
-    predict,
-    result_text,
-    results_of,
-    run_name,
-)
 from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
@@ -62,7 +47,7 @@ def check(ladder: Ladder) -> None:
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)
-        compare_with_before(comparison)
+        comparison.compare_with_before()
     for name in ("config.yaml", "compare.json"):
         if (ladder.folder / name).exists():
             rule = f"{ladder.folder} is the folder of a run or a comparison, not of a ladder"
@@ -74,7 +59,7 @@ def dry_run(ladder: Ladder) -> str:
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
-    return plan_text(ladder)
+    return results.plan_text(ladder)
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
@@ -93,12 +78,12 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
             wait_until_free(run.folder)
         check_runs(left)
     with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor.name):
-        print(plan_text(ladder), end="\n\n", flush=True)
+        print(results.plan_text(ladder), end="\n\n", flush=True)
         reasons = _climb(ladder, executor, left)
         text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
-    results = results_of(ladder, reasons)
-    return 1 if results.left_out else TO_BE_CONTINUED if results.num_left else FINISHED
+    found = results.results_of(ladder, reasons)
+    return 1 if found.left_out else TO_BE_CONTINUED if found.num_left else FINISHED
 
 
 def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
@@ -114,13 +99,13 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
         if rungs == (last,) and stopped:
             print(f"The last rung does not start before the end of {', '.join(stopped)}.", flush=True)
             break
-        if rungs == (last,) and waiting and (why := predict(ladder)):
+        if rungs == (last,) and waiting and (why := results.predict(ladder)):
             print(why, flush=True)
         for comparison in {id(one): one for one, _ in waiting}.values():
             comparison.folder.mkdir(exist_ok=True)
-            keep(comparison, {})
+            comparison.keep({})
         for ended in _ended(executor, ladder, waiting):
-            name = run_name(ended.run)
+            name = results.run_name(ended.run)
             if ended.reason:
                 reasons[name] = f"{ended.status}: {ended.reason}"
             if ended.status not in ("finished", "failed", "oom"):
@@ -143,7 +128,7 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
     seconds = math.ceil(executor.timeout) or 86_400  # a day
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
-    by_name = {run_name(run).replace("/", "_"): run for _, run in waiting}
+    by_name = {results.run_name(run).replace("/", "_"): run for _, run in waiting}
     for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
         yield ended_job(run, code)
 
@@ -161,9 +146,9 @@ def ended_job(run: Case, code: int | None) -> Ended:
 
 def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:
     """Writes report.md, report.html and ladder.json atomically; returns the Markdown."""
-    results = results_of(ladder, reasons)
-    text = result_text(ladder, results)
+    found = results.results_of(ladder, reasons)
+    text = results.result_text(ladder, found)
     write_atomically(ladder.folder / "report.md", text)
-    write_atomically(ladder.folder / "report.html", page(ladder, results))
-    write_json(ladder.folder / "ladder.json", as_json(ladder, results))
+    write_atomically(ladder.folder / "report.html", results.page(ladder, found))
+    write_json(ladder.folder / "ladder.json", results.as_json(ladder, found))
     return text

@@ -31,15 +31,7 @@ from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.studies import child_runs
-from moe_exp.studies.child_runs import (
-    MEASURED_ONLY,
-    Case,
-    JobOptions,
-    at_work,
-    clear,
-    given_settings,
-    run_jobs,
-)
+from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, given_settings
 from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.table import CPU, Result, Row, by_rule, result_of, to_markdown
@@ -63,14 +55,6 @@ def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
             problems.append(problem("nodes", config.nnodes, rule, "set NODES=1, or EXECUTOR=slurm"))
     texts = {key: str(value) for key, value in flags.items()}
     return Case(name, texts, config, folder / "logs" / f"{name}.log", problems=tuple(problems))
-
-
-def default_lists(base: Config) -> dict[str, str]:
-    """Default lists: powers of two that divide the ranks of a node, and half the micro-batch."""
-    ranks = base.gpus_per_node
-    sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
-    few = " ".join(sizes[:2])
-    return {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
 
 
 def case_name(config: Config) -> str:
@@ -119,7 +103,12 @@ class Sweep:
             raise ConfigError(problems)
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
-            lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
+            # Powers of two that divide the ranks of a node, and half the micro-batch.
+            ranks = base.gpus_per_node
+            sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+            few, mbszs = " ".join(sizes[:2]), f"{max(1, base.mbsz // 2)} {base.mbsz}"
+            lists = {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": mbszs}
+            lists = {name: text for name, text in lists.items() if AXES[name] not in given}
             settings = load_sweep_settings(lists | mine, environ)
         kind = f"experts_{base.num_experts}" if base.use_moe else "dense"
         model = f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{kind}_GBS_{base.gbsz}"
@@ -276,20 +265,21 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
 
 
 def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
-    settings = sweep.settings
+    settings, timeout = sweep.settings, sweep.settings.case_timeout
     is_local = settings.executor == "local"
     if is_local and not left[0].config.train_data:  # else the first case is charged for it
         ensure_embedded_corpus(Path(left[0].config.data_dir))
     with progress("sweep", len(left), unit="cases") as advance:
         if is_local:
-            ended = _local_cases(left, settings.case_timeout, partial(advance, 0))
+            ended = _local_cases(left, timeout, partial(advance, 0))
         else:
-            options = JobOptions(shlex.split(settings.sbatch), settings.case_timeout, sweep.device != CPU)
-            ended = run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options, clear)
+            options = child_runs.JobOptions(shlex.split(settings.sbatch), timeout, sweep.device != CPU)
+            by_name = {case.name: case for case in left}
+            ended = child_runs.run_jobs(by_name, sweep.folder / "jobs", options, child_runs.clear)
             advance(0, "SLURM jobs")
         for number, (case, code) in enumerate(ended, start=1):
             counts = {"num_warmup": settings.sweep_warmup, "num_iterations": settings.sweep_iters}
-            result = result_of(case, code, timeout=settings.case_timeout if is_local else 0, **counts)
+            result = result_of(case, code, timeout=timeout if is_local else 0, **counts)
             result.write(sweep.result(case.name))
             write_tables(sweep, cases)
             about = _about(sweep.row(case))
@@ -305,7 +295,7 @@ def _local_cases(
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
         report(case.name)
-        clear(case)
+        child_runs.clear(case)
         yield case, child_runs.run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 
 
