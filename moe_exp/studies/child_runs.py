@@ -148,13 +148,9 @@ def wait_until_free(folder: RunFolder) -> None:
 
 
 def run_to_end(
-    flags: Mapping[str, Any],
-    log: Path,
-    *,
-    timeout: float | None,
-    environ: Mapping[str, str],
+    flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str],
     saving: bool = False,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
     Appends its output to `log`. An exception in here, such as Ctrl-C, ends the run; `saving` lets it save a
     checkpoint first, and a second Ctrl-C kills it.

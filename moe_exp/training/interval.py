@@ -86,14 +86,9 @@ class Interval:
             self.timers.add(phase, seconds)
 
     def record(
-        self,
-        progress: Progress,
-        *,
-        learning_rate: float,
-        grad_norm: float | None,
-        num_zeros: float | None,
+        self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None,
         loss_scale: float,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The train record, equal on every rank; starts the next interval. Called by every rank."""
         config = self.config
         (lm_loss_sum, num_counted), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()

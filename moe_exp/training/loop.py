@@ -325,15 +325,9 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
 
 
 def measure(
-    job: Job,
-    progress: Progress,
-    interval: Interval,
-    metrics: Metrics | None,
-    recorder: Recorder,
-    step: Step,
-    *,
-    is_logged: bool,
-) -> float | None:
+    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
+    *, is_logged: bool,
+) -> float | None:  # fmt: skip
     """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
     config, iteration, valid_loss = job.config, step.done.iteration, None
     first_sample = step.done.first_sample
@@ -370,24 +364,17 @@ def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
 
 def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
     """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
+    losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
     return end_of_iteration(
-        stop=stop,
-        reasons=tuple(faults.STOP_REASONS),
-        is_writing=is_writing,
-        losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
+        stop=stop, reasons=tuple(faults.STOP_REASONS), is_writing=is_writing, losses=losses,
         device=job.runtime.device,
-    )
+    )  # fmt: skip
 
 
 def forward_backward(
-    job: Job,
-    stream: Samples,
-    first_sample: int,
-    num_microbatches: int,
-    *,
-    forward_only: bool = False,
+    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     timers: PhaseTimers | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     heartbeat.enter("data")
@@ -444,13 +431,11 @@ def mean_valid_loss(job: Job) -> float:
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
     """Writes the record of the interval that ends with `step`. Called by every rank."""
+    scale, rate = job.trained.optimizer.get_loss_scale(), base_learning_rate(job.trained.scheduler)
     record = interval.record(
-        progress,
-        learning_rate=base_learning_rate(job.trained.scheduler),
-        grad_norm=step.done.grad_norm,
-        num_zeros=step.num_zeros,
-        loss_scale=float(job.trained.optimizer.get_loss_scale()),
-    )
+        progress, learning_rate=rate, grad_norm=step.done.grad_norm, num_zeros=step.num_zeros,
+        loss_scale=float(scale),
+    )  # fmt: skip
     if metrics is not None:
         metrics.train(record)
 

@@ -4,6 +4,7 @@ Called after every iteration by every rank with the same numbers, so that all de
 collective.
 """
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -67,16 +68,9 @@ class LossGuard:
     """
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        folder: RunFolder,
-        trained: Trained,
-        samples: Samples,
-        progress: Progress,
-        metrics: Metrics | None,
-        finish_save: Callable[[], object],
-    ):
+        self, config: Config, runtime: Runtime, folder: RunFolder, trained: Trained, samples: Samples,
+        progress: Progress, metrics: Metrics | None, finish_save: Callable[[], object],
+    ):  # fmt: skip
         self._config, self._runtime, self._folder, self._trained = config, runtime, folder, trained
         self._samples, self._metrics, self._finish_save = samples, metrics, finish_save
         self._skipped: Sequence[Range] = merged(progress.skipped_samples)
@@ -120,7 +114,7 @@ class LossGuard:
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
         if self._num_bad == 1:
-            values = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
+            values: dict[str, Any] = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
             for name, value in values.items():
                 # JSON has neither NaN nor infinity
                 values[name] = value if value is None or math.isfinite(value) else str(value)
@@ -204,11 +198,8 @@ class LossGuard:
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
         """Samples of iterations, by their numbers in the stream."""
-        return merged(
-            pair
-            for done in iterations
-            for pair in stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped)
-        )
+        ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
+        return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
@@ -275,12 +266,7 @@ def samples_without_skips(
 
 
 def go_back(
-    config: Config,
-    folder: RunFolder,
-    progress: Progress,
-    *,
-    iteration: int,
-    samples: Sequence[Range] | None,
+    config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range] | None
 ) -> dict[str, Any] | str:
     """Makes the next start resume before `iteration`, without `samples`.
 
@@ -312,12 +298,9 @@ def go_back(
             if samples is not None:
                 entry = {
                     "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-                    "iteration": progress.iteration,
-                    "first_iteration": iteration,
-                    "back_to": back_to,
-                    "samples": [list(pair) for pair in samples],
-                    "sample_order": progress.sample_order,
-                }
+                    "iteration": progress.iteration, "first_iteration": iteration, "back_to": back_to,
+                    "samples": [list(pair) for pair in samples], "sample_order": progress.sample_order,
+                }  # fmt: skip
                 write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
             set_latest(folder.checkpoints, back_to)
             for newer in iterations(folder.checkpoints):
@@ -335,7 +318,5 @@ def go_back(
 
 def free_place(parent: Path, iteration: int) -> Path:
     """A free path for a checkpoint of `iteration`: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
-    number = 1
-    while (place := iteration_folder(parent / str(number), iteration)).exists():
-        number += 1
-    return place
+    places = (iteration_folder(parent / str(number), iteration) for number in itertools.count(1))
+    return next(place for place in places if not place.exists())

@@ -74,13 +74,9 @@ class Metrics:
         self._mirror(full)
 
     def valid(
-        self,
-        progress: Progress,
-        lm_loss: float,
-        *,
-        ema_lm_loss: float | None = None,
+        self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
         record: Record = {
             "kind": "valid",

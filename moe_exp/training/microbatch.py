@@ -22,14 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 
 def read_microbatch(
-    config: Config,
-    runtime: Runtime,
-    stream: Samples,
-    first_sample: int,
-    index: int,
-    *,
+    config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
     eod_id: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
 
     Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
@@ -58,20 +53,14 @@ def read_microbatch(
     )
     part: dict[str, Any] = context_part(batch, ranges)
     part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
-    part["documents"] = None
-    if lengths is not None:
-        part["documents"] = Documents(lengths, part["position_ids"], ranges)
+    part["documents"] = None if lengths is None else Documents(lengths, part["position_ids"], ranges)
     return part
 
 
 def run_schedule(
-    config: Config,
-    model: list[Any],
-    microbatches: Sequence[dict[str, Any]],
-    *,
-    seq_len: int,
+    config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
     else [].
     """
@@ -91,13 +80,9 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
     batch = next(data_iterator)
     output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-        packed_seq_params=batch["documents"],
-        padding_mask=batch.get("padding_mask"),
-    )
+        batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
+        packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
+    )  # fmt: skip
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 
 

@@ -204,10 +204,9 @@ def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
     except (OSError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another dump.") from None
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+    names = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+    dtypes = {name: names.get(one.get_dtype(), torch.float32) for name, one in slices.items()}
     return {
-        prefix + name: DumpedTensor(
-            tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name
-        )
+        prefix + name: DumpedTensor(tuple(one.get_shape()), dtypes[name], file, name)
         for name, one in slices.items()
     }

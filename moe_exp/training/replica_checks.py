@@ -101,14 +101,28 @@ class _Held(NamedTuple):
 
 
 def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
+    # This rank's tensors by kind and name.
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for inner in map(unwrapped, trained.model):
+        for name, buffer in inner.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                found["data"][global_name(inner, name)] = buffer
+    for name, parameter in named_parameters(trained.model):
+        found["data" if getattr(parameter, "allreduce", True) else "experts"][name] = parameter
+        if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
+            found["tied"][_EMBEDDING] = parameter  # under one name on both stages
+    if config.tp > 1:
+        is_split = {name: getattr(x, "tensor_model_parallel", False) for name, x in found["data"].items()}
+        found["tensor"] = {name: x for name, x in found["data"].items() if not is_split[name]}
+
     num_stepped = Counter[int]()
     for parameter, stepped, _ in _stepped(trained.optimizer):
         num_stepped[id(parameter)] += stepped.numel()
     held: dict[str, dict[str, tuple[int, int, int]]] = {kind: {} for kind in KINDS}
     with parameters_in_sync(trained.model):
-        for kind, tensors in _tensors(config, trained).items():
+        for kind, tensors in found.items():
             sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
-            prints = torch.stack(sums).tolist() if sums else []
+            prints = torch.stack(sums).tolist() if sums else []  # the only wait for the device of a kind
             for (name, tensor), fingerprint in zip(tensors.items(), prints, strict=True):
                 is_counted = kind in ("data", "experts") and tensor.requires_grad
                 counts = (tensor.numel(), num_stepped[id(tensor)]) if is_counted else (0, 0)
@@ -122,28 +136,6 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
     }
     problems = group_problems(config, trained.model, trained.optimizer)
     return _Held(runtime.host, problems, places, held)
-
-
-def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
-    """This rank's tensors by kind and name."""
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-    for chunk in trained.model:
-        inner = unwrapped(chunk)
-        for name, buffer in inner.named_buffers():
-            if name.endswith(".router.expert_bias"):
-                found["data"][global_name(inner, name)] = buffer
-    for name, parameter in named_parameters(trained.model):
-        kind = "data" if getattr(parameter, "allreduce", True) else "experts"
-        found[kind][name] = parameter
-        if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
-            found["tied"][_EMBEDDING] = parameter
-    if config.tp > 1:
-        found["tensor"] = {
-            name: tensor
-            for name, tensor in found["data"].items()
-            if not getattr(tensor, "tensor_model_parallel", False)
-        }
-    return found
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:

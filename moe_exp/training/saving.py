@@ -33,13 +33,9 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        config: Config,
-        saver: CheckpointWriter,
-        trained: Trained,
-        metrics: Metrics | None,
+        self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None,
         uploads: Uploads | None = None,
-    ):
+    ):  # fmt: skip
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
         self._uploads = uploads
         # of the newest checkpoint of this start; the same on every rank

@@ -190,17 +190,12 @@ class SpikeDetector:
         self._since, self._calm, self._highest = first, [], (reading.loss, grad_norm)
         norm_level = self._norm.level
         return Spike(
-            iteration=reading.iteration,
-            first_iteration=first,
-            loss=reading.loss,
-            grad_norm=grad_norm,
-            loss_z=reading.loss_z,
-            grad_norm_z=reading.norm_z,
-            loss_level=self._loss.level,
+            iteration=reading.iteration, first_iteration=first, loss=reading.loss, grad_norm=grad_norm,
+            loss_z=reading.loss_z, grad_norm_z=reading.norm_z, loss_level=self._loss.level,
             loss_spread=self._loss.spread,
             grad_norm_level=None if norm_level is None else math.exp(norm_level),
             recent_losses=tuple(self._loss.values),
-        )
+        )  # fmt: skip
 
     def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
         assert self._since is not None

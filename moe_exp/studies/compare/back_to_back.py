@@ -81,15 +81,18 @@ def run_comparison(comparison: Comparison) -> int:
             child_runs.wait_until_free(run.folder)
         check_runs([run for run in runs if not is_finished(run)])
         ended: dict[str, Ended] = {}
-        text, warnings, page = "", list[str](), comparison.folder / PAGE
+        text, warnings, page = "", list[str](), folder / PAGE
         for number, run in enumerate(runs, start=1):
             ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
             print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
-            text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
+            so_far = [ended.get(other.name) or read_ended(other) for other in runs]
+            text = result_text(comparison, so_far)
+            write_atomically(folder / "report.md", text)
+            write_json(folder / "results.json", as_json(comparison, so_far))
             if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
-                warnings = write_report(with_records, page, title=comparison.folder.name)
+                warnings = write_report(with_records, page, title=folder.name)
         pages = [str(page)] if page.exists() else []
-        print("", text, f"{comparison.folder}/report.md", *warnings, *pages, sep="\n", flush=True)
+        print("", text, f"{folder}/report.md", *warnings, *pages, sep="\n", flush=True)
         return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
@@ -159,14 +162,6 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
             advance(1)
     shutil.rmtree(folder, ignore_errors=True)
     return pace
-
-
-def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """Writes report.md and results.json, and returns the former."""
-    text = result_text(comparison, ended)
-    write_atomically(comparison.folder / "report.md", text)
-    write_json(comparison.folder / "results.json", as_json(comparison, ended))
-    return text
 
 
 def need_packages(field: str, *packages: str) -> None:

@@ -27,7 +27,7 @@ from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case, given_settings
 from moe_exp.studies.compare.variants import (
-    MATCHES,
+    MEASURES,
     Match,
     Variant,
     differences,
@@ -55,8 +55,8 @@ class Options:
         def refuse(name: str, rule: str, fix: str) -> None:
             found.append(problem(name, getattr(self, name), rule, fix))
 
-        if self.match not in MATCHES:
-            refuse("match", "is nothing to match by", f"use one of {', '.join(MATCHES)}")
+        if self.match not in MEASURES:
+            refuse("match", "is nothing to match by", f"use one of {', '.join(MEASURES)}")
         if self.repeats < 1:
             refuse("repeats", "must be at least 1", "give the number of runs of each variant")
         for name in ("seconds", "timeout"):

@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
 from moe_exp.config.parsers import scaled_points
@@ -141,8 +141,6 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
 
 
 Match = Literal["flops", "active-params", "time"]
-MATCHES: tuple[Match, ...] = get_args(Match)
-
 # Settings that name points of the schedule, as iterations or as shares.
 POINTS = ("lr_decay_style", "wsd_decay_ends")
 # GEMMs are faster at round widths; an error up to this share is fine.
@@ -159,14 +157,15 @@ def active_parameters(config: Config) -> float:
     return count_parameters(config).active_per_token
 
 
-def measure_of(match: Match) -> Callable[[Config], float]:
-    """Quantity by which sizes are matched; with `time`, FLOPs per token, too."""
-    return active_parameters if match == "active-params" else flops_per_token
+# Quantity by which sizes are matched; with `time`, FLOPs per token, too.
+MEASURES: dict[Match, Callable[[Config], float]] = {
+    "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
+}  # fmt: skip
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Relative difference to the reference in what `measure_of` measures."""
-    return measure_of(match)(config) / measure_of(match)(reference) - 1
+    """Relative difference to the reference in what is matched."""
+    return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
 def width_setting(config: Config) -> str:
@@ -198,7 +197,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
     """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
     ConfigError if a variant cannot be made that small.
     """
-    reference, measure = reference_of(variants), measure_of(match)
+    reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:
         name = width_setting(variant.config)

@@ -122,14 +122,9 @@ class Ladder:
 
     @classmethod
     def of(
-        cls,
-        definition: Definition,
-        flags: Mapping[str, Any],
-        environ: Mapping[str, str],
-        timeout: float = 0.0,
-        *,
-        executor: str = "local",
-    ) -> Ladder:
+        cls, definition: Definition, flags: Mapping[str, Any], environ: Mapping[str, str],
+        timeout: float = 0.0, *, executor: str = "local",
+    ) -> Ladder:  # fmt: skip
         """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
 
         Args:

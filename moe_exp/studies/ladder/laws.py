@@ -118,13 +118,9 @@ def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
 
 
 def fit_laws(
-    variants: Mapping[str, Points],
-    *,
-    asymptote: float | None = None,
-    is_shared: bool = True,
-    num_draws: int = 400,
-    seed: int = 0,
-) -> Fit:
+    variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
+    num_draws: int = 400, seed: int = 0,
+) -> Fit:  # fmt: skip
     """Fits the variants by least squares in the losses, jointly if they share the asymptote.
 
     A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;

@@ -204,19 +204,15 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
 
 def _plan_lines(sweep: Sweep, rows: Sequence[Row], shown: Sequence[Row]) -> list[str]:
     """A line on the whole sweep, and one for each case of `shown`."""
-    settings, counts = sweep.settings, Counter(row.status for row in rows)
+    settings, num, counts = sweep.settings, len(rows), Counter(row.status for row in rows)
     said = ", ".join(f"{number} {status}" for status, number in counts.items()).replace(" left", " to run")
     head = (
-        f"{sweep.folder}: {_cases_text(len(rows))} of {settings.sweep_iters} iterations,"
+        f"{sweep.folder}: {num} case{'s' if num > 1 else ''} of {settings.sweep_iters} iterations,"
         f" {settings.sweep_warmup} of them warm-up: {said}; {main_settings(rows[0].case.config)}"
     )
     width = max((len(row.case.name) for row in shown), default=0)
     cases = [f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in shown]
     return [head, *cases]
-
-
-def _cases_text(number: int) -> str:
-    return f"{number} case{'s' if number > 1 else ''}"
 
 
 def _about(row: Row) -> str:
@@ -254,7 +250,8 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
         valid = [row for row in rows if row.status != "rejected"]
-        rejected = [f"  rejected: {_cases_text(len(some))}, {rule}" for rule, some in by_rule(rows).items()]
+        broken = {rule: len(some) for rule, some in by_rule(rows).items()}
+        rejected = [f"  rejected: {num} case{'s' if num > 1 else ''}, {rule}" for rule, num in broken.items()]
         print(*_plan_lines(sweep, rows, valid), *rejected, sep="\n", flush=True)
         write_tables(sweep, cases)
         if left:

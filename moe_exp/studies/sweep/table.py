@@ -251,7 +251,24 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     size = 13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1]) if is_predicted else None
-    _draw_times(figure.add_subplot(grid[:, 0]) if grid else figure.add_subplot(), measured)
+
+    # A bar for each layout, with a diamond where it was predicted.
+    axes: Any = figure.add_subplot(grid[:, 0]) if grid else figure.add_subplot()
+    seconds = [row.seconds for row in measured]
+    axes.barh(range(len(measured)), seconds, color=_MEASURED, height=0.65, label="measured")
+    predicted = ((row.predicted_seconds, place) for place, row in enumerate(measured))
+    if known := [pair for pair in predicted if pair[0] is not None]:
+        style = {"linestyle": "none", "marker": "D", "markersize": 5, "label": "predicted"}
+        axes.plot(*zip(*known, strict=True), color=_PREDICTED, **style)
+    for place, row in enumerate(measured):
+        axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
+    axes.set_yticks(range(len(measured)), [row.case.name.replace("_", " ") for row in measured], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    _finish(axes, "seconds per iteration")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+
     if grid:
         times = [(row.predicted_seconds, row.seconds) for row in measured]
         _draw_pairs(figure.add_subplot(grid[0, 1]), times, "seconds per iteration")
@@ -260,23 +277,6 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     figure.suptitle(title, fontsize=10, color=_TEXT, x=0.01, ha="left", parse_math=False)
     figure.savefig(path, format="png")
     return True
-
-
-def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
-    places = range(len(rows))
-    axes.barh(places, [row.seconds for row in rows], color=_MEASURED, height=0.65, label="measured")
-    predicted = ((row.predicted_seconds, place) for place, row in enumerate(rows))
-    if known := [pair for pair in predicted if pair[0] is not None]:
-        style = {"linestyle": "none", "marker": "D", "markersize": 5, "label": "predicted"}
-        axes.plot(*zip(*known, strict=True), color=_PREDICTED, **style)
-    for place, row in enumerate(rows):
-        axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
-    axes.set_yticks(places, [row.case.name.replace("_", " ") for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    _finish(axes, "seconds per iteration")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
 
 
 def _draw_pairs(axes: Any, pairs: Sequence[tuple[Any, Any]], what: str) -> None:
