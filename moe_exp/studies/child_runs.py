@@ -385,7 +385,3 @@ def _most_useful(lines: Sequence[str]) -> str:
     ours = [line for line in lines if of_ours.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     return [*_by_rank(lines)[:1], *signals[:1], *ours[-1:], *errors[-1:], *lines[-1:], ""][0]
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")

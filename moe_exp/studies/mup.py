@@ -192,6 +192,7 @@ def losses_of(
     jobs = {}
     for model, rate in itertools.product(models, rates):
         for seed, config in enumerate(seeds(model, repeats)):
+            # MIN_LR keeps its share of LR
             floor = config.min_lr / config.lr if config.lr else 0.0
             job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
             jobs[run_key(model, rate, seed)] = job

@@ -63,6 +63,7 @@ class Interval:
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
+            # One bad micro-batch must not hide the loss of the others; `nan_iterations` counts it.
             finite = sums.isfinite().all(dim=1, keepdim=True)
             self.losses += torch.where(finite, sums, 0.0).sum(dim=0)
             bad = (~finite).any()
@@ -151,6 +152,7 @@ class Interval:
 
     def _max_vio(self) -> list[float]:
         """MaxVio of the last global batches of the interval, mean over these [num_layers]; 0 if dense."""
+        # The counters only grow: differences are the loads of single batches. Layers of other stages are 0.
         sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
         counts_NLE = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         if self.layers:
@@ -161,6 +163,7 @@ class Interval:
 
     def _max_attention_logits(self) -> list[float]:
         """Largest attention logit of the interval in each layer, over all ranks."""
+        # Pipeline stages fill their own layers, and the maximum over all ranks joins them.
         largest = self.losses.new_full((self.config.num_layers,), -math.inf)
         for core in attention_cores(self.model):
             if core.max_logit is not None:
@@ -246,6 +249,7 @@ def end_of_iteration(
     Of the ranks' reasons to `stop`, the first in `reasons` counts. `losses` are those of the micro-batches as
     in `Step`, if this rank counts them, else empty.
     """
+    # A slot for each reason, as a sum over ranks cannot carry text; then writing, loss and tokens.
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:

@@ -235,6 +235,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     loaded = iteration_in_this_run(job.source, folder)
     saver = CheckpointWriter(config, rank, folder.checkpoints, loaded, held)
     saves = CheckpointManager(config, saver, trained, metrics, uploads)
+    # A rank that has loaded something else would show nowhere in training: only gradients are reduced.
     interval.pause(check_replicas(config, rank, trained, progress, metrics))
     guard = LossGuard(config, rank, folder, trained, job.train_stream, progress, metrics, saves.finish)
     rules = faults.StopRules(
@@ -261,6 +262,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if end.stop and metrics is not None and iteration < config.train_iters:
             logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
             metrics.event("stop", iteration, reason=end.stop)
+        # With ASYNC_SAVE: all ranks have written their files, and publish the checkpoint together.
         if saver.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
 
@@ -401,6 +403,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
+    # An overlapped gather leaves part of the parameters to the next forward pass of training.
     with parameters_in_sync(model):
         loss = mean_valid_loss(job)
         if progress.num_averaged:

@@ -250,11 +250,12 @@ def samples_without_skips(
 ) -> SkippingSamples:
     """`samples` without those that training skips when it resumes from `source`. Called by every rank.
 
-    The skips of the run in `folder` apply only to the sample order in which they were found: `sample_order`
-    has the `SampleOrder.facts` of this start. ConfigError on every rank if they cannot be read.
+    `sample_order`: `SampleOrder.facts` of this start. ConfigError on every rank if the skips of the run in
+    `folder` cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:
+        # A skip names samples by number, so it is valid only for the order in which it was found.
         saved = (saved_progress(source) if source else None) or Progress()
         found = (one for one in read_rollbacks(folder) if is_same_order(sample_order, one["sample_order"]))
         pairs = [pair for one in found for pair in one["samples"]]
@@ -270,8 +271,7 @@ def go_back(
 ) -> dict[str, Any] | str:
     """Makes the next start resume before `iteration`, without `samples`.
 
-    Called by every rank, with no save pending. If killed at any point, a start still finds a complete
-    checkpoint, and each sample is used once or skipped.
+    Called by every rank, with no save pending.
 
     Args:
         progress: where training is.
@@ -292,7 +292,8 @@ def go_back(
     back_to = iteration_of(source.folder)
 
     def move() -> dict[str, Any] | str:
-        """In an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
+        # The skip, then `latest`, then the checkpoints: if killed at any point, a start still finds a whole
+        # checkpoint, and each sample is used once or skipped.
         set_aside = []
         try:
             if samples is not None:

@@ -24,6 +24,7 @@ _PERFORMANCE = (
     "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes",
     "peak_memory_bytes",
 )  # fmt: skip
+_CONSUMED = ("consumed_samples", "consumed_tokens", "consumed_flops")
 _NOT_A_CURVE = (
     "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
 )  # fmt: skip
@@ -32,9 +33,8 @@ _NOT_A_CURVE = (
 class Metrics:
     """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
 
-    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed, so that
-    iterations are unique: they are from a run that died beyond its last checkpoint. ConfigError if wandb
-    cannot start.
+    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed.
+    ConfigError if wandb cannot start.
     """
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
@@ -43,6 +43,7 @@ class Metrics:
         self._unwritten: list[Record] = []
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
+        # From a run that died beyond its last checkpoint; iterations are unique in the file.
         num_removed = records.drop_records_after(self._path, start_iteration)
         newest = records.newest_records(self._path) if self._path.exists() else []
         self._time = TrainingTime.of(newest, start_iteration)
@@ -80,10 +81,7 @@ class Metrics:
         """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
         record: Record = {
             "kind": "valid",
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            "consumed_flops": progress.consumed_flops,
+            **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},
             "training_seconds": self._time.until(progress.iteration),
             "lm_loss": lm_loss,
             "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # this order keeps NaN
@@ -141,9 +139,8 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training, summed over train records: iterations times their mean time.
-
-    Iterations repeated after a crash count once, at the speed of the repetition.
+    """Wall time of training, summed over train records: iterations times their mean time. Iterations repeated
+    after a crash count once, at the speed of the repetition.
     """
 
     iteration: int  # of the last record

@@ -27,7 +27,6 @@ def read_microbatch(
 ) -> dict[str, Any]:  # fmt: skip
     """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
 
-    Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     `first_sample` is the iteration's, `eod_id` the token that ends a document (DOCUMENT_MASK, EOD_MASK_LOSS).
 
     Returns:
@@ -36,6 +35,7 @@ def read_microbatch(
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = microbatch_samples(config, seq_len)
+    # Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
@@ -64,15 +64,14 @@ def run_schedule(
     """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
     else [].
     """
+    # With VPP, Megatron takes an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
+    has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=len(microbatches),
-        seq_length=seq_len,
+        forward_step_func=forward_step, forward_only=forward_only,
+        data_iterator=[iter(microbatches) for _ in model] if has_chunks else iter(microbatches),
+        model=model if has_chunks else model[0], num_microbatches=len(microbatches), seq_length=seq_len,
         micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
-        forward_only=forward_only,
-    )
+    )  # fmt: skip
     return [output["lm_loss"] for output in outputs]
 
 
@@ -87,11 +86,11 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets each micro-batch's `weight`, so that their mean is one over those in which a token counts.
-
-    Megatron averages over all micro-batches of all data parallel ranks `dp`, and one that EOD_MASK_LOSS masks
-    completely has loss 0. Called by every rank.
+    """Sets each micro-batch's `weight`: the mean is then one over those in which a token counts. Called by
+    every rank.
     """
+    # Megatron averages over all micro-batches of all data parallel ranks, and one that EOD_MASK_LOSS masks
+    # completely has loss 0.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
     num_all = len(microbatches) * dp.size()
     weight = num_all / sum_over(num_counting, dp).clamp(min=1).double()

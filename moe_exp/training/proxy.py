@@ -65,6 +65,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
         in a wider model, that is what the change of their weights contributes.
     """
     proxy = Proxy(config)
+    # Always the same micro-batch, so that only the weights change between two recordings.
     batch = proxy.microbatches(1)[0]
     recorder = _Recorder(proxy.model[0])
     first, _ = recorder.outputs(batch)
@@ -116,6 +117,7 @@ class _Recorder:
 
     def _record(self, module: nn.Module, name: str, first_weight: Tensor | None = None) -> None:
         def hook(module: Any, inputs: Any, output: Any) -> None:
+            # a training step runs the same modules
             if self._model.training:
                 return
             output = output.logits_TE if isinstance(module, Router) else output

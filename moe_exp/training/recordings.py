@@ -131,6 +131,7 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
             found = chain(named_parameters(trained.model), *states)
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found}
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name first: `compare_dumps` must not find half a file.
             partial = path.with_suffix(".partial")
             facts = {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host}
             save_file(tensors, partial, facts)
@@ -200,6 +201,7 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
 def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
     try:
         file = safetensors.safe_open(path, framework="pt")
+        # headers only: tensors are read one at a time, when they are compared
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     except (OSError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())

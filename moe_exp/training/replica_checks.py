@@ -79,6 +79,7 @@ def check_replicas(
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
     """Problems, in lines that are equal on every rank; one collective if there are none."""
+    # Sums detect a problem; only then do the ranks exchange what they hold by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
         return []
@@ -151,6 +152,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
     row = torch.tensor([len(mine.problems), *mine.places.values(), *sums], device=runtime.device)
     table = [torch.empty_like(row) for _ in range(runtime.world_size)]
     torch.distributed.all_gather(table, row)
+    # A row: number of problems, a place per kind, three sums per kind.
     rows, begin, held = torch.stack(table), 1 + len(KINDS), []
     sums_of_ranks = rows[:, begin:].view(-1, len(KINDS), 3).tolist()
     for (num_problems, *places), of_kinds in zip(rows[:, :begin].tolist(), sums_of_ranks, strict=True):
@@ -173,6 +175,7 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
         for ranks in replicas.values():
             for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
                 found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
+                # The majority is right; of two that differ, nobody knows.
                 (most, count), *_ = Counter(found.values()).most_common()
                 if others := [rank for rank, value in found.items() if value != most]:
                     equal = [rank for rank in ranks if rank not in others]
@@ -244,11 +247,12 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
     """(model parameter, tensor that is stepped on: itself, main weights, or a range; the groups it is in)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
-            continue
+            continue  # of a rank without parameters of this kind
         groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 groups[id(tensor)].append(group)
+        # Megatron's three kinds: this rank's ranges in fp32; fp32 copies of 16-bit parameters; parameters.
         if isinstance(part, DistributedOptimizer):
             parameters = [*part.model_float16_groups, *part.model_fp32_groups]
             tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]

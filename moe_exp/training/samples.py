@@ -109,17 +109,17 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
     """Raises a ConfigError, on every rank, if a stage of DATA_STAGES would begin within a batch of the run as
-    it continues from `source`, which would end it there. `skipped`: ranges of the stream.
+    it continues from `source`; `skipped`: ranges of the stream.
     """
+    # The run would end there otherwise, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(check_stage_begins(config, saved.consumed_samples if saved else 0, skipped)):
         raise ConfigError(problems)
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary, which on a
-    GPU would abort without a useful message.
-    """
+    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary."""
+    # On a GPU the embedding would abort with a device-side assert, which names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
     if lowest >= 0 and highest < vocab_size:
@@ -134,9 +134,8 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
-    """UTF-8 bytes per token of the validation data that every validation reads; for bits per byte.
-
-    None if the tokenizer is unknown. Reads the samples once, without decoding.
+    """UTF-8 bytes per token of the validation data that every validation reads, for bits per byte; None if
+    the tokenizer is unknown.
     """
     name = config.tokenizer
     if not name and not config.train_data:
@@ -152,6 +151,7 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         return None
     if table.note:
         logger.info(NOT_KEPT, name, table.note)
+    # The samples are read once, and not decoded: the table has the bytes of each token.
     batches = (samples.batch(index * config.gbsz, config.gbsz) for index in range(config.eval_iters))
     counts = [table.count_samples(batch.numpy(), eod_mask_loss=config.eod_mask_loss) for batch in batches]
     num_bytes, num_tokens = map(sum, zip(*counts, strict=True))
@@ -163,6 +163,7 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
     ConfigError on every rank if it differs and ALLOW_OTHER_DATA is not set.
     """
 
+    # Rank 0 alone reads the files of the data and of the checkpoint.
     def compared() -> tuple[dict[str, Any], list[Change]]:
         order = order_of_files(config)
         assert order is not None  # the embedded corpus has been built

@@ -59,6 +59,7 @@ class CheckpointManager:
     def finish(self, *, is_last: bool = False) -> float:
         """Waits for a pending save and reports it; returns seconds. Raises like `save`."""
         start = time.monotonic()
+        # An error is in `saved`, on every rank: the run continues, and the next save may have room.
         saved = self._saver.finish()
         if saved is not None and not saved.error:
             self.last_iteration = saved.iteration

@@ -161,6 +161,7 @@ class SpikeDetector:
         if self._since is not None:
             return self._go_on(reading, grad_norm)
         if not self._alarms():
+            # one that may become half of a spike must not raise the level that the next is judged by
             if reading.loss_z < LOSS_LASTING:
                 self._accept([reading])
             return None
@@ -169,6 +170,7 @@ class SpikeDetector:
     def _alarms(self) -> bool:
         recent, level = list(self._recent), self._norm.level
         losses, norms = recent[-LOSS_TIMES:], recent[-NORM_TIMES:]
+        # Hard batches come in twos by chance, and clipping handles a single large gradient.
         if recent[-1].loss_z >= LOSS_ALONE:
             return True
         if len(losses) == LOSS_TIMES and all(reading.loss_z >= LOSS_LASTING for reading in losses):
@@ -182,6 +184,7 @@ class SpikeDetector:
         )
 
     def _begin(self, reading: _Reading, grad_norm: float | None) -> Spike:
+        # The gradient often is unusual one or two iterations before the loss.
         first = reading.iteration
         for earlier in reversed(list(self._recent)[:-1]):
             if earlier.loss_z < LOSS_EARLY and earlier.norm_z < NORM_EARLY:
@@ -207,6 +210,7 @@ class SpikeDetector:
         if len(self._calm) < CALM_ITERATIONS and not lasts:
             return None
         since, self._since = self._since, None
+        # After LONGEST the values are the new normal: old windows would call them a spike again.
         if is_calm:
             self._accept(self._calm)
             return SpikeEnd(self._calm[0].iteration, since, "recovered", *self._highest)

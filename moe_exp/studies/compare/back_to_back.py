@@ -100,6 +100,7 @@ def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
     """Trains a run to its end, unless finished."""
     if is_finished(run):
         return read_ended(run)
+    # The log is appended to; only what this start prints says why it failed.
     before = run.log.stat().st_size if run.log.exists() else 0
     timeout, environ = comparison.options.timeout or None, child_runs.run_environment()
 
@@ -160,6 +161,7 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
                 raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: {fix}.")
             pace[variant.name] = median_seconds(records_after(case.folder, _PACE_WARMUP))
             advance(1)
+    # The logs stay, for a person who wonders about the pace.
     shutil.rmtree(folder, ignore_errors=True)
     return pace
 
@@ -180,6 +182,7 @@ def check_runs(
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:
+        # of a ladder's rungs, runs have the same names
         name = f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name
         # every run gets a free port when it starts
         for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):

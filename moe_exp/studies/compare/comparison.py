@@ -225,6 +225,7 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
     """x on `axis` at the end of the shortest run, and the loss of each run there, interpolated linearly (None
     without one), smoothed over the same number of tokens; None if less than two runs can be compared.
     """
+    # Smoothed over the same tokens, as losses of a shorter window would be of later, better models.
     window = window_of([one.recorded for one in ended])
     curves = {}
     for index, one in enumerate(ended):

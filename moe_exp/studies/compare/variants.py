@@ -72,6 +72,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
         runs = f"{load_config(given, {}).moe_type},dense"
     problems: list[str] = []
     variants: list[Variant] = []
+    # All problems at once: a person corrects the command only once.
     for text in [*filter(None, (name.strip() for name in runs.split(","))), *written]:
         try:
             name, own = _parsed(text)
@@ -109,9 +110,8 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
         field = key.strip().lower().replace("-", "_")
         if not equals or field not in Config.model_fields:
             near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-            fix = "moe-exp train --help has all settings"
-            if near:
-                fix = f"write {near[0].upper()}, if that is meant"
+            help_has = "moe-exp train --help has all settings"
+            fix = f"write {near[0].upper()}, if that is meant" if near else help_has
             rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
@@ -175,13 +175,14 @@ def width_setting(config: Config) -> str:
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
     """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%; 0 if the model
-    is larger even without any MLP. FLOPs and parameters are linear in the width, so two widths determine it.
+    is larger even without any MLP.
     """
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
         return measure(config.model_copy(update={name: width}))
 
+    # FLOPs and parameters are linear in the width, so two widths determine it.
     slope = (measured(2 * unit) - measured(unit)) / unit
     exact = (target - measured(unit)) / slope + unit
     if exact < unit / 2:
@@ -225,6 +226,7 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     def scaled(value: int) -> int:
         return max(1, round(value * iterations / before.train_iters)) if value else 0
 
+    # 0 stays 0, which means TRAIN_ITERS; and a short run keeps at least one iteration of each phase.
     decay = scaled(before.decay_iters)
     last = decay or iterations
     warmup = min(before.warmup_iters, last - 1)

@@ -93,6 +93,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
     flops_of_all = sum(compute_of(run.config) for run in left)
     last = ladder.rungs[-1]
     stopped: list[str] = []
+    # The last rung waits for all others, as its losses are predicted from theirs.
     for rungs in (ladder.rungs[:-1], (last,)):
         pairs = ((comparison, run) for comparison in rungs for run in comparison.runs())
         waiting = [pair for pair in pairs if not is_finished(pair[1])]
@@ -108,6 +109,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
             name = results.run_name(ended.run)
             if ended.reason:
                 reasons[name] = f"{ended.status}: {ended.reason}"
+            # a failed run fails again, while a stopped one continues with the same command
             if ended.status not in ("finished", "failed", "oom"):
                 stopped.append(name)
             done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
@@ -138,6 +140,7 @@ def ended_job(run: Case, code: int | None) -> Ended:
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
     if is_finished(run):
         return read_ended(run)
+    # Without an exit code the batch script itself was ended: by the time limit, scancel or preemption.
     if code is None and (ended := _ENDED_BY_SLURM.search(text)):
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
         return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")

@@ -131,6 +131,7 @@ def predict(ladder: Ladder) -> str:
     """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
     Returns why there is none, as a sentence; empty if there is one.
     """
+    # A prediction made after its rung has begun would be none.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
             return ""
@@ -160,6 +161,7 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
     if not path.exists():
         return None
     kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
+    # Another definition of the last rung: the same name of the file, other models.
     if kept.get("flops") != ladder.flops(-1):
         return None
     losses = {

@@ -95,6 +95,7 @@ class Sweep:
                 nodes = load_hardware(settings.gpu).nodes if settings.gpu else nodes
         except ConfigError as error:
             problems += error.problems
+        # Both kinds of settings are read before either is refused.
         try:
             given = given_settings(others, environ, nodes)
         except ConfigError as error:

@@ -21,7 +21,7 @@ from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.fit.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.studies.child_runs import LONGEST, Case, last_line, median_seconds, records_after, why_it_failed
+from moe_exp.studies.child_runs import LONGEST, Case, median_seconds, records_after, why_it_failed
 
 CPU = "CPU"
 _FIRST = (
@@ -82,7 +82,8 @@ def result_of(
     measured: dict[str, float] = {}
     if code is None and (timeout or TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
-        status, reason = "timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST]
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
+        status, reason = "timeout", f"had not ended after {limit}; its last line: {last}"[:LONGEST]
     elif code != 0:
         status, reason = why_it_failed(text, code)
     else:
@@ -157,6 +158,7 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
     """Why a layout is predicted to exceed memory (shared by a CPU node's processes); empty if it fits."""
     if not gpu:
         return ""
+    # On a GPU what nvidia-smi shows must fit, more than what torch has allocated.
     job = job_of(config, device)
     found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
     sharing = config.gpus_per_node if device == CPU else 1
