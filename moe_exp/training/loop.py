@@ -326,33 +326,23 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
 
 
-def measure(
-    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
-    *, is_logged: bool,
-) -> float | None:  # fmt: skip
-    """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
-    config, iteration, valid_loss = job.config, step.done.iteration, None
-    first_sample = step.done.first_sample
-    number, seq_len, _ = job.train_stream.stage_at(first_sample)
-    begins_stage = first_sample and number != job.train_stream.stage_at(first_sample - 1).number
-    if begins_stage and metrics is not None:
-        files = stages_of(config)[number].train_data
-        text = "data stage %d from sample %d on: %s, %d tokens each"
-        logger.info(text, number, first_sample, files, seq_len)
-        metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
-    heartbeat.enter("end_of_iteration")
-    with heartbeat.during("profile"):
-        recorder.end(iteration)
-    if is_logged:
-        log(job, progress, interval, metrics, step)
-    if job.valid_stream is not None and _is_multiple(iteration, config.eval_interval):
-        valid_loss, seconds = validate(job, progress, metrics)
-        interval.pause(seconds)
-    if is_dumped(config, iteration):
-        dump(config, job.runtime, job.folder.path, job.trained, progress)
-    if _is_multiple(iteration, config.check_interval):
-        interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-    return valid_loss
+def forward_backward(
+    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
+    timers: PhaseTimers | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
+    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
+    heartbeat.enter("data")
+    with timed(timers, "data"):
+        microbatches = [
+            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
+            for index in range(num_microbatches)
+        ]
+    heartbeat.enter("forward_backward")
+    if config.eod_mask_loss and not forward_only:
+        weigh_microbatches(microbatches, job.runtime.groups.dp)
+    with timed(timers, "forward_backward"):
+        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
 
 
 def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
@@ -373,23 +363,34 @@ def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -
     )  # fmt: skip
 
 
-def forward_backward(
-    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
-    timers: PhaseTimers | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
-    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
-    heartbeat.enter("data")
-    with timed(timers, "data"):
-        microbatches = [
-            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
-            for index in range(num_microbatches)
-        ]
-    heartbeat.enter("forward_backward")
-    if config.eod_mask_loss and not forward_only:
-        weigh_microbatches(microbatches, job.runtime.groups.dp)
-    with timed(timers, "forward_backward"):
-        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
+def measure(
+    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
+    *, is_logged: bool,
+) -> float | None:  # fmt: skip
+    """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
+    config, iteration, valid_loss = job.config, step.done.iteration, None
+    first_sample = step.done.first_sample
+    number, seq_len, _ = job.train_stream.stage_at(first_sample)
+    begins_stage = first_sample and number != job.train_stream.stage_at(first_sample - 1).number
+    if begins_stage and metrics is not None:
+        files = stages_of(config)[number].train_data
+        text = "data stage %d from sample %d on: %s, %d tokens each"
+        logger.info(text, number, first_sample, files, seq_len)
+        metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
+
+    heartbeat.enter("end_of_iteration")
+    with heartbeat.during("profile"):
+        recorder.end(iteration)
+    if is_logged:
+        log(job, progress, interval, metrics, step)
+    if job.valid_stream is not None and _is_multiple(iteration, config.eval_interval):
+        valid_loss, seconds = validate(job, progress, metrics)
+        interval.pause(seconds)
+    if is_dumped(config, iteration):
+        dump(config, job.runtime, job.folder.path, job.trained, progress)
+    if _is_multiple(iteration, config.check_interval):
+        interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
+    return valid_loss
 
 
 @heartbeat.during("evaluation")
