@@ -121,7 +121,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Like `held`; inside, SIGTERM and SIGHUP raise KeyboardInterrupt, too, and it says how to continue."""
+    """Same as `held`; SIGTERM and SIGHUP raise KeyboardInterrupt, too, and a line says how to continue."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

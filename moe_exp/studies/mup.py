@@ -80,7 +80,7 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """How a part's outputs depend on a size of the model: slopes of log2 outputs over log2 size."""
+    """Dependence of a part's outputs on a size of the model: slopes of log2 outputs over log2 size."""
 
     part: str
     initial: float  # of the outputs' mean absolute value before training

@@ -109,7 +109,7 @@ class Metrics:
         self.close(failed=error is not None)
 
     def _write(self, record: Record) -> None:
-        """On a full disk, training continues, and the record is kept until the next one."""
+        """Appends the record; on a full disk, training continues, and keeps it until the next one."""
         self._unwritten.append(record)
         try:
             records.append(self._path, *self._unwritten)
@@ -149,7 +149,7 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """From the train records of a metrics.jsonl, including old ones without `training_seconds`."""
+        """Reads the train records of a metrics.jsonl, including old ones without `training_seconds`."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:

@@ -189,7 +189,7 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def wandb_problems(config: Config) -> list[str]:
-    """Why wandb cannot run as configured; empty if it can, or is not requested."""
+    """Reasons why wandb cannot run as configured; empty if it can, or is not requested."""
     if config.wandb_project and config.wandb_mode != "disabled":
         try:
             from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init

@@ -59,7 +59,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Before an iteration. A run that resumes within a range records the rest."""
+        """Starts what begins with this iteration. A run that resumes within a range records the rest."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -74,7 +74,7 @@ class Recorder:
             self._profiler.start()
 
     def end(self, iteration: int) -> None:
-        """After an iteration: writes the files of a completed range."""
+        """Writes the files of a range that ends with this iteration."""
         for what, (first, last) in list(self._begun.items()):
             if iteration >= last:
                 del self._begun[what]
@@ -153,7 +153,7 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
     for state, values in owned.values.items():
         if state == "param":
             if values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-                continue  # the parameter itself, of which there is no second copy in fp32
+                continue  # the parameter itself, without a copy in fp32
             state = "main weights"
         yield f"{state} of {where}", values.view(parameter.shape) if is_whole else values
 

@@ -91,7 +91,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
 
 
 class _Held(NamedTuple):
-    """What a rank holds. Of other ranks at first only sums over the names of a kind, under the name ''."""
+    """Tensors and places of a rank; of other ranks, at first only sums over a kind, under the name ''."""
 
     host: str
     problems: list[str]  # of the optimizer's groups
@@ -140,7 +140,7 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
-    """What all ranks hold, with sums over the names; one all-gather of a few numbers per rank."""
+    """Sums over the names of what each rank holds; one all-gather of a few numbers per rank."""
     sums = []
     for named in mine.tensors.values():
         # An odd factor per name, so that values swapped between two names do not cancel.

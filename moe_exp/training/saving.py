@@ -82,7 +82,7 @@ class CheckpointManager:
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:
-        """At the end of the run: waits for what is still being copied to REMOTE_DIR. Not long after a signal
+        """Waits for running copies to REMOTE_DIR at the end of the run. Not long after a signal
         or EXIT_DURATION: the job may be killed.
         """
         if self._uploads is not None:

@@ -72,13 +72,13 @@ class Baseline:
 
     @property
     def spread(self) -> float:
-        """As at the top of this file."""
+        """Spread of the departures, as defined at the top of this file."""
         middle = median(self.departures) if self.departures else 0.0
         mad = median(abs(value - middle) for value in self.departures) if self.departures else 0.0
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """How many spreads `value` is above the level; 0 while too little is known."""
+        """Distance of `value` above the level in spreads; 0 while too little is known."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 

@@ -126,7 +126,7 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
             continue
-        # The MoE against the dense model, whichever was named first.
+        # The MoE against the dense model, also if that was named first.
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
         measured = [pair for pair in pairs if all(one.recorded.num_records for one in pair)]

@@ -27,7 +27,7 @@ _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 @dataclass(frozen=True)
 class Executor:
-    """Where runs are started."""
+    """Starts the runs on this node, or as SLURM jobs."""
 
     name: str = "local"  # of EXECUTORS
     sbatch: tuple[str, ...] = ()  # options of the SLURM jobs

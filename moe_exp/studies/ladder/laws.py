@@ -103,7 +103,7 @@ class Fit:
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
-    """Why these points cannot be fitted, and what to add; empty if they can."""
+    """Reason why these points cannot be fitted, and what to add; empty if they can."""
     fewest = 2 if asymptote is not None else 3
     for name, points in variants.items():
         rungs = int(np.isfinite(points.means).sum())

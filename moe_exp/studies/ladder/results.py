@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,8 +69,9 @@ class Results:
     predicted: Predicted | None
 
 
-def results_of(ladder: Ladder, reasons: Mapping[str, str] = MappingProxyType({})) -> Results:
+def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
     """Reads all runs. `reasons`: why runs failed, by `RUNG/RUN`; without it their status says it."""
+    reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
     is_validated = all(one.validated_loss is not None for one in everything if one.status == "finished")
@@ -129,7 +129,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 def predict(ladder: Ladder) -> str:
     """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
-    Returns why there is none, as a sentence; empty if there is one.
+    Returns a sentence with the reason if it cannot predict, else an empty string.
     """
     # A prediction made after its rung has begun would be none.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
@@ -156,7 +156,7 @@ def predict(ladder: Ladder) -> str:
 
 
 def read_prediction(ladder: Ladder) -> Predicted | None:
-    """The prediction of the last rung; None if there is none, or it was of other models."""
+    """The prediction of the last rung; None without one, or if it was of other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
@@ -284,7 +284,7 @@ def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
 
 
 def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
-    """`1.43× [1.31, 1.56]`; without brackets where there is no interval."""
+    """`1.43× [1.31, 1.56]`; without brackets if the interval is unknown."""
 
     def shown(value: float) -> str:
         return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.3g}"

@@ -155,7 +155,7 @@ def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Why a layout is predicted to exceed memory (shared by a CPU node's processes); empty if it fits."""
+    """Reason why a layout may exceed memory (which a CPU node's processes share); empty if it fits."""
     if not gpu:
         return ""
     # On a GPU what nvidia-smi shows must fit, more than what torch has allocated.
