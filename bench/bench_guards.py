@@ -3,7 +3,7 @@
     # median ratio of 10 pairs, the small MoE and dense; 2 min on 2 cores
     PYTHONPATH=. python bench/bench_guards.py
 
-Two ranks train. After each `train_step` all wait for each other, and then the guards of `loop.train`
+Two ranks train. After each `train_step` all wait for each other, and then the guards of `training/loop.py`
 are timed: the reduction in which all ranks hear of each other's loss and reasons to stop, the EXIT file, the
 spike detector, profiler and call trace that are off, and once more the heartbeats that train_step itself has.
 A pair is the time of `--iterations` iterations without the guards and with them; both are of the rank that
@@ -32,7 +32,7 @@ from moe_exp.engine import faults, runtime
 from moe_exp.host.processes import free_port
 from moe_exp.training import loop
 from moe_exp.training.loss_guard import LossGuard
-from moe_exp.training.profiling import Recorder
+from moe_exp.training.recordings import Recorder
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 from moe_exp.watch.hangs.heartbeat import read_beats

@@ -63,7 +63,7 @@ PROFILED_STEPS = 20
 
 
 class Ours:
-    """moe_exp's model and training state, built as `loop.build` does, without a run folder."""
+    """moe_exp's model and training state, built as `training/loop.py` does, without a run folder."""
 
     def __init__(self, config: Config, rank: Runtime):
         train_stream, _ = samples.build_data(config)

@@ -45,7 +45,7 @@ elif "$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())
         tests/layers/kernels tests/layers/experts tests/layers/router/test_router.py
         tests/layers/dispatcher/test_deepep_dispatcher.py tests/layers/megatron/test_rotary.py
         tests/training/test_phases.py::test_sums_until_they_are_taken
-        tests/training/test_profiling.py::test_snapshot_of_a_gpus_memory
+        tests/training/test_recordings.py::test_snapshot_of_a_gpus_memory
         ${arguments[@]+"${arguments[@]}"}
     )
 else

@@ -263,7 +263,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             fix = f"name one of them, as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: {fix}.")
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
-        from moe_exp.training.dumps import compare_dumps
+        from moe_exp.training.recordings import compare_dumps
 
         found = compare_dumps(a, b)
     else:

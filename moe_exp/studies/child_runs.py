@@ -1,7 +1,12 @@
-"""A study's cases: `moe-exp train` runs that another command starts, and why one failed. No torch."""
+"""A study's cases: `moe-exp train` runs that another command starts, here or each as a SLURM job with one
+launcher per node, and why one failed. SLURM jobs outlive the command: repeating it collects their results.
+No torch.
+"""
 
+import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -24,10 +29,18 @@ from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.devices import Nodes
 from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
+from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
+from moe_exp.host.slurm_queue import job_environment, still_there
+from moe_exp.launch.slurm.batch_script import directives
+from moe_exp.launch.slurm.submission import sbatch
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+_PATIENCE_SECONDS = 900.0  # with a SLURM that does not answer
 _END_SECONDS = 60.0
 _SAVE_SECONDS = 600.0  # enough to finish an iteration and write a checkpoint
 
@@ -108,7 +121,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Like `held`; inside, SIGTERM and SIGHUP raise KeyboardInterrupt, too, and it says how to continue."""
+    """Same as `held`; SIGTERM and SIGHUP raise KeyboardInterrupt, too, and a line says how to continue."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -135,56 +148,42 @@ def wait_until_free(folder: RunFolder) -> None:
 
 
 def run_to_end(
-    flags: Mapping[str, Any],
-    log: Path,
-    *,
-    timeout: float | None,
-    environ: Mapping[str, str],
+    flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str],
     saving: bool = False,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
-    Its output is appended to `log`.
-
-    If this function is interrupted, e.g. by Ctrl-C, the run's processes are ended: they are in a session of
-    their own, which terminal signals do not reach; `saving` lets the run save a checkpoint first, a second
-    Ctrl-C kills it. If this process is killed, the kernel ends the launcher, and the elastic agent then ends
-    the ranks.
+    Appends its output to `log`. An exception in here, such as Ctrl-C, ends the run; `saving` lets it save a
+    checkpoint first, and a second Ctrl-C kills it.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher, received = None, list[int]()
     try:
-        # Ctrl-C afterwards: the process that is being started would be lost
+        # Ctrl-C only afterwards: the process that is being started would be lost. It gets its own session,
+        # which signals of the terminal do not reach. If we are killed, the kernel ends the launcher, and the
+        # elastic agent then ends the ranks.
         later = signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,))
         with log.open("ab") as file, later:
+            end_with_us = partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL)
             launcher = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL),
-            )
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=end_with_us,
+            )  # fmt: skip
         if received:
             raise KeyboardInterrupt
         return launcher.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if launcher is not None:
-            _end(launcher, saving=saving)
-
-
-def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:
-    try:
-        if saving and launcher.poll() is None:
-            launcher.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                launcher.wait(_SAVE_SECONDS)
-    finally:
-        if launcher.poll() is None:
-            _kill(launcher)
+        # nested, so that a second Ctrl-C during the wait still kills
+        try:
+            if saving and launcher is not None and launcher.poll() is None:
+                launcher.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    launcher.wait(_SAVE_SECONDS)
+        finally:
+            if launcher is not None and launcher.poll() is None:
+                _kill(launcher)
 
 
 def records_after(folder: RunFolder, iteration: int) -> list[dict[str, Any]]:
@@ -231,6 +230,108 @@ def _is_running(pid: int) -> bool:
     return not stat.exists() or stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
 
 
+# As SLURM jobs.
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """sbatch options of all jobs of a study."""
+
+    sbatch: Sequence[str]  # the user's options
+    time_limit_seconds: int
+    on_gpus: bool  # whether to request a GPU per rank, unless `sbatch` has such an option
+
+
+def run_jobs(
+    cases: Mapping[str, Case],
+    jobs: Path,
+    options: JobOptions,
+    prepare: Callable[[Case], None] = lambda case: None,
+) -> Iterator[tuple[Case, int | None]]:
+    """Submits all cases without a job from an earlier call, and yields them as their jobs end, each with the
+    exit code of its launchers: None if the job ended without one.
+
+    Args:
+        cases: by name of their jobs.
+        jobs: folder of NAME.sh, the script, NAME.id, the job id, and NAME.code, the exit code.
+        prepare: called before a case is submitted.
+
+    Raises:
+        ValueError: sbatch is missing, or refuses.
+    """
+    missing = "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
+    fix = f"change SBATCH={shlex.join(options.sbatch)}, or what it names"
+    waiting = {}
+    for name, case in cases.items():
+        script, job, code = (jobs / f"{name}.{suffix}" for suffix in ("sh", "id", "code"))
+        if not job.exists():
+            prepare(case)
+            for path in (script, case.log):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            code.unlink(missing_ok=True)  # of an earlier job, whose id a killed command had removed
+            write_atomically(script, batch_script(name, case, jobs, options))
+            write_atomically(job, sbatch(["sbatch", "--parsable", str(script)], missing, fix))
+        waiting[name] = job.read_text()
+    for name in ended_jobs(waiting):
+        code = jobs / f"{name}.code"
+        yield cases[name], int(code.read_text()) if code.exists() else None
+        # only now, when the caller has kept the result: a command that is killed before asks again
+        (jobs / f"{name}.id").unlink(missing_ok=True)
+        code.unlink(missing_ok=True)
+
+
+def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
+    """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
+    num_nodes = case.config.nnodes
+    # derived from the job id, as jobs may share a node; a single node takes a free one
+    port = "$((20000 + SLURM_JOB_ID % 10000))" if num_nodes > 1 else "0"
+    by_job = ("node_rank", "master_addr", "master_port")
+    launcher = shlex.join(train_command({key: case.flags[key] for key in case.flags if key not in by_job}))
+    launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
+    asks_for_gpus = any(option.startswith(("--gpus", "--gres", "-G")) for option in options.sbatch)
+    settings = {
+        "job-name": name, "nodes": num_nodes, "ntasks-per-node": 1,
+        "time": -(-options.time_limit_seconds // 60), "output": case.log.resolve(), "chdir": Path.cwd(),
+        **({"gpus-per-node": case.config.gpus_per_node} if options.on_gpus and not asks_for_gpus else {}),
+        "mem": 0,
+    }  # fmt: skip
+    # Whole nodes: by default a task has one core, and other jobs take time.
+    own = [*(f"--{key}={value}" for key, value in settings.items()), "--exclusive"]
+    code = shlex.quote(str((jobs / f"{name}.code").resolve()))
+    srun = f"srun --nodes={num_nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
+    lines = [
+        "#!/bin/bash",
+        *directives([*own, *options.sbatch]),
+        job_environment(),
+        'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
+        f'MASTER_PORT="{port}"',
+        "export MASTER_ADDR MASTER_PORT",
+        f"{srun} bash -c {shlex.quote('exec ' + launcher)}",
+        f"echo $? >{code}.partial && mv {code}.partial {code}",  # whole, or not there
+    ]
+    return "\n".join([*lines, ""])
+
+
+def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
+    """Yields cases as their jobs end, from case to job id; ValueError if squeue does not answer for long."""
+    left, answered = dict(waiting), time.monotonic()
+    while left:
+        try:
+            there, answered = set(still_there(list(left.values()))), time.monotonic()
+        except ValueError as error:
+            if time.monotonic() - answered > _PATIENCE_SECONDS:
+                raise
+            logger.warning("%s It is asked again.", error)
+            there = set(left.values())
+        for name in [name for name, job in left.items() if job not in there]:
+            del left[name]
+            yield name
+        if left:
+            time.sleep(POLL_SECONDS)
+
+
+# Why a run failed.
+
 # Messages of torch's allocators, C++, Python and SLURM.
 _OOM = re.compile(
     r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (can't|not enough)|cannot allocate"
@@ -248,23 +349,21 @@ LONGEST = 300  # characters of a reason
 
 
 def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"], str]:
-    """Whether a failed run ran out of memory, and the most useful line of its log.
-
-    A killed rank counts as out of memory, as the kernel does this when memory is short. If a rank reported
-    another error, that is the reason, and torchrun did the killing.
-    """
+    """Whether a failed run ran out of memory, and the most useful line of its log."""
+    status: Literal["failed", "oom"] = "failed"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if out_of_memory := [line for line in lines if _OOM.search(line)]:
-        return "oom", _short(_most_useful(out_of_memory))
-    hung, by_rank = [line for line in lines if line.startswith("moe-exp: the run hangs: ")], _by_rank(lines)
-    if hung and not by_rank:
-        return "failed", _short(hung[-1])  # the launcher has killed its ranks
-    useful = _most_useful(lines)
+    reason, by_rank = _most_useful(lines), _by_rank(lines)
     killed = next((line for line in _root_cause(lines) if _KILLED.search(line)), "")
-    if (killed or code in (137, -9)) and not by_rank:
-        said = killed or useful
-        return "oom", _short(f"a process was killed, as the kernel does when memory is short: {said}")
-    return "failed", _short(useful or f"exit code {code}, and nothing was printed")
+    if out_of_memory := [line for line in lines if _OOM.search(line)]:
+        status, reason = "oom", _most_useful(out_of_memory)
+    elif not by_rank and (hung := [line for line in lines if line.startswith("moe-exp: the run hangs: ")]):
+        reason = hung[-1]  # the launcher has killed these ranks
+    elif not by_rank and (killed or code in (137, -9)):
+        # The kernel kills when memory is short. If a rank has reported an error, torchrun killed the others.
+        said = killed or reason
+        status, reason = "oom", f"a process was killed, as the kernel does when memory is short: {said}"
+    reason = reason or f"exit code {code}, and nothing was printed"
+    return status, re.sub(r"^(moe-exp: |traceback\s*: )", "", reason)[:LONGEST]
 
 
 def _by_rank(lines: Sequence[str]) -> list[str]:
@@ -285,15 +384,4 @@ def _most_useful(lines: Sequence[str]) -> str:
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
-    for found in (_by_rank(lines)[:1], signals[:1], ours[-1:], errors[-1:], lines[-1:]):
-        if found:
-            return found[0]
-    return ""
-
-
-def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
-
-
-def _short(line: str) -> str:
-    return re.sub(r"^(moe-exp: |traceback\s*: )", "", line)[:LONGEST]
+    return [*_by_rank(lines)[:1], *signals[:1], *ours[-1:], *errors[-1:], *lines[-1:], ""][0]

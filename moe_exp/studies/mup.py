@@ -80,7 +80,7 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """How a part's outputs depend on a size of the model: slopes of log2 outputs over log2 size."""
+    """Dependence of a part's outputs on a size of the model: slopes of log2 outputs over log2 size."""
 
     part: str
     initial: float  # of the outputs' mean absolute value before training
@@ -97,17 +97,16 @@ def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, f
     """Slopes over the sizes of `measured`, which has coordinates by step and part for several seeds each; the
     change is that after the last step.
     """
-    sizes = np.log2(list(measured))
-    found = []
+    sizes, found = np.log2(list(measured)), []
+
+    def slope(outputs: Sequence[float]) -> float:
+        return float(np.polyfit(sizes, np.log2(np.maximum(outputs, 1e-30)), 1)[0])
+
     for part in next(iter(measured.values()))[0][0]:
         initial = [fmean(run[0][part][0] for run in runs) for runs in measured.values()]
         change = [fmean(run[-1][part][1] for run in runs) for runs in measured.values()]
-        found.append(Growth(part, _slope(sizes, initial), _slope(sizes, change)))
+        found.append(Growth(part, slope(initial), slope(change)))
     return found
-
-
-def _slope(log2_sizes: Any, outputs: Sequence[float]) -> float:
-    return float(np.polyfit(log2_sizes, np.log2(np.maximum(outputs, 1e-30)), 1)[0])
 
 
 # Transfer of the learning rate
@@ -172,13 +171,9 @@ def run_key(config: Config, rate: float, seed: int) -> str:
 
 
 def losses_of(
-    models: Sequence[Config],
-    rates: Sequence[float],
-    repeats: int,
-    folder: Path,
-    train: Callable[[Config], float],
-    num_workers: int,
-) -> dict[str, float]:
+    models: Sequence[Config], rates: Sequence[float], repeats: int, folder: Path,
+    train: Callable[[Config], float], num_workers: int,
+) -> dict[str, float]:  # fmt: skip
     """Losses by `run_key`, of every model with every rate and seed; inf if one diverged. `train` is called in
     other processes. Runs whose losses folder/losses.json has are not run again; ConfigError if it has those
     of other models.
@@ -197,6 +192,7 @@ def losses_of(
     jobs = {}
     for model, rate in itertools.product(models, rates):
         for seed, config in enumerate(seeds(model, repeats)):
+            # MIN_LR keeps its share of LR
             floor = config.min_lr / config.lr if config.lr else 0.0
             job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
             jobs[run_key(model, rate, seed)] = job

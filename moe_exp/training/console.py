@@ -124,6 +124,7 @@ class _LogFile(logging.FileHandler):
     _is_full = False
 
     def handleError(self, record: logging.LogRecord) -> None:
+        # logging calls this inside its `except`
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -137,9 +138,8 @@ class _LogFile(logging.FileHandler):
 def setup_logging(folder: RunFolder, rank: int) -> None:
     """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
 
-    INFO goes to stdout, the rest to stderr. The ranks inherit the launcher's stdout; if it is a terminal, it
-    shows short lines. Rank 0 must open the run folder first; a rank that cannot see the folder (no shared
-    file system) logs only to its console. Calling it again replaces the handlers.
+    INFO goes to stdout, the rest to stderr; a terminal shows short lines. Rank 0 must open the run folder
+    first. Calling it again replaces the handlers.
     """
     end_logging()
     lowest = logging.INFO if rank == 0 else logging.WARNING
@@ -147,12 +147,14 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
     stdout.addFilter(lambda record: record.levelno < logging.WARNING)
     stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
     handlers: list[logging.Handler] = [stdout, stderr]
+    # A node without the shared file system logs only to its console.
     if folder.path.is_dir():
         # delay: ranks without a warning never open the file.
         handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setLevel(lowest)
         is_file = isinstance(handler, logging.FileHandler)
+        # the ranks inherit the launcher's stdout
         is_terminal = not is_file and sys.stdout.isatty()
         handler.setFormatter(_Lines(rank, with_time=is_file, is_terminal=is_terminal))
         logging.getLogger().addHandler(handler)

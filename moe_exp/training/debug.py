@@ -70,7 +70,7 @@ class Debugger(pdb.Pdb):
         self._release()
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Without input, the run continues."""
+        """Continues the run, at the end of the input."""
         self.message("\nend of the standard input: continuing")
         return self.do_continue(arg)
 

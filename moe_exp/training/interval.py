@@ -63,6 +63,7 @@ class Interval:
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
+            # One bad micro-batch must not hide the loss of the others; `nan_iterations` counts it.
             finite = sums.isfinite().all(dim=1, keepdim=True)
             self.losses += torch.where(finite, sums, 0.0).sum(dim=0)
             bad = (~finite).any()
@@ -86,14 +87,9 @@ class Interval:
             self.timers.add(phase, seconds)
 
     def record(
-        self,
-        progress: Progress,
-        *,
-        learning_rate: float,
-        grad_norm: float | None,
-        num_zeros: float | None,
+        self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None,
         loss_scale: float,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The train record, equal on every rank; starts the next interval. Called by every rank."""
         config = self.config
         (lm_loss_sum, num_counted), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
@@ -156,24 +152,24 @@ class Interval:
 
     def _max_vio(self) -> list[float]:
         """MaxVio of the last global batches of the interval, mean over these [num_layers]; 0 if dense."""
+        # The counters only grow: differences are the loads of single batches. Layers of other stages are 0.
         sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
         counts_NLE = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         if self.layers:
             counts_NLE[:, list(self.layers)] = torch.stack(list(self.loads)).diff(dim=0).double()
         torch.distributed.all_reduce(counts_NLE)
         fair_NL = counts_NLE.mean(dim=2).clamp(min=1e-9)
-        values: list[float] = (counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist()
-        return values
+        return list((counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist())
 
     def _max_attention_logits(self) -> list[float]:
         """Largest attention logit of the interval in each layer, over all ranks."""
+        # Pipeline stages fill their own layers, and the maximum over all ranks joins them.
         largest = self.losses.new_full((self.config.num_layers,), -math.inf)
         for core in attention_cores(self.model):
             if core.max_logit is not None:
                 largest[core.layer_number - 1], core.max_logit = core.max_logit, None
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        values: list[float] = largest.tolist()
-        return values
+        return list(largest.tolist())
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
@@ -202,20 +198,18 @@ class Interval:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
         max_vio, width = self._max_vio(), self.row_width
         experts = [
-            _expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
+            expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
             | {"max_vio": max_vio[layer]}
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
         ]
         kinds = config.balancing_losses
-        losses: dict[str, Any] = {
-            key: fmean(layer[key] for layer in experts) for key in ("load_balancing_loss", "z_loss")
-        }
-        losses["aux_losses"] = {key: fmean(layer["aux_losses"][key] for layer in experts) for key in kinds}
-        return losses, experts
+        aux_losses = {kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in kinds}
+        means = {key: fmean(layer[key] for layer in experts) for key in ("load_balancing_loss", "z_loss")}
+        return {**means, "aux_losses": aux_losses}, experts
 
 
-def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
+def expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
     """One layer's object in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
@@ -255,6 +249,7 @@ def end_of_iteration(
     Of the ranks' reasons to `stop`, the first in `reasons` counts. `losses` are those of the micro-batches as
     in `Step`, if this rank counts them, else empty.
     """
+    # A slot for each reason, as a sum over ranks cannot carry text; then writing, loss and tokens.
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:
@@ -280,25 +275,22 @@ class PhaseTimers:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._since: dict[str, float] = {}
-        self._begun: dict[str, torch.cuda.Event] = {}
+        self._begun: dict[str, Any] = {}  # an event or, on a CPU, seconds
         self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._unused: list[torch.cuda.Event] = []
 
     def start(self, phase: str) -> None:
         """Starts `phase`, or restarts it if not stopped."""
-        if self._on_gpu:
-            self._begun[phase] = self._event()
-        else:
-            self._since[phase] = time.perf_counter()
+        self._begun[phase] = self._event() if self._on_gpu else time.perf_counter()
 
     def stop(self, phase: str) -> None:
         """Ends `phase`, if started."""
+        if (begun := self._begun.pop(phase, None)) is None:
+            return
         if self._on_gpu:
-            if (begun := self._begun.pop(phase, None)) is not None:
-                self._pairs.append((phase, begun, self._event()))
-        elif (since := self._since.pop(phase, None)) is not None:
-            self._seconds[phase] += time.perf_counter() - since
+            self._pairs.append((phase, begun, self._event()))
+        else:
+            self._seconds[phase] += time.perf_counter() - begun
 
     def add(self, phase: str, seconds: float) -> None:
         """Adds a time measured elsewhere."""
@@ -324,10 +316,11 @@ class PhaseTimers:
 @contextmanager
 def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
     """Counts the block as `phase`; does nothing without timers."""
-    if timers is not None:
-        timers.start(phase)
+    if timers is None:
+        yield
+        return
+    timers.start(phase)
     try:
         yield
     finally:
-        if timers is not None:
-            timers.stop(phase)
+        timers.stop(phase)

@@ -56,29 +56,27 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.runs.summary import finish_run
+from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
-from moe_exp.training.profiling import Recorder
+from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
-from moe_exp.training.samples import (
-    build_data,
-    bytes_per_token,
-    check_tokenizers,
-    compare_data,
-    compare_stages,
-    describe_documents,
-    read_ahead,
-    with_placed_stages,
-)
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
 logger = logging.getLogger(__name__)
+
+# The way through this file: `main` reads the settings, `run` is one start of the run, `build` makes or
+# restores what is trained, `train` is the loop, and `train_step` one iteration, whose losses and gradients
+# come from `forward_backward` (training/microbatch.py) and the model (layers/moe_layer.py).
+#
+# `Job` is fixed once built; `Progress` counts iterations and samples, and is saved in every checkpoint;
+# `Interval` sums on the device what the next log line reports. Every rank runs all of this. Rank 0 alone has
+# `metrics` and writes for all, so no collective stands behind `if metrics is not None`.
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     try:
         arguments = parser.parse_args(argv)
+        # The launcher of this package has checked them, and hands the result on.
         config = settings_from_launcher() or checked_config(vars(arguments))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
@@ -130,6 +129,328 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
     return config
 
 
+def run(config: Config, stop: faults.StopSignal) -> int:
+    """Builds the job, resumes, trains, and writes the results; returns the exit code of this process."""
+    heartbeat.start()
+    rank = runtime.start(config)
+    job, progress = build(config, rank)
+    # If rank 0 cannot open the metrics, every rank exits, so none hangs in a collective.
+    with on_first_rank(lambda: Metrics(config, job.folder, progress.iteration)) or nullcontext() as metrics:
+        start = time.monotonic()
+        if metrics is not None:
+            log_start(job, progress, metrics)
+        status, code = train(job, progress, metrics, stop)
+        if metrics is not None:
+            seconds = round(time.monotonic() - start, 3)
+            metrics.event("end", progress.iteration, status=status, wall_seconds=seconds)
+    if isinstance(job.train_stream, ReadAhead):
+        job.train_stream.close()
+    for chunk in job.trained.model:
+        vars(chunk).clear()  # cuts the cycle by autograd's hooks, in C++, where no garbage is collected
+    has_launcher = report_exit_code(code)  # before the ranks disconnect, which may fail
+    runtime.stop()
+    # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.
+    return code if code == FAILED and not has_launcher else 0
+
+
+def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
+    """Logs what this start of the run uses, and writes events for what went wrong before the first step."""
+    config = job.config
+    embedded = "the embedded corpus, sources of Python (PSF-2.0) and torch (BSD-3-Clause)"
+    backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
+    for line in (
+        f"run folder: {job.folder.path}",
+        f"training data: {config.train_data or embedded}",
+        startup_report(config),
+        *group_lines(config),
+        *(f"{part}: {name} ({reason})" for part, (name, reason) in backends.items()),
+    ):
+        logger.info("%s", line)
+    for damage in job.source.damages if job.source else ():
+        metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
+    for failure in job.kernel_failures:
+        metrics.event("kernels_failed", progress.iteration, **vars(failure))
+    if job.changes:
+        metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
+
+
+def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
+    """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
+    # The run folder, taken for this job by rank 0 and repaired, and the checkpoint to resume from.
+    folder = RunFolder.of(config)
+    from_first_rank(lambda: hold_run_folder(config))
+    from_first_rank(lambda: recover(folder.checkpoints))
+    setup_logging(folder, rank.rank)
+    source = choose_source(config, folder)
+    checkpoint = source.folder if source else None
+    if checkpoint is not None:
+        loading.compare_model(config, checkpoint)  # before the folder gets settings of another model
+    resumed_from = iteration_in_this_run(source, folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
+
+    # Data, token files in place of text, without the samples that rollbacks skip.
+    files = data.with_placed_stages(prepared_by_launcher(config), folder, checkpoint)
+    data.check_tokenizers(files)
+    eod_id, document_tokens = data.describe_documents(files)
+    config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
+    all_samples, valid_stream = data.build_data(files)
+    sample_order, changes = data.compare_data(files, checkpoint)
+    samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
+    data.compare_stages(files, samples.skipped, checkpoint)
+    bytes_per_token = (
+        data.bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
+    )
+
+    # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
+    # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
+    kernel_failures = check_run(config, rank)
+    tune_run(config, rank, kernel_failures)
+    model = build_model(config, rank, kernel_failures)
+    optimizer = build_optimizer(config, model)
+    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    set_megatron_hooks(model, optimizer)
+    # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
+    skip_steps_not_finite(optimizer, model)
+    job = Job(
+        config, rank, folder, trained,
+        data.read_ahead(config, rank, samples) if config.num_workers else samples,
+        valid_stream, source, changes, bytes_per_token, kernel_failures, eod_id,
+    )  # fmt: skip
+
+    heartbeat.enter("load")
+    progress = resume(config, rank, folder, source, trained)
+    progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
+    if changes or resumed_from is None:
+        progress.spike_windows = None  # the loss differs on other data
+    runtime.freeze_garbage()
+    return job, progress
+
+
+def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
+    """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
+    config, rank, folder, trained = job.config, job.runtime, job.folder, job.trained
+    interval = Interval(config, rank, trained.model)
+    uploads = Uploads(config) if config.remote_dir and rank.is_first else None
+    held = uploads.held if uploads else tuple  # checkpoints that KEEP_LAST must leave until they are copied
+    loaded = iteration_in_this_run(job.source, folder)
+    saver = CheckpointWriter(config, rank, folder.checkpoints, loaded, held)
+    saves = CheckpointManager(config, saver, trained, metrics, uploads)
+    # A rank that has loaded something else would show nowhere in training: only gradients are reduced.
+    interval.pause(check_replicas(config, rank, trained, progress, metrics))
+    guard = LossGuard(config, rank, folder, trained, job.train_stream, progress, metrics, saves.finish)
+    rules = faults.StopRules(
+        stop, folder.exit_file if rank.is_first else None, exit_minutes=config.exit_duration,
+        exit_interval=config.exit_interval,
+    )  # fmt: skip
+    recorder = Recorder(config, rank, folder)
+
+    while progress.iteration < config.train_iters:
+        # The step; `progress` is after it from then on.
+        iteration = progress.iteration + 1
+        is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
+        trace_calls(config, folder, rank.rank, iteration)
+        recorder.begin(iteration)
+        step = train_step(job, progress, interval, count_zeros=is_logged)
+        valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
+
+        # What all ranks agree on, by the only collective of the loop itself.
+        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
+        is_last = bool(end.stop) or iteration == config.train_iters
+        if is_last and not is_logged:  # else no record would have these iterations
+            log(job, progress, interval, metrics, step)
+        heartbeat.enter("end" if is_last else "end_of_iteration")
+        if end.stop and metrics is not None and iteration < config.train_iters:
+            logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
+            metrics.event("stop", iteration, reason=end.stop)
+        # With ASYNC_SAVE: all ranks have written their files, and publish the checkpoint together.
+        if saver.is_pending and not end.is_writing:
+            interval.pause(saves.finish(), phase="checkpoint")
+
+        # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
+        try:
+            guard.check(progress, step.done, end)
+        except GuardEnd:
+            rules.acknowledge(end.stop)
+            raise
+
+        if (is_last and config.save_at_end) or _is_multiple(iteration, config.save_interval):
+            guard.store_history(progress)
+            interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
+        elif is_last:
+            saves.finish()
+        if is_last:
+            rules.acknowledge(end.stop)  # only now: a run killed during its last save finds the request again
+        if end.stop and iteration < config.train_iters:
+            saves.finish_uploads(end.stop)
+            return "stopped", saves.stopped_code(progress)
+    saves.finish_uploads()
+    return "finished", FINISHED
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration as this rank sees it."""
+
+    done: Iteration  # the same on every rank
+    losses: Sequence[Tensor]  # of micro-batches, see `lm_loss`, [2]; empty but on the last pipeline stage
+    num_zeros: float | None  # in the gradient, if counted
+
+
+def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
+    """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
+    model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
+    # Number and size of the micro-batches follow the batch ramp-up and the stage of the data.
+    seq_len = job.train_stream.stage_at(first_sample).seq_len
+    num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
+    heartbeat.begin(progress.iteration + 1, num_microbatches)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
+
+    # With overflow in fp16, or a gradient norm that is not finite, nothing is updated: the samples count as
+    # consumed, but neither schedule nor average moves.
+    optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
+    heartbeat.enter("optimizer")
+    with timed(interval.timers, "optimizer"):
+        updated, grad_norm, num_zeros = optimizer.step()
+    flops = flops_per_iteration(job.config, batch_size, seq_len)
+    progress.add(job.config, batch_size, flops=flops, skipped=not updated)
+    interval.add(
+        losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops, skipped=not updated
+    )
+    if updated:
+        job.trained.scheduler.step(increment=batch_size)  # in samples, as a batch ramp-up needs it
+        average_weights(job, progress, interval)
+    norm, zeros = (None if value is None else float(value) for value in (grad_norm, num_zeros))
+    return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
+
+
+def forward_backward(
+    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
+    timers: PhaseTimers | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
+    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
+    heartbeat.enter("data")
+    with timed(timers, "data"):
+        microbatches = [
+            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
+            for index in range(num_microbatches)
+        ]
+    heartbeat.enter("forward_backward")
+    if config.eod_mask_loss and not forward_only:
+        weigh_microbatches(microbatches, job.runtime.groups.dp)
+    with timed(timers, "forward_backward"):
+        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
+
+
+def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
+    """Updates the moving average of the weights after every AVERAGE_EVERY-th step (EMA_DECAY)."""
+    config = job.config
+    if config.ema_decay and progress.num_steps % config.average_every == 0:
+        progress.num_averaged += 1
+        with timed(interval.timers, "optimizer"):
+            update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
+
+
+def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
+    """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
+    losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
+    return end_of_iteration(
+        stop=stop, reasons=tuple(faults.STOP_REASONS), is_writing=is_writing, losses=losses,
+        device=job.runtime.device,
+    )  # fmt: skip
+
+
+def measure(
+    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
+    *, is_logged: bool,
+) -> float | None:  # fmt: skip
+    """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
+    config, iteration, valid_loss = job.config, step.done.iteration, None
+    first_sample = step.done.first_sample
+    number, seq_len, _ = job.train_stream.stage_at(first_sample)
+    begins_stage = first_sample and number != job.train_stream.stage_at(first_sample - 1).number
+    if begins_stage and metrics is not None:
+        files = stages_of(config)[number].train_data
+        text = "data stage %d from sample %d on: %s, %d tokens each"
+        logger.info(text, number, first_sample, files, seq_len)
+        metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
+
+    heartbeat.enter("end_of_iteration")
+    with heartbeat.during("profile"):
+        recorder.end(iteration)
+    if is_logged:
+        log(job, progress, interval, metrics, step)
+    if job.valid_stream is not None and _is_multiple(iteration, config.eval_interval):
+        valid_loss, seconds = validate(job, progress, metrics)
+        interval.pause(seconds)
+    if is_dumped(config, iteration):
+        dump(config, job.runtime, job.folder.path, job.trained, progress)
+    if _is_multiple(iteration, config.check_interval):
+        interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
+    return valid_loss
+
+
+@heartbeat.during("evaluation")
+@torch.no_grad()
+def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
+    """Writes the validation loss, of the weights and of their average if there is one.
+
+    Returns:
+        The loss of the weights in nats per token, the same on every rank, and the seconds that this took.
+    """
+    start, model, ema_loss = time.monotonic(), job.trained.model, None
+    for chunk in model:
+        chunk.eval()
+    # An overlapped gather leaves part of the parameters to the next forward pass of training.
+    with parameters_in_sync(model):
+        loss = mean_valid_loss(job)
+        if progress.num_averaged:
+            with averaged_weights(job.trained.optimizer, model):
+                ema_loss = mean_valid_loss(job)
+    for chunk in model:
+        chunk.train()
+    if metrics is not None:
+        metrics.valid(progress, loss, ema_lm_loss=ema_loss, bytes_per_token=job.bytes_per_token)
+    return loss, time.monotonic() - start
+
+
+def mean_valid_loss(job: Job) -> float:
+    """Mean over the tokens that count of the first EVAL_ITERS global batches of the validation data, the same
+    ones every time, on every rank; NaN if none counts.
+    """
+    assert job.valid_stream is not None
+    config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
+    for index in range(config.eval_iters):
+        losses = forward_backward(
+            job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
+        )
+        if losses and job.runtime.groups.tp.rank() == 0:  # the other tensor parallel ranks have the same
+            total += torch.stack(losses).double().sum(dim=0)
+    torch.distributed.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
+    """Writes the record of the interval that ends with `step`. Called by every rank."""
+    scale, rate = job.trained.optimizer.get_loss_scale(), base_learning_rate(job.trained.scheduler)
+    record = interval.record(
+        progress, learning_rate=rate, grad_norm=step.done.grad_norm, num_zeros=step.num_zeros,
+        loss_scale=float(scale),
+    )  # fmt: skip
+    if metrics is not None:
+        metrics.train(record)
+
+
+def _is_multiple(iteration: int, interval: int) -> bool:
+    return interval > 0 and iteration % interval == 0
+
+
+# Training from another program.
+
+
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
     """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
     Raises why it cannot run, or has ended (SaveError, ReplicaError, GuardEnd), on every rank.
@@ -154,336 +475,3 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)
     return folder
-
-
-def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes, trains, and writes the results; returns the exit code of this process."""
-    heartbeat.start()
-    rank = runtime.start(config)
-    job, progress = build(config, rank)
-    # Only rank 0 writes metrics. If they cannot be opened, every rank exits, so none hangs in a collective.
-    with on_first_rank(lambda: Metrics(config, job.folder, progress.iteration)) or nullcontext() as metrics:
-        start = time.monotonic()
-        if metrics is not None:
-            log_start(job, progress, metrics)
-        status, code = train(job, progress, metrics, stop)
-        if metrics is not None:
-            seconds = round(time.monotonic() - start, 3)
-            metrics.event("end", progress.iteration, status=status, wall_seconds=seconds)
-    if isinstance(job.train_stream, ReadAhead):
-        job.train_stream.close()
-    for chunk in job.trained.model:
-        vars(chunk).clear()  # cuts the cycle by autograd's hooks, in C++, where no garbage is collected
-    has_launcher = report_exit_code(code)  # before the ranks disconnect, which may fail
-    runtime.stop()
-    # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.
-    return code if code == FAILED and not has_launcher else 0
-
-
-def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
-    """Logs what this start of the run uses, and writes events for what went wrong before the first step."""
-    config = job.config
-    logger.info("run folder: %s", job.folder.path)
-    embedded = "the embedded corpus, sources of Python (PSF-2.0) and torch (BSD-3-Clause)"
-    logger.info("training data: %s", config.train_data or embedded)
-    logger.info("%s", startup_report(config))
-    for line in group_lines(config):
-        logger.info("%s", line)
-    backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
-    for part, (name, reason) in backends.items():
-        logger.info("%s: %s (%s)", part, name, reason)
-    for damage in job.source.damages if job.source else ():
-        metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
-    for failure in job.kernel_failures:
-        metrics.event("kernels_failed", progress.iteration, **vars(failure))
-    if job.changes:
-        metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
-
-
-def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
-    """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
-    folder, source = open_run(config, rank)
-
-    # Data, token files in place of text, without the samples that rollbacks skip.
-    checkpoint = source.folder if source else None
-    files = with_placed_stages(prepared_by_launcher(config), folder, checkpoint)
-    check_tokenizers(files)
-    eod_id, document_tokens = describe_documents(files)
-    config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
-    all_samples, valid_stream = build_data(files)
-    sample_order, changes = compare_data(files, checkpoint)
-    samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
-    compare_stages(files, samples.skipped, checkpoint)
-    measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
-
-    # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
-    # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
-    kernel_failures = check_run(config, rank)
-    tune_run(config, rank, kernel_failures)
-    model = build_model(config, rank, kernel_failures)
-    optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    set_megatron_hooks(model, optimizer)
-    # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
-    skip_steps_not_finite(optimizer, model)
-    train_stream = read_ahead(config, rank, samples) if config.num_workers else samples
-    job = Job(
-        config, rank, folder, trained, train_stream, valid_stream, source, changes, measured,
-        kernel_failures, eod_id,
-    )  # fmt: skip
-
-    heartbeat.enter("load")
-    progress = resume(config, rank, folder, source, trained)
-    progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
-    if changes or iteration_in_this_run(source, folder) is None:
-        progress.spike_windows = None  # the loss differs on other data
-    runtime.freeze_garbage()
-    return job, progress
-
-
-def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
-    """Takes the run folder for this job; returns it and the checkpoint to resume from, of the same model."""
-    folder = RunFolder.of(config)
-    from_first_rank(lambda: hold_run_folder(config))
-    from_first_rank(lambda: recover(folder.checkpoints))
-    setup_logging(folder, rank.rank)
-    source = choose_source(config, folder)
-    if source is not None:
-        loading.compare_model(config, source.folder)
-    resumed_from = iteration_in_this_run(source, folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
-    return folder, source
-
-
-def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
-    """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
-    config = job.config
-    interval = Interval(config, job.runtime, job.trained.model)
-    uploads = Uploads(config) if config.remote_dir and job.runtime.is_first else None
-    loaded, held = iteration_in_this_run(job.source, job.folder), uploads.held if uploads else tuple
-    saver = CheckpointWriter(config, job.runtime, job.folder.checkpoints, loaded, held)
-    saves = CheckpointManager(config, saver, job.trained, metrics, uploads)
-    interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-    guard = LossGuard(
-        config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics, saves.finish
-    )
-    exit_file = job.folder.exit_file if job.runtime.is_first else None
-    rules = faults.StopRules(
-        stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval
-    )
-    recorder = Recorder(config, job.runtime, job.folder)
-
-    while progress.iteration < config.train_iters:
-        iteration = progress.iteration + 1
-        is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
-        trace_calls(config, job.folder, job.runtime.rank, iteration)
-        recorder.begin(iteration)
-        step = train_step(job, progress, interval, count_zeros=is_logged)  # progress is after it now
-        valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
-
-        # What all ranks agree on, by the only collective of the loop itself.
-        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
-        is_last = bool(end.stop) or iteration == config.train_iters
-        if is_last and not is_logged:  # else no record would have these iterations
-            log(job, progress, interval, metrics, step)
-        heartbeat.enter("end" if is_last else "end_of_iteration")
-        if end.stop and metrics is not None and iteration < config.train_iters:
-            logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
-            metrics.event("stop", iteration, reason=end.stop)
-        if saver.is_pending and not end.is_writing:
-            interval.pause(saves.finish(), phase="checkpoint")
-
-        # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
-        try:
-            guard.check(progress, step.done, end)
-        except GuardEnd:
-            rules.acknowledge(end.stop)
-            raise
-
-        if (is_last and config.save_at_end) or _is_multiple(iteration, config.save_interval):
-            guard.store_history(progress)
-            interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
-        elif is_last:
-            saves.finish()
-        if is_last:
-            rules.acknowledge(end.stop)
-        if end.stop and iteration < config.train_iters:
-            saves.finish_uploads(end.stop)
-            return "stopped", saves.stopped_code(progress)
-    saves.finish_uploads()
-    return "finished", FINISHED
-
-
-@dataclass(frozen=True)
-class Step:
-    """One iteration as this rank sees it."""
-
-    done: Iteration  # the same on every rank
-    losses: Sequence[Tensor]  # of micro-batches, see `lm_loss`, [2]; empty but on the last pipeline stage
-    num_zeros: float | None  # in the gradient, if counted
-
-
-def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
-    """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
-    model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
-    seq_len = job.train_stream.stage_at(first_sample).seq_len
-    num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
-    heartbeat.begin(progress.iteration + 1, num_microbatches)
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
-    optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
-    heartbeat.enter("optimizer")
-    with timed(interval.timers, "optimizer"):
-        updated, grad_norm, num_zeros = optimizer.step()
-    flops = flops_per_iteration(job.config, batch_size, seq_len)
-    progress.add(job.config, batch_size, flops=flops, skipped=not updated)
-    interval.add(
-        losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops, skipped=not updated
-    )
-    if updated:
-        job.trained.scheduler.step(increment=batch_size)
-        average_weights(job, progress, interval)
-    norm, zeros = (None if value is None else float(value) for value in (grad_norm, num_zeros))
-    return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
-
-
-def measure(
-    job: Job,
-    progress: Progress,
-    interval: Interval,
-    metrics: Metrics | None,
-    recorder: Recorder,
-    step: Step,
-    *,
-    is_logged: bool,
-) -> float | None:
-    """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
-    config, iteration, valid_loss = job.config, step.done.iteration, None
-    if metrics is not None:
-        log_stage(job, step, metrics)
-    heartbeat.enter("end_of_iteration")
-    with heartbeat.during("profile"):
-        recorder.end(iteration)
-    if is_logged:
-        log(job, progress, interval, metrics, step)
-    if job.valid_stream is not None and _is_multiple(iteration, config.eval_interval):
-        valid_loss, seconds = validate(job, progress, metrics)
-        interval.pause(seconds)
-    if is_dumped(config, iteration):
-        dump(config, job.runtime, job.folder.path, job.trained, progress)
-    if _is_multiple(iteration, config.check_interval):
-        interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-    return valid_loss
-
-
-def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
-    """Takes the weights into their average after every AVERAGE_EVERY-th step (EMA_DECAY)."""
-    config = job.config
-    if config.ema_decay and progress.num_steps % config.average_every == 0:
-        progress.num_averaged += 1
-        with timed(interval.timers, "optimizer"):
-            update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
-
-
-def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
-    """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
-    return end_of_iteration(
-        stop=stop,
-        reasons=tuple(faults.STOP_REASONS),
-        is_writing=is_writing,
-        losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
-        device=job.runtime.device,
-    )
-
-
-def forward_backward(
-    job: Job,
-    stream: Samples,
-    first_sample: int,
-    num_microbatches: int,
-    *,
-    forward_only: bool = False,
-    timers: PhaseTimers | None = None,
-) -> list[Tensor]:
-    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
-    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
-    heartbeat.enter("data")
-    with timed(timers, "data"):
-        microbatches = [
-            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
-            for index in range(num_microbatches)
-        ]
-    heartbeat.enter("forward_backward")
-    if config.eod_mask_loss and not forward_only:
-        weigh_microbatches(microbatches, job.runtime.groups.dp)
-    with timed(timers, "forward_backward"):
-        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
-
-
-@heartbeat.during("evaluation")
-@torch.no_grad()
-def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Writes the validation loss, of the weights and of their average if there is one.
-
-    Returns:
-        The loss of the weights in nats per token, the same on every rank, and the seconds that this took.
-    """
-    start, model, ema_loss = time.monotonic(), job.trained.model, None
-    for chunk in model:
-        chunk.eval()
-    with parameters_in_sync(model):
-        loss = mean_valid_loss(job)
-        if progress.num_averaged:
-            with averaged_weights(job.trained.optimizer, model):
-                ema_loss = mean_valid_loss(job)
-    for chunk in model:
-        chunk.train()
-    if metrics is not None:
-        metrics.valid(progress, loss, ema_lm_loss=ema_loss, bytes_per_token=job.bytes_per_token)
-    return loss, time.monotonic() - start
-
-
-def mean_valid_loss(job: Job) -> float:
-    """Mean over the tokens that count of the first EVAL_ITERS global batches of the validation data, the same
-    ones every time, on every rank; NaN if none counts.
-    """
-    assert job.valid_stream is not None
-    config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
-    for index in range(config.eval_iters):
-        losses = forward_backward(
-            job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
-        )
-        if losses and job.runtime.groups.tp.rank() == 0:
-            total += torch.stack(losses).double().sum(dim=0)
-    torch.distributed.all_reduce(total)
-    return (total[0] / total[1]).item()
-
-
-def log_stage(job: Job, step: Step, metrics: Metrics) -> None:
-    """Writes an event if a stage of DATA_STAGES has begun with `step`."""
-    first = step.done.first_sample
-    number, seq_len, _ = job.train_stream.stage_at(first)
-    if first and number != job.train_stream.stage_at(first - 1).number:
-        data = stages_of(job.config)[number].train_data
-        logger.info("data stage %d from sample %d on: %s, %d tokens each", number, first, data, seq_len)
-        facts = {"stage": number, "train_data": data, "seq_len": seq_len}
-        metrics.event("data_stage", step.done.iteration, **facts)
-
-
-def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
-    """Writes the record of the interval that ends with `step`. Called by every rank."""
-    record = interval.record(
-        progress,
-        learning_rate=base_learning_rate(job.trained.scheduler),
-        grad_norm=step.done.grad_norm,
-        num_zeros=step.num_zeros,
-        loss_scale=float(job.trained.optimizer.get_loss_scale()),
-    )
-    if metrics is not None:
-        metrics.train(record)
-
-
-def _is_multiple(iteration: int, interval: int) -> bool:
-    return interval > 0 and iteration % interval == 0

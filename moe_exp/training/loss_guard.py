@@ -4,6 +4,7 @@ Called after every iteration by every rank with the same numbers, so that all de
 collective.
 """
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -67,16 +68,9 @@ class LossGuard:
     """
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        folder: RunFolder,
-        trained: Trained,
-        samples: Samples,
-        progress: Progress,
-        metrics: Metrics | None,
-        finish_save: Callable[[], object],
-    ):
+        self, config: Config, runtime: Runtime, folder: RunFolder, trained: Trained, samples: Samples,
+        progress: Progress, metrics: Metrics | None, finish_save: Callable[[], object],
+    ):  # fmt: skip
         self._config, self._runtime, self._folder, self._trained = config, runtime, folder, trained
         self._samples, self._metrics, self._finish_save = samples, metrics, finish_save
         self._skipped: Sequence[Range] = merged(progress.skipped_samples)
@@ -120,7 +114,10 @@ class LossGuard:
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
         if self._num_bad == 1:
-            values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
+            values: dict[str, Any] = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
+            for name, value in values.items():
+                # JSON has neither NaN nor infinity
+                values[name] = value if value is None or math.isfinite(value) else str(value)
             self._warn(
                 "iteration %d made no step: loss %s, gradient norm %s, samples %s",
                 done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
@@ -201,11 +198,8 @@ class LossGuard:
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
         """Samples of iterations, by their numbers in the stream."""
-        return merged(
-            pair
-            for done in iterations
-            for pair in stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped)
-        )
+        ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
+        return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
@@ -232,11 +226,6 @@ class LossGuard:
             self._metrics.event(name, iteration, **details)
 
 
-def _shown(value: float | None) -> float | str | None:
-    """JSON has neither NaN nor infinity."""
-    return value if value is None or math.isfinite(value) else str(value)
-
-
 def _text(value: float | None) -> str:
     """Rounded; records have all digits."""
     return "none" if value is None else f"{value:.5g}"
@@ -261,11 +250,12 @@ def samples_without_skips(
 ) -> SkippingSamples:
     """`samples` without those that training skips when it resumes from `source`. Called by every rank.
 
-    The skips of the run in `folder` apply only to the sample order in which they were found: `sample_order`
-    has the `SampleOrder.facts` of this start. ConfigError on every rank if they cannot be read.
+    `sample_order`: `SampleOrder.facts` of this start. ConfigError on every rank if the skips of the run in
+    `folder` cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:
+        # A skip names samples by number, so it is valid only for the order in which it was found.
         saved = (saved_progress(source) if source else None) or Progress()
         found = (one for one in read_rollbacks(folder) if is_same_order(sample_order, one["sample_order"]))
         pairs = [pair for one in found for pair in one["samples"]]
@@ -277,17 +267,11 @@ def samples_without_skips(
 
 
 def go_back(
-    config: Config,
-    folder: RunFolder,
-    progress: Progress,
-    *,
-    iteration: int,
-    samples: Sequence[Range] | None,
+    config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range] | None
 ) -> dict[str, Any] | str:
     """Makes the next start resume before `iteration`, without `samples`.
 
-    Called by every rank, with no save pending. If killed at any point, a start still finds a complete
-    checkpoint, and each sample is used once or skipped.
+    Called by every rank, with no save pending.
 
     Args:
         progress: where training is.
@@ -308,18 +292,16 @@ def go_back(
     back_to = iteration_of(source.folder)
 
     def move() -> dict[str, Any] | str:
-        """In an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
+        # The skip, then `latest`, then the checkpoints: if killed at any point, a start still finds a whole
+        # checkpoint, and each sample is used once or skipped.
         set_aside = []
         try:
             if samples is not None:
                 entry = {
                     "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-                    "iteration": progress.iteration,
-                    "first_iteration": iteration,
-                    "back_to": back_to,
-                    "samples": [list(pair) for pair in samples],
-                    "sample_order": progress.sample_order,
-                }
+                    "iteration": progress.iteration, "first_iteration": iteration, "back_to": back_to,
+                    "samples": [list(pair) for pair in samples], "sample_order": progress.sample_order,
+                }  # fmt: skip
                 write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
             set_latest(folder.checkpoints, back_to)
             for newer in iterations(folder.checkpoints):
@@ -337,7 +319,5 @@ def go_back(
 
 def free_place(parent: Path, iteration: int) -> Path:
     """A free path for a checkpoint of `iteration`: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
-    number = 1
-    while (place := iteration_folder(parent / str(number), iteration)).exists():
-        number += 1
-    return place
+    places = (iteration_folder(parent / str(number), iteration) for number in itertools.count(1))
+    return next(place for place in places if not place.exists())

@@ -12,15 +12,8 @@ from typing import Any
 from moe_exp.checkpoint.hf.exporting import exports_as
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config
-from moe_exp.runs.records import (
-    EXPERT_KEYS,
-    Record,
-    append,
-    drop_records_after,
-    event_record,
-    iter_metrics,
-    newest_records,
-)
+from moe_exp.runs import records
+from moe_exp.runs.records import EXPERT_KEYS, Record
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
 from moe_exp.training.mirrors import Mirror, Prometheus, axes_of, open_tensorboard, open_wandb
@@ -31,6 +24,7 @@ _PERFORMANCE = (
     "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "memory_allocated_bytes",
     "peak_memory_bytes",
 )  # fmt: skip
+_CONSUMED = ("consumed_samples", "consumed_tokens", "consumed_flops")
 _NOT_A_CURVE = (
     "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
 )  # fmt: skip
@@ -39,9 +33,8 @@ _NOT_A_CURVE = (
 class Metrics:
     """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
 
-    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed, so that
-    iterations are unique: they are from a run that died beyond its last checkpoint. ConfigError if wandb
-    cannot start.
+    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed.
+    ConfigError if wandb cannot start.
     """
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
@@ -50,12 +43,14 @@ class Metrics:
         self._unwritten: list[Record] = []
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
-        num_removed = drop_records_after(self._path, start_iteration)
-        records = newest_records(self._path) if self._path.exists() else []
-        self._time = TrainingTime.of(records, start_iteration)
-        kept = [record for record in records if record.get("kind") in ("train", "valid")]
+        # From a run that died beyond its last checkpoint; iterations are unique in the file.
+        num_removed = records.drop_records_after(self._path, start_iteration)
+        newest = records.newest_records(self._path) if self._path.exists() else []
+        self._time = TrainingTime.of(newest, start_iteration)
+        kept = [record for record in newest if record.get("kind") in ("train", "valid")]
         if self._mirrors and self._path.exists():
-            for record in iter_metrics(self._path):  # one at a time: after weeks there may be gigabytes
+            # one at a time: after weeks there may be gigabytes
+            for record in records.iter_metrics(self._path):
                 if record.get("kind") in ("train", "valid"):
                     self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
@@ -71,29 +66,22 @@ class Metrics:
         if self._config.z_loss_coeff == 0:
             full["z_loss"] = None
         self._write(full)
-        self._log(
-            [console_line(full, self._config.train_iters, datetime.now()), progress_line(full)],
-            terminal_line(full, self._config.train_iters),
-        )
+        # `bare`: lines in Megatron's own format; a terminal shows the short line instead
+        lines = f"{console_line(full, self._config.train_iters, datetime.now())}\n{progress_line(full)}"
+        short = terminal_line(full, self._config.train_iters)
+        logger.info("%s", lines, extra={"bare": True, "on_terminal": short})
         if full["timers"]:
             logger.info("%s", timers_line(full["timers"]), extra={"bare": True})
         self._mirror(full)
 
     def valid(
-        self,
-        progress: Progress,
-        lm_loss: float,
-        *,
-        ema_lm_loss: float | None = None,
+        self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
         record: Record = {
             "kind": "valid",
-            "iteration": progress.iteration,
-            "consumed_samples": progress.consumed_samples,
-            "consumed_tokens": progress.consumed_tokens,
-            "consumed_flops": progress.consumed_flops,
+            **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},
             "training_seconds": self._time.until(progress.iteration),
             "lm_loss": lm_loss,
             "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # this order keeps NaN
@@ -101,12 +89,13 @@ class Metrics:
             "ema_lm_loss": ema_lm_loss,
         }
         self._write(record)
-        self._log(validation_lines(record), terminal_line(record, self._config.train_iters))
+        short = terminal_line(record, self._config.train_iters)
+        logger.info("%s", "\n".join(validation_lines(record)), extra={"bare": True, "on_terminal": short})
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
         """Writes an event record, see `records.append_event`."""
-        self._write(event_record(name, iteration, **details))
+        self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
         """Closes TensorBoard and wandb; `failed` is the run's status in wandb."""
@@ -119,15 +108,11 @@ class Metrics:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
-    def _log(self, lines: Sequence[str], on_terminal: str) -> None:
-        """Logs lines with their own format, such as Megatron's; a terminal shows `on_terminal` instead."""
-        logger.info("%s", "\n".join(lines), extra={"bare": True, "on_terminal": on_terminal})
-
     def _write(self, record: Record) -> None:
-        """On a full disk, training continues, and the record is kept until the next one."""
+        """Appends the record; on a full disk, training continues, and keeps it until the next one."""
         self._unwritten.append(record)
         try:
-            append(self._path, *self._unwritten)
+            records.append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
                 line = "%s cannot be written (%s): its records are kept until it can"
@@ -154,9 +139,8 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training, summed over train records: iterations times their mean time.
-
-    Iterations repeated after a crash count once, at the speed of the repetition.
+    """Wall time of training, summed over train records: iterations times their mean time. Iterations repeated
+    after a crash count once, at the speed of the repetition.
     """
 
     iteration: int  # of the last record
@@ -165,7 +149,7 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """From the train records of a metrics.jsonl, including old ones without `training_seconds`."""
+        """Reads the train records of a metrics.jsonl, including old ones without `training_seconds`."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:

@@ -22,17 +22,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 
 def read_microbatch(
-    config: Config,
-    runtime: Runtime,
-    stream: Samples,
-    first_sample: int,
-    index: int,
-    *,
+    config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
     eod_id: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
 
-    Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     `first_sample` is the iteration's, `eod_id` the token that ends a document (DOCUMENT_MASK, EOD_MASK_LOSS).
 
     Returns:
@@ -41,6 +35,7 @@ def read_microbatch(
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = microbatch_samples(config, seq_len)
+    # Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
@@ -58,32 +53,25 @@ def read_microbatch(
     )
     part: dict[str, Any] = context_part(batch, ranges)
     part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
-    part["documents"] = None
-    if lengths is not None:
-        part["documents"] = Documents(lengths, part["position_ids"], ranges)
+    part["documents"] = None if lengths is None else Documents(lengths, part["position_ids"], ranges)
     return part
 
 
 def run_schedule(
-    config: Config,
-    model: list[Any],
-    microbatches: Sequence[dict[str, Any]],
-    *,
-    seq_len: int,
+    config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
     else [].
     """
+    # With VPP, Megatron takes an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
+    has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=len(microbatches),
-        seq_length=seq_len,
+        forward_step_func=forward_step, forward_only=forward_only,
+        data_iterator=[iter(microbatches) for _ in model] if has_chunks else iter(microbatches),
+        model=model if has_chunks else model[0], num_microbatches=len(microbatches), seq_length=seq_len,
         micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
-        forward_only=forward_only,
-    )
+    )  # fmt: skip
     return [output["lm_loss"] for output in outputs]
 
 
@@ -91,22 +79,18 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
     batch = next(data_iterator)
     output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-        packed_seq_params=batch["documents"],
-        padding_mask=batch.get("padding_mask"),
-    )
+        batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
+        packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
+    )  # fmt: skip
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets each micro-batch's `weight`, so that their mean is one over those in which a token counts.
-
-    Megatron averages over all micro-batches of all data parallel ranks `dp`, and one that EOD_MASK_LOSS masks
-    completely has loss 0. Called by every rank.
+    """Sets each micro-batch's `weight`: the mean is then one over those in which a token counts. Called by
+    every rank.
     """
+    # Megatron averages over all micro-batches of all data parallel ranks, and one that EOD_MASK_LOSS masks
+    # completely has loss 0.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
     num_all = len(microbatches) * dp.size()
     weight = num_all / sum_over(num_counting, dp).clamp(min=1).double()

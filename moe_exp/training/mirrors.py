@@ -62,18 +62,21 @@ class _TensorBoard:
         }
         for summary in hparams(values, dict.fromkeys(_OVER_STEPS, 0))[:2]:
             self._writer.file_writer.add_summary(summary)
+        # TensorBoard plots over steps, wall-clock time or time since the first record. So the losses are
+        # repeated over tokens, FLOPs and training time, each in its own folder: a resume removes by step.
         self._by_axis = {}
-        for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
-            purge_step = _step(axis, last) + 1 if axis in last else 0
+        for axis, (unit, scale) in _STEPS.items() if config.tensorboard_axes else ():
+            purge_step = round(last[axis] * scale) + 1 if axis in last else 0
             self._by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
         for name, value in values.items():
             self._writer.add_scalar(tensorboard_name(name), value, axes["iteration"])
         for axis, writer in self._by_axis.items():
+            unit, scale = _STEPS[axis]
             for name in _OVER_STEPS:
                 if name in values and axis in axes:
-                    writer.add_scalar(f"{name}_by_{_STEPS[axis][0]}", values[name], _step(axis, axes))
+                    writer.add_scalar(f"{name}_by_{unit}", values[name], round(axes[axis] * scale))
             writer.flush()
         self._writer.flush()
 
@@ -87,18 +90,20 @@ def tensorboard_name(name: str) -> str:
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
-def _step(axis: str, axes: Axes) -> int:
-    return round(axes[axis] * _STEPS[axis][1])
-
-
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
-    """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable.
-
-    TensorBoard plots over steps, wall-clock time or time since the first record. With TENSORBOARD_AXES, the
-    losses are repeated over tokens, FLOPs and training time, each in its own folder, because a resume removes
-    events by step: those after `last`, the position of the last record.
+    """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable. With
+    TENSORBOARD_AXES it is also cleared after `last`, the position of the last record.
     """
-    _keep_threads_quiet()
+    # Errors of TensorBoard's writer threads are left to the next `write`, without tracebacks on stderr.
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    if not getattr(before, "leaves_out_tensorboard", False):  # by an earlier run of this process
+        hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
+        threading.excepthook = hook
     try:
         return [_TensorBoard(config, folder, start_iteration, last)]
     except ImportError:
@@ -108,20 +113,6 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
         line = "TensorBoard gets no records: %s cannot be written (%s)"
         logger.warning(line, folder.tensorboard, error.strerror or error)
     return []
-
-
-def _keep_threads_quiet() -> None:
-    """Leaves errors of TensorBoard's writer threads to the next `write`, without tracebacks on stderr."""
-    before = threading.excepthook
-    if getattr(before, "leaves_out_tensorboard", False):
-        return
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            before(failed)
-
-    hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
 
 
 def group_of(config: Config) -> str:
@@ -150,7 +141,8 @@ class Prometheus:
         position = {f"consumed_{axis}": value for axis, value in axes.items() if axis != "iteration"}
         self._values |= {**values, "iteration": axes["iteration"], **position}
         self._values["last_record_timestamp_seconds"] = time.time()
-        metrics: dict[str, list[str]] = {}  # all values of a metric must stand together
+        # All values of a metric must stand together. A layer is a label, so that one query has all of them.
+        metrics: dict[str, list[str]] = {}
         for name, value in sorted(self._values.items()):
             layer = re.fullmatch(r"moe/layer_(\d+)/(.+)", name)
             metric = "moe_exp_" + re.sub(r"\W", "_", f"layer/{layer[2]}" if layer else name, flags=re.ASCII)
@@ -163,6 +155,7 @@ class Prometheus:
             write_atomically(self._path, "\n".join(lines) + "\n")
             self._failed = False
         except OSError as error:
+            # one line for each time that it starts to fail, not for each record
             if not self._failed:
                 line = "PROMETHEUS_FILE=%s: cannot be written (%s)"
                 logger.warning(line, self._path, error.strerror or error)
@@ -196,7 +189,7 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def wandb_problems(config: Config) -> list[str]:
-    """Why wandb cannot run as configured; empty if it can, or is not requested."""
+    """Reasons why wandb cannot run as configured; empty if it can, or is not requested."""
     if config.wandb_project and config.wandb_mode != "disabled":
         try:
             from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init
@@ -209,10 +202,6 @@ def wandb_problems(config: Config) -> list[str]:
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
     """The wandb run of this folder, if requested; ConfigError if it cannot start. Expects all kept records
     first, then the new ones.
-
-    Online, a resume continues the same run, and iterations that wandb has are not sent again. Offline, wandb
-    cannot append to its files: every start writes the whole run again, under the same id, and moves the
-    previous folder to wandb/replaced.
     """
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
@@ -221,14 +210,15 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
     import wandb
 
     if config.wandb_mode == "offline":
-        # Hides those of earlier starts from `wandb sync`, as two folders must not share an id.
+        # wandb cannot append to offline files, so every start writes the whole run again under the same id.
+        # Those of earlier starts are hidden from `wandb sync`, as two folders must not share an id.
         for path in sorted(folder.wandb.glob("offline-run-*")):
             replaced = folder.wandb / "replaced" / path.name
             replaced.parent.mkdir(exist_ok=True)
             if replaced.exists():
                 replaced = replaced.with_name(f"{path.name}-{secrets.token_hex(4)}")
             path.rename(replaced)
-    # Constant, so that a resumed run stays on one page.
+    # Constant, so that a resumed run stays on one page. Online, wandb continues that run.
     run_id = folder.wandb / "run_id"
     if not run_id.exists():
         run_id.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,4 @@
-"""A small model trained by this process alone, without a run folder, and the sizes of what it computes: for
-`moe-exp mup`.
-"""
+"""A small model trained by this process alone, without a run folder, for `moe-exp mup`."""
 
 from collections import defaultdict
 from typing import Any
@@ -9,14 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
+from moe_exp.engine import optimizer_setup
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import (
-    build_optimizer,
-    build_scheduler,
-    next_batch,
-    set_megatron_hooks,
-    skip_steps_not_finite,
-)
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
@@ -31,10 +23,10 @@ class Proxy:
     def __init__(self, config: Config):
         self.config, self._runtime = config, share_alone(config)
         self.model = build_model(config, self._runtime)
-        self._optimizer = build_optimizer(config, self.model)
-        self._scheduler = build_scheduler(config, self._optimizer)
-        set_megatron_hooks(self.model, self._optimizer)
-        skip_steps_not_finite(self._optimizer, self.model)
+        self._optimizer = optimizer_setup.build_optimizer(config, self.model)
+        self._scheduler = optimizer_setup.build_scheduler(config, self._optimizer)
+        optimizer_setup.set_megatron_hooks(self.model, self._optimizer)
+        optimizer_setup.skip_steps_not_finite(self._optimizer, self.model)
         self._samples, _ = build_data(config)
         self._eod_id, _ = describe_documents(config)
         self._consumed_samples = 0
@@ -49,12 +41,13 @@ class Proxy:
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
         """One iteration on the next samples, or on one micro-batch; its loss, nats per token."""
-        count, _, batch_size = next_batch(self.config, self._consumed_samples, self.config.seq_len)
+        first, seq_len = self._consumed_samples, self.config.seq_len
+        count, _, batch_size = optimizer_setup.next_batch(self.config, first, seq_len)
         microbatches = self.microbatches(count) if batch is None else [batch]
         weigh_microbatches(microbatches, self._runtime.groups.dp)
         self.model[0].zero_grad_buffer()
         self._optimizer.zero_grad()
-        losses = run_schedule(self.config, self.model, microbatches, seq_len=self.config.seq_len)
+        losses = run_schedule(self.config, self.model, microbatches, seq_len=seq_len)
         updated, _, _ = self._optimizer.step()
         self._consumed_samples += batch_size
         if updated:
@@ -72,6 +65,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
         in a wider model, that is what the change of their weights contributes.
     """
     proxy = Proxy(config)
+    # Always the same micro-batch, so that only the weights change between two recordings.
     batch = proxy.microbatches(1)[0]
     recorder = _Recorder(proxy.model[0])
     first, _ = recorder.outputs(batch)
@@ -123,6 +117,7 @@ class _Recorder:
 
     def _record(self, module: nn.Module, name: str, first_weight: Tensor | None = None) -> None:
         def hook(module: Any, inputs: Any, output: Any) -> None:
+            # a training step runs the same modules
             if self._model.training:
                 return
             output = output.logits_TE if isinstance(module, Router) else output

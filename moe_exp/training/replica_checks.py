@@ -79,6 +79,7 @@ def check_replicas(
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
     """Problems, in lines that are equal on every rank; one collective if there are none."""
+    # Sums detect a problem; only then do the ranks exchange what they hold by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
         return []
@@ -90,7 +91,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
 
 
 class _Held(NamedTuple):
-    """What a rank holds. Of other ranks at first only sums over the names of a kind, under the name ''."""
+    """Tensors and places of a rank; of other ranks, at first only sums over a kind, under the name ''."""
 
     host: str
     problems: list[str]  # of the optimizer's groups
@@ -101,14 +102,28 @@ class _Held(NamedTuple):
 
 
 def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
+    # This rank's tensors by kind and name.
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+    for inner in map(unwrapped, trained.model):
+        for name, buffer in inner.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                found["data"][global_name(inner, name)] = buffer
+    for name, parameter in named_parameters(trained.model):
+        found["data" if getattr(parameter, "allreduce", True) else "experts"][name] = parameter
+        if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
+            found["tied"][_EMBEDDING] = parameter  # under one name on both stages
+    if config.tp > 1:
+        is_split = {name: getattr(x, "tensor_model_parallel", False) for name, x in found["data"].items()}
+        found["tensor"] = {name: x for name, x in found["data"].items() if not is_split[name]}
+
     num_stepped = Counter[int]()
     for parameter, stepped, _ in _stepped(trained.optimizer):
         num_stepped[id(parameter)] += stepped.numel()
     held: dict[str, dict[str, tuple[int, int, int]]] = {kind: {} for kind in KINDS}
     with parameters_in_sync(trained.model):
-        for kind, tensors in _tensors(config, trained).items():
+        for kind, tensors in found.items():
             sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
-            prints = torch.stack(sums).tolist() if sums else []
+            prints = torch.stack(sums).tolist() if sums else []  # the only wait for the device of a kind
             for (name, tensor), fingerprint in zip(tensors.items(), prints, strict=True):
                 is_counted = kind in ("data", "experts") and tensor.requires_grad
                 counts = (tensor.numel(), num_stepped[id(tensor)]) if is_counted else (0, 0)
@@ -124,51 +139,26 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
     return _Held(runtime.host, problems, places, held)
 
 
-def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
-    """This rank's tensors by kind and name."""
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-    for chunk in trained.model:
-        inner = unwrapped(chunk)
-        for name, buffer in inner.named_buffers():
-            if name.endswith(".router.expert_bias"):
-                found["data"][global_name(inner, name)] = buffer
-    for name, parameter in named_parameters(trained.model):
-        kind = "data" if getattr(parameter, "allreduce", True) else "experts"
-        found[kind][name] = parameter
-        if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
-            found["tied"][_EMBEDDING] = parameter
-    if config.tp > 1:
-        found["tensor"] = {
-            name: tensor
-            for name, tensor in found["data"].items()
-            if not getattr(tensor, "tensor_model_parallel", False)
-        }
-    return found
-
-
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
-    """What all ranks hold, with sums over the names; one all-gather of a few numbers per rank."""
-    sums = [
-        _sum({name: values[column] for name, values in named.items()})
-        for named in mine.tensors.values()
-        for column in range(3)
-    ]
+    """Sums over the names of what each rank holds; one all-gather of a few numbers per rank."""
+    sums = []
+    for named in mine.tensors.values():
+        # An odd factor per name, so that values swapped between two names do not cancel.
+        digests = {name: hashlib.sha256(name.encode()).digest() for name in named}
+        factors = {name: int.from_bytes(digest[:8], "little") | 1 for name, digest in digests.items()}
+        for column in range(3):
+            total = sum(values[column] * factors[name] for name, values in named.items())
+            sums.append((total + 2**63 & _MASK) - 2**63)  # as a signed 64-bit number
     row = torch.tensor([len(mine.problems), *mine.places.values(), *sums], device=runtime.device)
     table = [torch.empty_like(row) for _ in range(runtime.world_size)]
     torch.distributed.all_gather(table, row)
+    # A row: number of problems, a place per kind, three sums per kind.
     rows, begin, held = torch.stack(table), 1 + len(KINDS), []
     sums_of_ranks = rows[:, begin:].view(-1, len(KINDS), 3).tolist()
     for (num_problems, *places), of_kinds in zip(rows[:, :begin].tolist(), sums_of_ranks, strict=True):
         tensors: Any = {kind: {"": tuple(of)} for kind, of in zip(KINDS, of_kinds, strict=True)}
         held.append(_Held("", [""] * num_problems, dict(zip(KINDS, places, strict=True)), tensors))
     return held
-
-
-def _sum(values: Mapping[str, int]) -> int:
-    """Sum of the values, each times an odd factor of its name, as a signed 64-bit number."""
-    digests = {name: hashlib.sha256(name.encode()).digest() for name in values}
-    total = sum(value * (int.from_bytes(digests[name][:8], "little") | 1) for name, value in values.items())
-    return (total + 2**63 & _MASK) - 2**63
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
@@ -183,7 +173,17 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
         for rank, one in enumerate(held):
             replicas[one.places[kind]].append(rank)
         for ranks in replicas.values():
-            lines += _differences(kind, ranks, held)
+            for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
+                found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
+                # The majority is right; of two that differ, nobody knows.
+                (most, count), *_ = Counter(found.values()).most_common()
+                if others := [rank for rank, value in found.items() if value != most]:
+                    equal = [rank for rank in ranks if rank not in others]
+                    doubt = "" if count > len(others) else "; which of them is right is unknown"
+                    lines.append(
+                        f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
+                        f" {KINDS[kind]} have to be equal{doubt}"
+                    )
             # They share the state of the optimizer, or each has all of it.
             times = 1 if distributed else len(ranks)
             for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
@@ -193,19 +193,6 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
                     of_optimizer[problem] += ranks
     optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
     return [*lines, *optimizer]
-
-
-def _differences(kind: str, ranks: list[int], held: list[_Held]) -> Iterator[str]:
-    for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
-        found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
-        (most, count), *_ = Counter(found.values()).most_common()
-        if others := [rank for rank, value in found.items() if value != most]:
-            equal = [rank for rank in ranks if rank not in others]
-            doubt = "" if count > len(others) else "; which of them is right is unknown"
-            yield (
-                f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
-                f" {KINDS[kind]} have to be equal{doubt}"
-            )
 
 
 def _ranks(ranks: list[int], held: list[_Held]) -> str:
@@ -260,11 +247,12 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
     """(model parameter, tensor that is stepped on: itself, main weights, or a range; the groups it is in)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
-            continue
+            continue  # of a rank without parameters of this kind
         groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 groups[id(tensor)].append(group)
+        # Megatron's three kinds: this rank's ranges in fp32; fp32 copies of 16-bit parameters; parameters.
         if isinstance(part, DistributedOptimizer):
             parameters = [*part.model_float16_groups, *part.model_fp32_groups]
             tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]

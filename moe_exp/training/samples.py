@@ -19,13 +19,7 @@ from moe_exp.data.samples.dataset import Range, Samples, SampleStream, merged, s
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, order_changes, order_of_files, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.tokens.manifests import (
-    DocumentTokens,
-    check_ends,
-    documents_of,
-    tokenizer_problems,
-    with_document_tokens,
-)
+from moe_exp.data.tokens import manifests
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend, parse_split
 from moe_exp.engine.optimizer_setup import next_batch
@@ -44,14 +38,10 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     if config.data_order == "megatron":  # for the number of samples that Megatron-LM would count
         num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
         order = MegatronOrder(
-            train=train_data,
-            valid=valid_data,
-            split=config.split,
-            seq_len=config.seq_len,
-            seed=config.seed,
+            train=train_data, valid=valid_data, split=config.split, seq_len=config.seq_len, seed=config.seed,
             num_train_samples=config.train_iters * config.gbsz,
             num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
-        )
+        )  # fmt: skip
         return megatron_samples(order, Path(config.data_dir))
     train_share, valid_share, _ = parse_split(config.split or "1")
     common: Any = {"seq_len": config.seq_len, "seed": config.seed}
@@ -84,17 +74,17 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     train_data, valid_data = _blends(config)
     blends = [train_data, valid_data, *(stage.train_data for stage in stages_of(config)[1:])]
     prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
-    problems, eod_id = check_ends(config, prefixes)
+    problems, eod_id = manifests.check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)
-    return eod_id, with_document_tokens(config, train_data).document_tokens
+    return eod_id, manifests.with_document_tokens(config, train_data).document_tokens
 
 
 def check_tokenizers(config: Config) -> None:
     """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
     if EXIT_CODE_FILE in os.environ:
         return  # the launcher has checked it
-    problems = from_first_rank(lambda: list(tokenizer_problems(config)))
+    problems = from_first_rank(lambda: list(manifests.tokenizer_problems(config)))
     if problems and not config.allow_other_data:
         raise ConfigError(problems)
     for line in problems if torch.distributed.get_rank() == 0 else ():
@@ -119,17 +109,17 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
     """Raises a ConfigError, on every rank, if a stage of DATA_STAGES would begin within a batch of the run as
-    it continues from `source`, which would end it there. `skipped`: ranges of the stream.
+    it continues from `source`; `skipped`: ranges of the stream.
     """
+    # The run would end there otherwise, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(check_stage_begins(config, saved.consumed_samples if saved else 0, skipped)):
         raise ConfigError(problems)
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary, which on a
-    GPU would abort without a useful message.
-    """
+    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary."""
+    # On a GPU the embedding would abort with a device-side assert, which names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
     if lowest >= 0 and highest < vocab_size:
@@ -144,9 +134,8 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
-    """UTF-8 bytes per token of the validation data that every validation reads; for bits per byte.
-
-    None if the tokenizer is unknown. Reads the samples once, without decoding.
+    """UTF-8 bytes per token of the validation data that every validation reads, for bits per byte; None if
+    the tokenizer is unknown.
     """
     name = config.tokenizer
     if not name and not config.train_data:
@@ -155,12 +144,14 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         return None
     try:
         blend = config.train_data and (config.valid_data or config.train_data)
-        table = TokenBytes(((documents_of(blend) if blend else None) or DocumentTokens()).tokenizer(name))
+        known = manifests.documents_of(blend) if blend else None
+        table = TokenBytes((known or manifests.DocumentTokens()).tokenizer(name))
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None
     if table.note:
         logger.info(NOT_KEPT, name, table.note)
+    # The samples are read once, and not decoded: the table has the bytes of each token.
     batches = (samples.batch(index * config.gbsz, config.gbsz) for index in range(config.eval_iters))
     counts = [table.count_samples(batch.numpy(), eod_mask_loss=config.eod_mask_loss) for batch in batches]
     num_bytes, num_tokens = map(sum, zip(*counts, strict=True))
@@ -171,30 +162,30 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
     """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank;
     ConfigError on every rank if it differs and ALLOW_OTHER_DATA is not set.
     """
-    sample_order, changes = from_first_rank(lambda: _compared(config, source))
+
+    # Rank 0 alone reads the files of the data and of the checkpoint.
+    def compared() -> tuple[dict[str, Any], list[Change]]:
+        order = order_of_files(config)
+        assert order is not None  # the embedded corpus has been built
+        saved = saved_progress(source) if source else None
+        if source is None or saved is None or not saved.consumed_samples:
+            return order.facts(), []
+        name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
+        if saved.sample_order is None:
+            line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+            logger.warning(line, name)
+            return order.facts(), []
+        next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
+        changes = order_changes(config, order, saved.sample_order, name, next_sample)
+        for change in changes if config.allow_other_data else ():
+            line = "%s; ALLOW_OTHER_DATA=true: continuing at sample %d"
+            logger.warning(line, change, saved.consumed_samples)
+        return order.facts(), changes
+
+    sample_order, changes = from_first_rank(compared)
     if changes and not config.allow_other_data:
         raise ConfigError([change.problem for change in changes])
     return sample_order, changes
-
-
-def _compared(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    order = order_of_files(config)
-    assert order is not None  # the embedded corpus has been built
-    saved = saved_progress(source) if source else None
-    if source is None or saved is None or not saved.consumed_samples:
-        return order.facts(), []
-    name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
-    if saved.sample_order is None:
-        line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
-        logger.warning(line, name)
-        return order.facts(), []
-    next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
-    changes = order_changes(config, order, saved.sample_order, name, next_sample)
-    if config.allow_other_data:
-        for change in changes:
-            line = "%s; ALLOW_OTHER_DATA=true: continuing at sample %d"
-            logger.warning(line, change, saved.consumed_samples)
-    return order.facts(), changes
 
 
 def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:

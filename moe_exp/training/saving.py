@@ -33,13 +33,9 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        config: Config,
-        saver: CheckpointWriter,
-        trained: Trained,
-        metrics: Metrics | None,
+        self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None,
         uploads: Uploads | None = None,
-    ):
+    ):  # fmt: skip
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
         self._uploads = uploads
         # of the newest checkpoint of this start; the same on every rank
@@ -63,6 +59,7 @@ class CheckpointManager:
     def finish(self, *, is_last: bool = False) -> float:
         """Waits for a pending save and reports it; returns seconds. Raises like `save`."""
         start = time.monotonic()
+        # An error is in `saved`, on every rank: the run continues, and the next save may have room.
         saved = self._saver.finish()
         if saved is not None and not saved.error:
             self.last_iteration = saved.iteration
@@ -85,7 +82,7 @@ class CheckpointManager:
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:
-        """At the end of the run: waits for what is still being copied to REMOTE_DIR. Not long after a signal
+        """Waits for running copies to REMOTE_DIR at the end of the run. Not long after a signal
         or EXIT_DURATION: the job may be killed.
         """
         if self._uploads is not None:

@@ -72,13 +72,13 @@ class Baseline:
 
     @property
     def spread(self) -> float:
-        """As at the top of this file."""
+        """Spread of the departures, as defined at the top of this file."""
         middle = median(self.departures) if self.departures else 0.0
         mad = median(abs(value - middle) for value in self.departures) if self.departures else 0.0
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """How many spreads `value` is above the level; 0 while too little is known."""
+        """Distance of `value` above the level in spreads; 0 while too little is known."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
@@ -161,6 +161,7 @@ class SpikeDetector:
         if self._since is not None:
             return self._go_on(reading, grad_norm)
         if not self._alarms():
+            # one that may become half of a spike must not raise the level that the next is judged by
             if reading.loss_z < LOSS_LASTING:
                 self._accept([reading])
             return None
@@ -169,6 +170,7 @@ class SpikeDetector:
     def _alarms(self) -> bool:
         recent, level = list(self._recent), self._norm.level
         losses, norms = recent[-LOSS_TIMES:], recent[-NORM_TIMES:]
+        # Hard batches come in twos by chance, and clipping handles a single large gradient.
         if recent[-1].loss_z >= LOSS_ALONE:
             return True
         if len(losses) == LOSS_TIMES and all(reading.loss_z >= LOSS_LASTING for reading in losses):
@@ -182,6 +184,7 @@ class SpikeDetector:
         )
 
     def _begin(self, reading: _Reading, grad_norm: float | None) -> Spike:
+        # The gradient often is unusual one or two iterations before the loss.
         first = reading.iteration
         for earlier in reversed(list(self._recent)[:-1]):
             if earlier.loss_z < LOSS_EARLY and earlier.norm_z < NORM_EARLY:
@@ -190,17 +193,12 @@ class SpikeDetector:
         self._since, self._calm, self._highest = first, [], (reading.loss, grad_norm)
         norm_level = self._norm.level
         return Spike(
-            iteration=reading.iteration,
-            first_iteration=first,
-            loss=reading.loss,
-            grad_norm=grad_norm,
-            loss_z=reading.loss_z,
-            grad_norm_z=reading.norm_z,
-            loss_level=self._loss.level,
+            iteration=reading.iteration, first_iteration=first, loss=reading.loss, grad_norm=grad_norm,
+            loss_z=reading.loss_z, grad_norm_z=reading.norm_z, loss_level=self._loss.level,
             loss_spread=self._loss.spread,
             grad_norm_level=None if norm_level is None else math.exp(norm_level),
             recent_losses=tuple(self._loss.values),
-        )
+        )  # fmt: skip
 
     def _go_on(self, reading: _Reading, grad_norm: float | None) -> SpikeEnd | None:
         assert self._since is not None
@@ -212,6 +210,7 @@ class SpikeDetector:
         if len(self._calm) < CALM_ITERATIONS and not lasts:
             return None
         since, self._since = self._since, None
+        # After LONGEST the values are the new normal: old windows would call them a spike again.
         if is_calm:
             self._accept(self._calm)
             return SpikeEnd(self._calm[0].iteration, since, "recovered", *self._highest)

@@ -12,7 +12,7 @@ import pytest
 from helpers.slurm.cluster import Cluster
 from helpers.studies.study_runs import StudyRuns, write_tokens
 from moe_exp.cli import main
-from moe_exp.studies.sweep import slurm_cases
+from moe_exp.studies import child_runs
 
 TINY = {
     "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 16, "NUM_HEADS": 2,
@@ -94,7 +94,7 @@ def test_slurm_jobs_run_each_rung(no_settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     # between two questions what is queued runs
     clock = SimpleNamespace(sleep=lambda seconds: cluster.run(), monotonic=time.monotonic)
-    monkeypatch.setattr(slurm_cases, "time", clock)
+    monkeypatch.setattr(child_runs, "time", clock)
     for name, value in {**TINY, **places(tmp_path)}.items():
         monkeypatch.setenv(name, str(value))
     assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0

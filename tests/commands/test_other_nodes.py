@@ -12,9 +12,9 @@ from moe_exp.cli import main
 from moe_exp.config import Config, load_config
 from moe_exp.host.files import write_json
 from moe_exp.launch.slurm.submission import plan_job, script_of
+from moe_exp.studies.child_runs import JobOptions, batch_script
 from moe_exp.studies.ladder.ladder import Definition, Ladder
-from moe_exp.studies.sweep.driver import Sweep, _shared_settings, run_sweep
-from moe_exp.studies.sweep.slurm_cases import JobOptions, batch_script
+from moe_exp.studies.sweep.driver import Sweep, run_sweep
 
 MODEL = {"NUM_LAYERS": "2", "GBSZ": "64", "SEQ_LEN": "16", "NUM_EXPERTS": "8", "EVAL_INTERVAL": "0"}
 MODEL |= {"VOCAB_SIZE": "60000"}
@@ -145,6 +145,6 @@ def test_a_sweep_begun_with_another_preset_is_refused_in_one_line(tmp_path, monk
     environ = MODEL | {"GPUS": "2", "EXECUTOR": "slurm", "SWEEP_NAME": "mine", "PRESET": "cpu"}
     folder = tmp_path / "sweeps" / "mine"
     folder.mkdir(parents=True)
-    write_json(folder / "sweep.json", _shared_settings(Sweep.of({}, environ)))
+    write_json(folder / "sweep.json", Sweep.of({}, environ).shared_settings())
     with pytest.raises(ValueError, match=r"^PRESET=reference: sweeps/mine has cpu\. Fix: [^\n]*$"):
         run_sweep(Sweep.of({}, environ | {"PRESET": ""}))

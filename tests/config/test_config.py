@@ -14,7 +14,7 @@ from moe_exp.config.setting_types import traits
 from moe_exp.config.settings_file import unknown_variables
 from moe_exp.planner.measured import FREE
 from moe_exp.studies.child_runs import MEASURED_ONLY
-from moe_exp.studies.compare.variants import _said
+from moe_exp.studies.compare.variants import Variant, differences
 
 
 def test_empty_variables_and_another_preset():
@@ -194,6 +194,8 @@ def test_what_settings_say_of_themselves_reaches_who_asks():
     """One setting of each kind, by those that go by it: planner, comparison, sweep, report."""
     assert {"lr", "run_dir", "hang_timeout"} <= FREE and not {"topk", "mbsz", "tp"} & FREE
     assert MEASURED_ONLY["save_interval"] == 0 and "topk" not in MEASURED_ONLY
-    dense, moe = (load_config({"use_moe": use_moe, "run_name": "x"}, {}) for use_moe in ("false", "true"))
-    said = [_said(config) for config in (dense, moe)]
-    assert said[0]["router_score"] is None and said[1]["router_score"] == "softmax"
+    flags = {"dense": {"use_moe": "false", "lr": "0.1"}, "relu": {"router_score": "relu"}, "moe": {}}
+    variants = [Variant.of(name, own, {"run_name": name}) for name, own in flags.items()]
+    found, moe = differences(variants), variants[2].config
+    assert found["lr"] == [0.1, moe.lr, moe.lr] and "topk" not in found  # only experts have it
+    assert found["router_score"] == [None, "relu", "softmax"]

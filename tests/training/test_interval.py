@@ -21,7 +21,7 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.training import loop
-from moe_exp.training.interval import Interval, IterationEnd, _expert_record, end_of_iteration
+from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration, expert_record
 
 ITERATIONS = 2
 SETTINGS = {
@@ -183,7 +183,7 @@ def test_dead_experts_and_top1_weight_by_hand():
     config = load_config(SETTINGS | settings, {})
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
     row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 40.0, 24.0, 8.0, 1000.0]
-    assert _expert_record(2, row, config, num_shares=16) == {
+    assert expert_record(2, row, config, num_shares=16) == {
         "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0, "z_loss": 0.5,
         "microbatch_max_over_mean": 2.5, "dead_fraction": 0.25, "dropped_fraction": 0.05, "aux_losses": {},
         "experts_per_token": 2.0, "router_entropy": 0.693, "top1_weight": 0.6, "load_balancing_loss": 1.5,

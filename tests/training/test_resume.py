@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.whole_runs import EndedRun, Runs
-from moe_exp.config import Config
+from moe_exp.config import Config, ConfigError
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 CURVES = ("lm_loss", "grad_norm", "params_norm")
@@ -181,7 +181,7 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     assert longer.curve("iteration") == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog):
+def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, caplog, monkeypatch):
     """As versions before 2026-11 wrote them."""
     from moe_exp.checkpoint.load import saved_progress
     from moe_exp.training import samples as training_data
@@ -190,7 +190,9 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     source = runs.folder("old").checkpoints
     config = Config(gpus_per_node=1, data_dir=str(runs.data_dir), seq_len=32, eval_interval=0)
     training_data.build_data(config)
-    assert [change.name for change in training_data._compared(config, source)[1]] == ["SEQ_LEN"]
+    monkeypatch.setattr(training_data, "from_first_rank", lambda make: make())
+    with pytest.raises(ConfigError, match="SEQ_LEN=32"):
+        training_data.compare_data(config, source)
     common = source / "iter_0000006" / "common.pt"
     state = torch.load(common, weights_only=False)
     del state["progress"]["sample_order"]
@@ -198,7 +200,7 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     saved = saved_progress(source)
     assert saved and (saved.iteration, saved.consumed_samples, saved.sample_order) == (6, 48, None)
     caplog.clear()
-    facts, changes = training_data._compared(config, source)
+    facts, changes = training_data.compare_data(config, source)
     assert (facts["seq_len"], changes) == (32, [])
     (line,) = caplog.messages
     assert line.startswith(f"the checkpoint at iteration 6 of {source} does not say what data")

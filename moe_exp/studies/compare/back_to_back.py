@@ -19,8 +19,7 @@ from moe_exp.report.page import write_report
 from moe_exp.runs.records import last_records
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import Case, median_seconds, records_after, run_to_end, why_it_failed
-from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import Ended, as_json, is_finished, read_ended
+from moe_exp.studies.compare.comparison import Comparison, Ended, as_json, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.compare.variants import Variant
 
@@ -31,8 +30,8 @@ _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 def dry_run(comparison: Comparison) -> str:
     """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
     check_runs(comparison.runs(), check_config)
-    compare_with_before(comparison)
-    known = known_pace(comparison)
+    comparison.compare_with_before()
+    known = comparison.known_pace()
     pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
     if comparison.options.match == "time":
         seconds = {name: value for name, value in pace.items() if value}
@@ -60,7 +59,7 @@ def run_comparison(comparison: Comparison) -> int:
     if comparison.options.repeats > 1:
         need_packages("repeats", "scipy")
     check_runs(comparison.runs(), check_config)
-    compare_with_before(comparison)
+    comparison.compare_with_before()
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
         rule = f"{folder} is the folder of a run, not of a comparison"
@@ -69,42 +68,50 @@ def run_comparison(comparison: Comparison) -> int:
     if problems := check_environment(first):  # of the folder, too, that is to be created
         raise ConfigError(problems)
     with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
-        return _run_all(comparison)
-
-
-def _run_all(comparison: Comparison) -> int:
-    by_time, pace = comparison.options.match == "time", known_pace(comparison)
-    if by_time:
-        pace = measured_pace(comparison, pace)
-    keep(comparison, pace)
-    if by_time:
-        comparison = comparison.paced(pace)
-    seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
-    print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
-    runs = comparison.runs()
-    for run in runs:
-        child_runs.wait_until_free(run.folder)
-    check_runs([run for run in runs if not is_finished(run)])
-    ended: dict[str, Ended] = {}
-    text, warnings, page = "", list[str](), comparison.folder / PAGE
-    for number, run in enumerate(runs, start=1):
-        ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
-        print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
-        text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-        if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
-            warnings = write_report(with_records, page, title=comparison.folder.name)
-    pages = [str(page)] if page.exists() else []
-    print("", text, f"{comparison.folder}/report.md", *warnings, *pages, sep="\n", flush=True)
-    return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
+        by_time, pace = comparison.options.match == "time", comparison.known_pace()
+        if by_time:
+            pace = measured_pace(comparison, pace)
+        comparison.keep(pace)  # before `paced`, whose TRAIN_ITERS the next call has not yet
+        if by_time:
+            comparison = comparison.paced(pace)
+        seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
+        print(plan_text(comparison, seconds, measured=by_time), end="\n\n", flush=True)
+        runs = comparison.runs()
+        for run in runs:
+            child_runs.wait_until_free(run.folder)
+        check_runs([run for run in runs if not is_finished(run)])
+        ended: dict[str, Ended] = {}
+        text, warnings, page = "", list[str](), folder / PAGE
+        for number, run in enumerate(runs, start=1):
+            ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
+            print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
+            so_far = [ended.get(other.name) or read_ended(other) for other in runs]
+            text = result_text(comparison, so_far)
+            write_atomically(folder / "report.md", text)
+            write_json(folder / "results.json", as_json(comparison, so_far))
+            if with_records := [other.folder.path for other in runs if other.folder.metrics.exists()]:
+                warnings = write_report(with_records, page, title=folder.name)
+        pages = [str(page)] if page.exists() else []
+        print("", text, f"{folder}/report.md", *warnings, *pages, sep="\n", flush=True)
+        return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
 def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
     """Trains a run to its end, unless finished."""
     if is_finished(run):
         return read_ended(run)
+    # The log is appended to; only what this start prints says why it failed.
     before = run.log.stat().st_size if run.log.exists() else 0
     timeout, environ = comparison.options.timeout or None, child_runs.run_environment()
-    with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
+
+    def iteration() -> int:
+        with suppress(OSError):
+            # called every second: only the end of the file, more than a record of a few thousand experts
+            records = last_records(run.folder.metrics, 1 << 17)
+            return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
+        return 0
+
+    with progress_of(iteration, title, run.config.train_iters, unit="iterations"):
         code = run_to_end(run.flags, run.log, timeout=timeout, environ=environ, saving=True)
     if code is None:
         reason = f"had not ended after --timeout {comparison.options.timeout:g} s"
@@ -123,14 +130,6 @@ def ended_with(run: Case, code: int | None, printed: str) -> Ended:
 def ended_line(ended: Ended, name: str) -> str:
     loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
     return f"{name}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
-
-
-def _iteration(run: Case) -> int:
-    """Latest logged iteration; reads only the last lines, as it is called every second."""
-    with suppress(OSError):
-        records = last_records(run.folder.metrics, 1 << 17)  # more than a record of a few thousand experts
-        return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
-    return 0
 
 
 def predicted_seconds(variant: Variant) -> float | None:
@@ -162,16 +161,9 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
                 raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: {fix}.")
             pace[variant.name] = median_seconds(records_after(case.folder, _PACE_WARMUP))
             advance(1)
+    # The logs stay, for a person who wonders about the pace.
     shutil.rmtree(folder, ignore_errors=True)
     return pace
-
-
-def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """Writes report.md and results.json, and returns the former."""
-    text = result_text(comparison, ended)
-    write_atomically(comparison.folder / "report.md", text)
-    write_json(comparison.folder / "results.json", as_json(comparison, ended))
-    return text
 
 
 def need_packages(field: str, *packages: str) -> None:
@@ -190,6 +182,7 @@ def check_runs(
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:
+        # of a ladder's rungs, runs have the same names
         name = f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name
         # every run gets a free port when it starts
         for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):

@@ -1,4 +1,5 @@
-"""A comparison: options, runs, and what its folder says of earlier calls. No torch.
+"""A comparison: options, runs, what its folder says of earlier calls, and the results of its runs, read from
+their folders as `moe-exp report` does. No torch.
 
 $RUN_DIR/NAME/
   VARIANT/            its run folder; VARIANT_seed_1235 for another seed
@@ -9,19 +10,26 @@ $RUN_DIR/NAME/
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moe_exp.config import TRAITS, ConfigError, load_config, problem
+import numpy as np
+
+from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.host.files import read_json, write_json
+from moe_exp.report.comparison import NATS, Overview, smoothed, why_not_compared, window_of
+from moe_exp.report.run_data import RunRecords, read_run
+from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case, given_settings
 from moe_exp.studies.compare.variants import (
-    MATCHES,
+    MEASURES,
     Match,
     Variant,
+    differences,
     make_variants,
     match_sizes,
     reference_of,
@@ -46,8 +54,8 @@ class Options:
         def refuse(name: str, rule: str, fix: str) -> None:
             found.append(problem(name, getattr(self, name), rule, fix))
 
-        if self.match not in MATCHES:
-            refuse("match", "is nothing to match by", f"use one of {', '.join(MATCHES)}")
+        if self.match not in MEASURES:
+            refuse("match", "is nothing to match by", f"use one of {', '.join(MEASURES)}")
         if self.repeats < 1:
             refuse("repeats", "must be at least 1", "give the number of runs of each variant")
         for name in ("seconds", "timeout"):
@@ -93,16 +101,17 @@ class Comparison:
         return [variant.name for variant in self.variants]
 
     def runs(self) -> list[Case]:
-        """All runs: every variant with one seed, then with the next, so that each round is complete."""
-        return [self._run(one, number) for number in range(self.options.repeats) for one in self.variants]
-
-    def _run(self, variant: Variant, number: int) -> Case:
-        seed = variant.config.seed + number
-        name = variant.name if number == 0 else f"{variant.name}_seed_{seed}"
-        remote = variant.config.remote_dir and f"{variant.config.remote_dir}/{self.folder.name}"
-        placed = variant.having(run_dir=str(self.folder), run_name=name, seed=seed, remote_dir=remote)
-        log = self.folder / "logs" / f"{name}.log"
-        return Case(name, placed.flags, placed.config, log, variant=variant.name)
+        """All runs."""
+        runs = []
+        # every variant with one seed, then with the next, so that an interrupted comparison has whole rounds
+        for number, variant in itertools.product(range(self.options.repeats), self.variants):
+            seed = variant.config.seed + number
+            name = variant.name if number == 0 else f"{variant.name}_seed_{seed}"
+            remote = variant.config.remote_dir and f"{variant.config.remote_dir}/{self.folder.name}"
+            placed = variant.having(run_dir=str(self.folder), run_name=name, seed=seed, remote_dir=remote)
+            log = self.folder / "logs" / f"{name}.log"
+            runs.append(Case(name, placed.flags, placed.config, log, variant=variant.name))
+        return runs
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
         """The comparison with equal training time for all, given seconds per iteration by variant name."""
@@ -111,58 +120,142 @@ class Comparison:
         chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
         return replace(self, variants=tuple(chosen))
 
+    def known_pace(self) -> dict[str, float]:
+        """Seconds per iteration by variant name, as measured by earlier calls."""
+        before = self._kept().get("variants", {})
+        paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
+        return {name: seconds for name, seconds in paces.items() if seconds}
 
-def known_pace(comparison: Comparison) -> dict[str, float]:
-    """Seconds per iteration by variant name, as measured by earlier calls."""
-    paces = {name: entry.get("seconds_per_iteration") for name, entry in _kept(comparison).items()}
-    return {name: seconds for name, seconds in paces.items() if seconds}
+    def keep(self, pace: Mapping[str, float]) -> None:
+        """Writes compare.json, keeping variants of earlier calls."""
+        entries = self._kept().get("variants", {})
+        for variant in self.variants:
+            seconds = pace.get(variant.name)
+            entries[variant.name] = {"settings": variant.compared, "seconds_per_iteration": seconds}
+        options = {"match": self.options.match, "seconds": self.options.seconds}
+        write_json(self.folder / "compare.json", {**options, "variants": entries})
 
-
-def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
-    """Writes compare.json, keeping variants of earlier calls."""
-    entries = _kept(comparison)
-    for variant in comparison.variants:
-        seconds = pace.get(variant.name)
-        entries[variant.name] = {"settings": _settings(variant), "seconds_per_iteration": seconds}
-    options = {"match": comparison.options.match, "seconds": comparison.options.seconds}
-    write_json(comparison.folder / "compare.json", {**options, "variants": entries})
-
-
-def compare_with_before(comparison: Comparison) -> None:
-    """ConfigError, a line per setting, if the folder's runs were started with others; call before `paced`."""
-    path = comparison.folder / "compare.json"
-    if not path.exists():
-        return
-    kept, options = _read(path), comparison.options
-    fix = "set it as it was, or give another RUN_NAME"
-    problems = [
-        problem(name, value, f"{comparison.folder} was made with {kept.get(name)}", fix)
-        for name, value in {"match": options.match, "seconds": options.seconds}.items()
-        if kept.get(name) != value
-    ]
-    for variant in comparison.variants:
-        before = kept["variants"].get(variant.name, {}).get("settings", {})
-        problems += [
-            problem(name, value, f"{comparison.folder} holds a {variant.name} with {before[name]}", fix)
-            for name, value in _settings(variant).items()
-            if name in before and before[name] != value
+    def compare_with_before(self) -> None:
+        """ConfigError, a line per setting, if the folder's runs were started with others. Before `paced`."""
+        if not (kept := self._kept()):
+            return
+        fix = "set it as it was, or give another RUN_NAME"
+        problems = [
+            problem(name, value, f"{self.folder} was made with {kept.get(name)}", fix)
+            for name, value in (("match", self.options.match), ("seconds", self.options.seconds))
+            if kept.get(name) != value
         ]
-    if problems:
-        raise ConfigError(problems)
+        for variant in self.variants:
+            before = kept["variants"].get(variant.name, {}).get("settings", {})
+            problems += [
+                problem(name, value, f"{self.folder} holds a {variant.name} with {before[name]}", fix)
+                for name, value in variant.compared.items()
+                if name in before and before[name] != value
+            ]
+        if problems:
+            raise ConfigError(problems)
+
+    def _kept(self) -> dict[str, Any]:
+        """Content of compare.json; empty without one."""
+        path = self.folder / "compare.json"
+        if not path.exists():
+            return {}
+        fix = "delete it; the comparison is then rebuilt from the results in its folder"
+        kept = read_json(path, fix=fix)
+        if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
+            raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
+        return kept
 
 
-def _settings(variant: Variant) -> dict[str, Any]:
-    return {name: value for name, value in variant.config.model_dump().items() if TRAITS[name].compared}
+# Results.
+
+Axis = Literal["tokens", "flops", "seconds"]
+# by key of the train records
+AXES: dict[Axis, str] = {
+    "tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds",
+}  # fmt: skip
 
 
-def _kept(comparison: Comparison) -> dict[str, Any]:
-    path = comparison.folder / "compare.json"
-    return dict(_read(path)["variants"]) if path.exists() else {}
+@dataclass(frozen=True)
+class Ended:
+    """Current state of a run of the comparison."""
+
+    run: Case
+    status: str  # finished, stopped, failed, oom (out of memory), timeout, or left (not started)
+    recorded: RunRecords  # content of its folder
+    numbers: Overview  # as on the page; NaN for what was not measured
+    reason: str = ""  # why it failed
+
+    @property
+    def final_loss(self) -> float | None:
+        """Mean training loss of the last 5% of its tokens, nats per token; None if missing or not finite."""
+        return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
+
+    @property
+    def validated_loss(self) -> float | None:
+        """Validation loss after the last iteration, nats per token; None if not measured there."""
+        table = self.recorded.valid
+        if not len(table["iteration"]) or table["iteration"][-1] < self.run.config.train_iters:
+            return None
+        return float(table["lm_loss"][-1])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    fix = "delete it; the comparison is then rebuilt from the results in its folder"
-    kept = read_json(path, fix=fix)
-    if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
-        raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
-    return kept
+def is_finished(run: Case) -> bool:
+    """Whether the run's summary says that it was trained to its end."""
+    summary = _summary(run)
+    return summary.get("status") == "finished" and summary.get("iteration", 0) >= run.config.train_iters
+
+
+def read_ended(run: Case, *, status: str = "", reason: str = "") -> Ended:
+    """Reads a run's state from its folder; `status` and `reason` say why it did not finish, if known."""
+    recorded = read_run(run.folder.path)
+    numbers = Overview(recorded, float("nan"), None, 0.0)
+    return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
+
+
+def _summary(run: Case) -> dict[str, Any]:
+    try:
+        return dict(read_json(run.folder.summary))
+    except (OSError, ValueError):
+        return {}
+
+
+def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
+    """x on `axis` at the end of the shortest run, and the loss of each run there, interpolated linearly (None
+    without one), smoothed over the same number of tokens; None if less than two runs can be compared.
+    """
+    # Smoothed over the same tokens, as losses of a shorter window would be of later, better models.
+    window = window_of([one.recorded for one in ended])
+    curves = {}
+    for index, one in enumerate(ended):
+        if not why_not_compared(one.recorded, window):
+            x, loss = one.recorded.train[AXES[axis]], smoothed(one.recorded, NATS, window)
+            known = np.isfinite(x) & np.isfinite(loss)
+            if known.any():
+                curves[index] = x[known], loss[known]
+    if len(curves) < 2:
+        return None
+    end = min(float(x[-1]) for x, _ in curves.values())
+    values = {index: float(np.interp(end, x, loss, left=np.nan)) for index, (x, loss) in curves.items()}
+    return end, [values.get(index) for index in range(len(ended))]
+
+
+def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
+    """Results of each run by variant, with the settings in which the variants differ."""
+    different = differences(comparison.variants)
+    reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
+    return {
+        variant.name: {
+            "settings": {name: values[index] for name, values in different.items()},
+            "runs": [
+                {
+                    "seed": one.run.config.seed,
+                    "status": one.status,
+                    **{name: json_value(getattr(one.numbers, name)) for name in reported},
+                }
+                for one in ended
+                if one.run.variant == variant.name
+            ],
+        }
+        for index, variant in enumerate(comparison.variants)
+    }

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 
-from moe_exp.config import Config
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words, parity
 from moe_exp.report.headline import opposite_text, pair_text, ranking
-from moe_exp.studies.compare.comparison import Comparison
-from moe_exp.studies.compare.results import AXES, Axis, Ended, losses_at_shared_end
+from moe_exp.studies.compare.comparison import AXES, Axis, Comparison, Ended, losses_at_shared_end
 from moe_exp.studies.compare.variants import active_parameters, apart, differences, flops_per_token
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
@@ -38,7 +36,9 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     lines = [head, "", *_table(comparison.names, rows), ""]
     lines.append("the same for all: data and their order, seed, batch, and every setting but")
     for name, values in differences(variants).items():
-        pairs = zip(comparison.names, map(_shown, values), strict=True)
+        # as in the shell: `true`, not `True`, and a dash for a setting that the variant does not have
+        texts = ["-" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
+        pairs = zip(comparison.names, texts, strict=True)
         lines.append(f"  {name.upper()}: " + ", ".join(map(" ".join, pairs)))
     known = [time for time in times if time]
     if len(known) == len(times):
@@ -51,43 +51,55 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
 
 def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
     variants, reference, match = comparison.variants, comparison.reference, comparison.options.match
-    aparts = [apart(one.config, reference.config, match) for one in variants]
+    widths = []
+    for config in (one.config for one in variants):
+        width = f"{config.expert_ffn_size}" if config.use_moe else f"{config.ffn_hidden_size}"
+        if config.use_moe:
+            width += f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
+            width += f", {config.topk} of {config.num_experts}"
+            width += f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+        widths.append(width)
     return {
         "parameters": [count_text(count_parameters(one.config).total) for one in variants],
         "active per token": [count_text(active_parameters(one.config)) for one in variants],
         "FLOPs per token": [flops_text(flops_per_token(one.config)) for one in variants],
-        "MLP width": [_width_words(one.config) for one in variants],
+        "MLP width": widths,
         f"{_MATCHED_BY[match]} against {reference.name}": [
-            "-" if one is reference else f"{share:+.2%}" for one, share in zip(variants, aparts, strict=True)
+            "-" if one is reference else f"{apart(one.config, reference.config, match):+.2%}"
+            for one in variants
         ],
     }
-
-
-def _width_words(config: Config) -> str:
-    if not config.use_moe:
-        return str(config.ffn_hidden_size)
-    shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
-    latent = f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
-    return f"{config.expert_ffn_size}{latent}, {config.topk} of {config.num_experts}{shared}"
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
     by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
-    rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
+    counts = [Counter(one.status for one in runs) for runs in by_name.values()]
+    statuses = [
+        ", ".join(f"{count} {word}" if len(of) > 1 else word for word, count in of.items()) for of in counts
+    ]
+    rows = {"status": statuses, **_size_rows(comparison)}
     # means are of finished seeds: a run that was cut short has another loss
     counted = [[one for one in of if len(of) == 1 or one.status == "finished"] for of in by_name.values()]
     for label, value, text in _RESULTS:
-        rows[label] = [_spread([value(one) for one in runs], text) for runs in counted]
-    rows[f"validation loss against {comparison.reference.name}"] = _differences(comparison, by_name)
+        rows[label] = [_mean_text([value(one) for one in runs], text) for runs in counted]
+    base, against = by_name[comparison.reference.name], []
+    for runs in by_name.values() if comparison.options.repeats > 1 else ():
+        # of the same seed, whose data are in the same order
+        pairs = [
+            pair for pair in zip(runs, base, strict=True) if {one.status for one in pair} == {"finished"}
+        ]
+        gaps = (
+            []
+            if runs is base
+            else [one.numbers.valid_loss - other.numbers.valid_loss for one, other in pairs]
+        )
+        against.append(_mean_text(gaps, "{:+.4f}".format, interval=True))
+    rows[f"validation loss against {comparison.reference.name}"] = against
     for axis in AXES:
         if found := losses_at_shared_end(ended, axis):
             losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
-            row = [_spread([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
+            row = [_mean_text([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
             rows[f"loss at {_AXIS_WORDS[axis](found[0])}"] = row
     head = f"# {comparison.folder.name}: matched by {comparison.options.match}"
     lines = [head, "", *_table(list(by_name), rows), ""]
@@ -105,22 +117,6 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     return "\n".join([*lines, "", note, ""])
 
 
-def _differences(comparison: Comparison, by_name: Mapping[str, Sequence[Ended]]) -> list[str]:
-    """Last validation losses minus those of the reference with the same seeds."""
-    base = by_name[comparison.reference.name]
-    if comparison.options.repeats < 2:
-        return []
-    cells = []
-    for runs in by_name.values():
-        losses = [
-            one.numbers.valid_loss - other.numbers.valid_loss
-            for one, other in zip(runs, base, strict=True)
-            if one.status == other.status == "finished"
-        ]
-        cells.append("" if runs is base else _with_interval(losses, "{:+.4f}".format))
-    return cells
-
-
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
     """Compares pairs of variants per seed: MoE against dense, else the later against the earlier.
 
@@ -130,6 +126,7 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
             continue
+        # The MoE against the dense model, also if that was named first.
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
         measured = [pair for pair in pairs if all(one.recorded.num_records for one in pair)]
@@ -138,56 +135,42 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         groups = ([Group((one.recorded,)) for one in pair] for pair in finished or measured)
         found = [parity(*pair) for pair in groups]
         known = [one for one in found if not one.reason]
+        # Validation is of the same data for all; a training loss counts only if no seed has one.
         if validated := [one for one in known if one.what == VALIDATION]:
             known = validated
-        if len(known) > 1:
-            yield _parity_of_seeds(known)
-        else:
+        if len(known) < 2:
             yield from (pair_text(one, ranking([*one.run.runs, *one.other.runs])) for one in known or found)
+            continue
+        # one sentence on the means over the seeds
+        words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
+        shares = {what: [getattr(one, axis) for one in known] for axis, what in words.items()}
+        texts = {what: _mean_text(of, "{:.0%}".format, interval=True) for what, of in shares.items()}
+        cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
+        loss = _mean_text([one.loss for one in known], _loss)
+        what = VALIDATION if known[0].what == VALIDATION else "loss"
+        run = Group(tuple(run for one in known for run in one.run.runs))
+        against = Group(tuple(run for one in known for run in one.other.runs))
+        mean = Parity(run, against, tokens=statistics.fmean(shares["the tokens"]))
+        opposite = opposite_text(mean, ranking([*run.runs, *against.runs]))
+        yield (
+            f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: to the lowest"
+            f" {what} that both reach, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
+        )
 
 
-def _parity_of_seeds(found: Sequence[Parity]) -> str:
-    """Summarizes comparisons of the same two variants over seeds."""
-    words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
-    shares = {what: [getattr(one, axis) for one in found] for axis, what in words.items()}
-    texts = {what: _with_interval(values, "{:.0%}".format) for what, values in shares.items()}
-    cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
-    loss = _spread([one.loss for one in found], _loss)
-    what = VALIDATION if found[0].what == VALIDATION else "loss"
-    run = Group(tuple(run for one in found for run in one.run.runs))
-    other = Group(tuple(run for one in found for run in one.other.runs))
-    mean = Parity(run, other, tokens=statistics.fmean(shares["the tokens"]))
-    opposite = opposite_text(mean, ranking([*run.runs, *other.runs]))
-    return (
-        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest"
-        f" {what} that both reach, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
-    )
-
-
-def _statuses(runs: Sequence[Ended]) -> str:
-    counts = Counter(one.status for one in runs)
-    return ", ".join(f"{count} {word}" if len(counts) > 1 else word for word, count in counts.items())
-
-
-def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
-    """Mean and standard deviation, or the single value."""
+def _mean_text(
+    values: Sequence[float | None], text: Callable[[float], str], *, interval: bool = False
+) -> str:
+    """The mean with the standard deviation, or its 90% interval by Student's t; empty without a number."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
-    spread = f" ± {text(statistics.stdev(known))}" if len(set(known)) > 1 else ""
-    return text(statistics.fmean(known)) + spread
-
-
-def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Mean, and its 90% interval by Student's t."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return ""
     mean = statistics.fmean(known)
-    if len(known) == 1:
-        return text(mean)
-    half = half_interval(statistics.stdev(known), len(known), len(known) - 1)
-    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
+    if interval and len(known) > 1:
+        half = half_interval(statistics.stdev(known), len(known), len(known) - 1)
+        return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
+    has_spread = not interval and len(set(known)) > 1
+    return text(mean) + (f" ± {text(statistics.stdev(known))}" if has_spread else "")
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:

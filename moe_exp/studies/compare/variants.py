@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
 from moe_exp.config.parsers import scaled_points
@@ -49,6 +49,11 @@ class Variant:
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings that all runs of a variant share, also those of another call."""
+        return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
+
     def having(self, **settings: Any) -> Variant:
         flags = {**self.flags, **settings}
         return Variant(self.name, self.own, flags, load_config(flags, {}))
@@ -67,6 +72,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
         runs = f"{load_config(given, {}).moe_type},dense"
     problems: list[str] = []
     variants: list[Variant] = []
+    # All problems at once: a person corrects the command only once.
     for text in [*filter(None, (name.strip() for name in runs.split(","))), *written]:
         try:
             name, own = _parsed(text)
@@ -104,9 +110,8 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
         field = key.strip().lower().replace("-", "_")
         if not equals or field not in Config.model_fields:
             near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-            fix = "moe-exp train --help has all settings"
-            if near:
-                fix = f"write {near[0].upper()}, if that is meant"
+            help_has = "moe-exp train --help has all settings"
+            fix = f"write {near[0].upper()}, if that is meant" if near else help_has
             rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
@@ -125,23 +130,17 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
     """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
-    settings = [_said(variant.config) for variant in variants]
-    rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
-    distinct = {name: {str(value) for value in values if value is not None} for name, values in rows.items()}
-    return {name: values for name, values in rows.items() if len(distinct[name]) > 1}
-
-
-def _said(config: Config) -> dict[str, Any]:
-    """Settings by name, None for those of experts in a dense model."""
-    return {
-        name: value if config.use_moe or TRAITS[name].part != "experts" else None
-        for name, value in config.model_dump().items()
-    }
+    found = {}
+    for name in (name for name in Config.model_fields if name != "run_name"):
+        is_of_experts = TRAITS[name].part == "experts"
+        configs = [variant.config for variant in variants]
+        values = [getattr(one, name) if one.use_moe or not is_of_experts else None for one in configs]
+        if len({str(value) for value in values if value is not None}) > 1:
+            found[name] = values
+    return found
 
 
 Match = Literal["flops", "active-params", "time"]
-MATCHES: tuple[Match, ...] = get_args(Match)
-
 # Settings that name points of the schedule, as iterations or as shares.
 POINTS = ("lr_decay_style", "wsd_decay_ends")
 # GEMMs are faster at round widths; an error up to this share is fine.
@@ -158,14 +157,15 @@ def active_parameters(config: Config) -> float:
     return count_parameters(config).active_per_token
 
 
-def measure_of(match: Match) -> Callable[[Config], float]:
-    """Quantity by which sizes are matched; with `time`, FLOPs per token, too."""
-    return active_parameters if match == "active-params" else flops_per_token
+# Quantity by which sizes are matched; with `time`, FLOPs per token, too.
+MEASURES: dict[Match, Callable[[Config], float]] = {
+    "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
+}  # fmt: skip
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Relative difference to the reference in what `measure_of` measures."""
-    return measure_of(match)(config) / measure_of(match)(reference) - 1
+    """Relative difference to the reference in what is matched."""
+    return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
 def width_setting(config: Config) -> str:
@@ -175,13 +175,14 @@ def width_setting(config: Config) -> str:
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
     """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%; 0 if the model
-    is larger even without any MLP. FLOPs and parameters are linear in the width, so two widths determine it.
+    is larger even without any MLP.
     """
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
         return measure(config.model_copy(update={name: width}))
 
+    # FLOPs and parameters are linear in the width, so two widths determine it.
     slope = (measured(2 * unit) - measured(unit)) / unit
     exact = (target - measured(unit)) / slope + unit
     if exact < unit / 2:
@@ -197,7 +198,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
     """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
     ConfigError if a variant cannot be made that small.
     """
-    reference, measure = reference_of(variants), measure_of(match)
+    reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:
         name = width_setting(variant.config)
@@ -225,6 +226,7 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     def scaled(value: int) -> int:
         return max(1, round(value * iterations / before.train_iters)) if value else 0
 
+    # 0 stays 0, which means TRAIN_ITERS; and a short run keeps at least one iteration of each phase.
     decay = scaled(before.decay_iters)
     last = decay or iterations
     warmup = min(before.warmup_iters, last - 1)

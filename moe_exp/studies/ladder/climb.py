@@ -13,15 +13,12 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
-from moe_exp.studies.child_runs import Case, at_work, wait_until_free
+from moe_exp.studies.child_runs import Case, JobOptions, at_work, run_jobs, wait_until_free
 from moe_exp.studies.compare import back_to_back
 from moe_exp.studies.compare.back_to_back import check_runs, run_one
-from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep
-from moe_exp.studies.compare.results import Ended, is_finished, read_ended
+from moe_exp.studies.compare.comparison import Comparison, Ended, is_finished, read_ended
+from moe_exp.studies.ladder import results
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
-from moe_exp.studies.ladder.table import page, plan_text, result_text
-from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
 from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
@@ -30,7 +27,7 @@ _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 @dataclass(frozen=True)
 class Executor:
-    """Where runs are started."""
+    """Starts the runs on this node, or as SLURM jobs."""
 
     name: str = "local"  # of EXECUTORS
     sbatch: tuple[str, ...] = ()  # options of the SLURM jobs
@@ -50,7 +47,7 @@ def check(ladder: Ladder) -> None:
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)
-        compare_with_before(comparison)
+        comparison.compare_with_before()
     for name in ("config.yaml", "compare.json"):
         if (ladder.folder / name).exists():
             rule = f"{ladder.folder} is the folder of a run or a comparison, not of a ladder"
@@ -62,7 +59,7 @@ def dry_run(ladder: Ladder) -> str:
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
-    return plan_text(ladder)
+    return results.plan_text(ladder)
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
@@ -81,12 +78,12 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
             wait_until_free(run.folder)
         check_runs(left)
     with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor.name):
-        print(plan_text(ladder), end="\n\n", flush=True)
+        print(results.plan_text(ladder), end="\n\n", flush=True)
         reasons = _climb(ladder, executor, left)
         text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
-    results = results_of(ladder, reasons)
-    return 1 if results.left_out else TO_BE_CONTINUED if results.num_left else FINISHED
+    found = results.results_of(ladder, reasons)
+    return 1 if found.left_out else TO_BE_CONTINUED if found.num_left else FINISHED
 
 
 def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
@@ -96,21 +93,23 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
     flops_of_all = sum(compute_of(run.config) for run in left)
     last = ladder.rungs[-1]
     stopped: list[str] = []
+    # The last rung waits for all others, as its losses are predicted from theirs.
     for rungs in (ladder.rungs[:-1], (last,)):
         pairs = ((comparison, run) for comparison in rungs for run in comparison.runs())
         waiting = [pair for pair in pairs if not is_finished(pair[1])]
         if rungs == (last,) and stopped:
             print(f"The last rung does not start before the end of {', '.join(stopped)}.", flush=True)
             break
-        if rungs == (last,) and waiting and (why := predict(ladder)):
+        if rungs == (last,) and waiting and (why := results.predict(ladder)):
             print(why, flush=True)
         for comparison in {id(one): one for one, _ in waiting}.values():
             comparison.folder.mkdir(exist_ok=True)
-            keep(comparison, {})
+            comparison.keep({})
         for ended in _ended(executor, ladder, waiting):
-            name = run_name(ended.run)
+            name = results.run_name(ended.run)
             if ended.reason:
                 reasons[name] = f"{ended.status}: {ended.reason}"
+            # a failed run fails again, while a stopped one continues with the same command
             if ended.status not in ("finished", "failed", "oom"):
                 stopped.append(name)
             done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
@@ -131,15 +130,17 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
     seconds = math.ceil(executor.timeout) or 86_400  # a day
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
-    by_name = {run_name(run).replace("/", "_"): run for _, run in waiting}
+    by_name = {results.run_name(run).replace("/", "_"): run for _, run in waiting}
     for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
-        yield _ended_job(run, code)
+        yield ended_job(run, code)
 
 
-def _ended_job(run: Case, code: int | None) -> Ended:
+def ended_job(run: Case, code: int | None) -> Ended:
+    """State of a run whose SLURM job has ended, with the exit code of its launcher, None without one."""
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
     if is_finished(run):
         return read_ended(run)
+    # Without an exit code the batch script itself was ended: by the time limit, scancel or preemption.
     if code is None and (ended := _ENDED_BY_SLURM.search(text)):
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
         return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
@@ -148,9 +149,9 @@ def _ended_job(run: Case, code: int | None) -> Ended:
 
 def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:
     """Writes report.md, report.html and ladder.json atomically; returns the Markdown."""
-    results = results_of(ladder, reasons)
-    text = result_text(ladder, results)
+    found = results.results_of(ladder, reasons)
+    text = results.result_text(ladder, found)
     write_atomically(ladder.folder / "report.md", text)
-    write_atomically(ladder.folder / "report.html", page(ladder, results))
-    write_json(ladder.folder / "ladder.json", as_json(ladder, results))
+    write_atomically(ladder.folder / "report.html", results.page(ladder, found))
+    write_json(ladder.folder / "ladder.json", results.as_json(ladder, found))
     return text

@@ -122,14 +122,9 @@ class Ladder:
 
     @classmethod
     def of(
-        cls,
-        definition: Definition,
-        flags: Mapping[str, Any],
-        environ: Mapping[str, str],
-        timeout: float = 0.0,
-        *,
-        executor: str = "local",
-    ) -> Ladder:
+        cls, definition: Definition, flags: Mapping[str, Any], environ: Mapping[str, str],
+        timeout: float = 0.0, *, executor: str = "local",
+    ) -> Ladder:  # fmt: skip
         """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
 
         Args:
@@ -162,6 +157,7 @@ class Ladder:
             settings |= {"run_dir": str(folder), "run_name": f"rung_{number}"}
             settings["remote_dir"] = base.remote_dir and f"{base.remote_dir}/{name}"
             comparisons.append(Comparison.of(options, settings, {}))
+        # Without a baseline given: dense, else the first.
         variants = comparisons[0].variants
         dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
         ladder = cls(definition, folder, tuple(comparisons), definition.baseline or dense)
@@ -193,6 +189,10 @@ class Ladder:
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
         return found
 
+    def flops(self, rung: int) -> dict[str, float]:
+        """Model FLOPs of a run of each variant at a rung, counted from 0."""
+        return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
+
     @property
     def names(self) -> list[str]:
         return self.rungs[0].names
@@ -216,6 +216,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
     def rounded(value: int, unit: int = 1) -> int:
         return max(unit, round(value * share / unit) * unit) if value else 0
 
+    # Heads in whole groups of queries, widths of MLPs in multiples of 8, as kernels want them.
     group = max(1, base.num_heads // (base.num_query_groups or base.num_heads))
     heads = rounded(base.num_heads, group)
     shape = {"hidden_size": width, "num_layers": rounded(base.num_layers)}
@@ -223,6 +224,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
     for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size"):
         shape[name] = rounded(getattr(base, name), 8)
     config = base.model_copy(update=shape)
+    # Tokens per parameter stay the same, at the same global batch.
     iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
     lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
     rate = 1.0 if base.parametrization == "mup" else share**-0.5

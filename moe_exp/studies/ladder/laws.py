@@ -103,7 +103,7 @@ class Fit:
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
-    """Why these points cannot be fitted, and what to add; empty if they can."""
+    """Reason why these points cannot be fitted, and what to add; empty if they can."""
     fewest = 2 if asymptote is not None else 3
     for name, points in variants.items():
         rungs = int(np.isfinite(points.means).sum())
@@ -118,13 +118,9 @@ def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
 
 
 def fit_laws(
-    variants: Mapping[str, Points],
-    *,
-    asymptote: float | None = None,
-    is_shared: bool = True,
-    num_draws: int = 400,
-    seed: int = 0,
-) -> Fit:
+    variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
+    num_draws: int = 400, seed: int = 0,
+) -> Fit:  # fmt: skip
     """Fits the variants by least squares in the losses, jointly if they share the asymptote.
 
     A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;
@@ -179,11 +175,9 @@ class Noise:
 
 
 def _fit_means(
-    compute: Mapping[str, Floats],
-    means: Mapping[str, Floats],
-    asymptote: float | None,
-    start: Mapping[str, Law] | None = None,
-) -> dict[str, Law]:
+    compute: Mapping[str, Floats], means: Mapping[str, Floats], asymptote: float | None,
+    start: Mapping[str, Law] | None,
+) -> dict[str, Law]:  # fmt: skip
     """The best of the fits from several first guesses of E, or from `start` alone."""
     from scipy.optimize import least_squares
 
@@ -192,7 +186,6 @@ def _fit_means(
     losses = np.concatenate([means[name][known[name]] for name in names])
     logs = np.concatenate([np.log(compute[name][known[name]]) for name in names])
     which = np.repeat(np.arange(len(names)), [known[name].sum() for name in names])
-    rows = np.arange(len(losses))
     # Powers of C / exp(scale), so that A and alpha are fitted almost independently of each other.
     scale = float(logs.mean())
     logs -= scale
@@ -209,14 +202,16 @@ def _fit_means(
 
     def jacobian(values: Floats) -> Floats:
         floor, coefficients, exponents = unpacked(values)
+        # The parameters are logarithms: dL/dlog E = E, dL/dlog A = A C^-alpha, and so on.
         terms = coefficients[which] * np.exp(-exponents[which] * logs)
-        slopes = np.zeros((len(losses), len(values)))
+        slopes, rows = np.zeros((len(losses), len(values))), np.arange(len(losses))
         first = len(values) - 2 * len(names)  # of the pairs, after E if that is free
         slopes[:, :first] = floor
         slopes[rows, first + 2 * which] = terms
         slopes[rows, first + 2 * which + 1] = -terms * exponents[which] * logs
         return slopes
 
+    # With E fixed, log(L - E) is a line in log C, whose slope is -alpha.
     def guess(floor: float) -> list[float]:
         values = [] if asymptote is not None else [math.log(floor)]
         for index in range(len(names)):
@@ -231,6 +226,7 @@ def _fit_means(
             values += [math.log(law.coefficient) - law.exponent * scale, math.log(law.exponent)]
         return values
 
+    # The sum of squares has several minima in E; a draw of the bootstrap starts near the fit of the means.
     floors = losses.min() * np.array([0.2, 0.5, 0.8, 0.95]) if asymptote is None else [asymptote]
     guesses = [guess_of(start)] if start else [guess(float(floor)) for floor in floors]
     fits = [least_squares(residuals, one, jac=jacobian, method="lm") for one in guesses]
@@ -246,6 +242,7 @@ def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> 
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2
+    # Interpolating between a number and infinity would give NaN.
     method: Any = "linear" if np.isfinite(draws).all() else "nearest"
     low, high = np.percentile(draws, [tail, 100 - tail], method=method)
     return Estimate(value, float(low), float(high))

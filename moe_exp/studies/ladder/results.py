@@ -1,19 +1,41 @@
-"""Results of a ladder from its run folders: losses, laws, speedups, prediction. No torch."""
+"""Results of a ladder from its run folders: losses, laws, speedups, prediction; and the report of them as
+Markdown, page and picture. No torch.
+"""
 
+import io
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moe_exp.config.loading import main_settings
 from moe_exp.host.files import read_json, write_json
+from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case
-from moe_exp.studies.compare.results import Ended, read_ended
-from moe_exp.studies.ladder.ladder import Ladder, compute_of
+from moe_exp.studies.compare.comparison import read_ended
+from moe_exp.studies.compare.table import aligned
+from moe_exp.studies.ladder.ladder import RULE, Ladder, compute_of
 from moe_exp.studies.ladder.laws import Estimate, Fit, Noise, Points, Speedup, fit_laws, fit_problem, speedups
+
+_COLORS = ("#1f5f9e", "#d9541e", "#3b8f4f", "#8a4fa3", "#b08900", "#555555")
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222;
+  background: #fff }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }}
+svg {{ max-width: 100%; height: auto }}
+</style>
+{body}
+</html>
+"""
 
 
 @dataclass(frozen=True)
@@ -47,27 +69,38 @@ class Results:
     predicted: Predicted | None
 
 
-def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results:
+def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
     """Reads all runs. `reasons`: why runs failed, by `RUNG/RUN`; without it their status says it."""
+    reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
-    is_validated = all(_validated(one) is not None for one in everything if one.status == "finished")
-    left_out = [text for one in everything if (text := _why_left_out(one, reasons or {}, is_validated))]
+    is_validated = all(one.validated_loss is not None for one in everything if one.status == "finished")
 
-    def counted(one: Ended) -> float:
-        """NaN for a run that is not finished, or has diverged."""
-        is_left_out = one.status != "finished" or _has_diverged(one, is_validated)
-        return math.nan if is_left_out else _loss(one, is_validated)
+    losses, left_out = dict[str, float](), list[str]()
+    for one in everything:
+        name, loss = run_name(one.run), one.validated_loss if is_validated else one.final_loss
+        loss = math.nan if loss is None else loss
+        # Above guessing, where a run that has hardly begun is; `not <=` is also true of NaN.
+        has_diverged = one.status == "finished" and not loss <= 1.1 * math.log(one.run.config.vocab_size)
+        losses[name] = math.nan if has_diverged or one.status != "finished" else loss
+        if has_diverged:
+            left_out.append(f"{name} diverged: its loss is {loss:.4g}")
+        elif name in reasons:
+            left_out.append(f"{name}: {reasons[name]}")
+        elif one.status in ("failed", "oom", "timeout"):
+            left_out.append(f"{name} {one.status}")
 
     points = {
         name: Points(
-            np.array([_compute(ladder, rung, name) for rung in range(len(ladder.rungs))]),
-            np.array([[counted(one) for one in rung if one.run.variant == name] for rung in ended]),
+            np.array([ladder.flops(rung)[name] for rung in range(len(ladder.rungs))]),
+            np.array(
+                [[losses[run_name(one.run)] for one in rung if one.run.variant == name] for rung in ended]
+            ),
         )
         for name in ladder.names
     }
     problem = fit_problem(points, ladder.definition.asymptote)
-    fit = None if problem else _fit(ladder, points)
+    fit = None if problem else fit_laws(points, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
     missing = [problem] if problem else []
     if fit and not fit.draws:
         missing.append("there are no intervals: one seed says nothing about noise; add --repeats 3")
@@ -80,43 +113,6 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
-
-
-def _fit(ladder: Ladder, points: dict[str, Points]) -> Fit:
-    return fit_laws(points, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
-
-
-def _compute(ladder: Ladder, rung: int, name: str) -> float:
-    return compute_of(next(one.config for one in ladder.rungs[rung].variants if one.name == name))
-
-
-def _loss(ended: Ended, validated: bool) -> float:
-    """NaN if there is none."""
-    loss = _validated(ended) if validated else ended.final_loss
-    return math.nan if loss is None else loss
-
-
-def _validated(ended: Ended) -> float | None:
-    """Validation loss at the last iteration."""
-    table = ended.recorded.valid
-    if not len(table["iteration"]) or table["iteration"][-1] < ended.run.config.train_iters:
-        return None
-    return float(table["lm_loss"][-1])
-
-
-def _has_diverged(ended: Ended, validated: bool) -> bool:
-    """Whether the loss is no number, or well above that of guessing; one that has hardly begun is close."""
-    limit = 1.1 * math.log(ended.run.config.vocab_size)
-    return ended.status == "finished" and not _loss(ended, validated) <= limit
-
-
-def _why_left_out(ended: Ended, reasons: dict[str, str], validated: bool) -> str:
-    name = run_name(ended.run)
-    if _has_diverged(ended, validated):
-        return f"{name} diverged: its loss is {_loss(ended, validated):.4g}"
-    if name in reasons:
-        return f"{name}: {reasons[name]}"
-    return f"{name} {ended.status}" if ended.status in ("failed", "oom", "timeout") else ""
 
 
 def run_name(run: Case) -> str:
@@ -133,8 +129,9 @@ def prediction_file(ladder: Ladder) -> Path:
 
 def predict(ladder: Ladder) -> str:
     """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
-    Returns why there is none, as a sentence; empty if there is one.
+    Returns a sentence with the reason if it cannot predict, else an empty string.
     """
+    # A prediction made after its rung has begun would be none.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
             return ""
@@ -143,8 +140,8 @@ def predict(ladder: Ladder) -> str:
     below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
         return f"The last rung is not predicted: {problem}."
-    fit = _fit(ladder, below)
-    noise, flops = Noise.of(below), _last_flops(ladder)
+    fit = fit_laws(below, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
+    noise, flops = Noise.of(below), ladder.flops(-1)
     repeats = ladder.definition.repeats
     losses = {name: fit.prediction(name, flops[name], noise, repeats) for name in ladder.names}
     kept = {
@@ -158,17 +155,14 @@ def predict(ladder: Ladder) -> str:
     return ""
 
 
-def _last_flops(ladder: Ladder) -> dict[str, float]:
-    return {name: _compute(ladder, -1, name) for name in ladder.names}
-
-
 def read_prediction(ladder: Ladder) -> Predicted | None:
-    """The prediction of the last rung; None if there is none, or it was of other models."""
+    """The prediction of the last rung; None without one, or if it was of other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
     kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
-    if kept.get("flops") != _last_flops(ladder):
+    # Another definition of the last rung: the same name of the file, other models.
+    if kept.get("flops") != ladder.flops(-1):
         return None
     losses = {
         name: Estimate(**{key: math.nan if value is None else value for key, value in one.items()})
@@ -196,3 +190,170 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
         "missing": results.missing,
     }
     return json_value(content)
+
+
+# The report.
+
+
+def plan_text(ladder: Ladder) -> str:
+    """The rungs, their sizes and budgets, and the rule that made them."""
+    head = f"{ladder.folder}: {', '.join(ladder.names)}, {len(ladder.rungs)} rungs,"
+    head += f" {ladder.definition.repeats} runs of each, baseline {ladder.baseline}"
+    head += f"\n{main_settings(ladder.rungs[0].reference.config)}"
+    rows = []
+    for number, comparison in enumerate(ladder.rungs, start=1):
+        one = comparison.reference.config
+        widths = [variant.config.expert_ffn_size if variant.config.use_moe else variant.config.ffn_hidden_size
+                  for variant in comparison.variants]  # fmt: skip
+        tokens = count_text(one.train_iters * one.gbsz * one.seq_len)
+        sizes = [one.hidden_size, one.num_layers, " / ".join(map(str, widths)), f"{one.lr:g}"]
+        rows.append([str(cell) for cell in (number, *sizes, tokens, flops_text(compute_of(one)))])
+    names = ["rung", "width", "layers", f"MLP width ({' / '.join(ladder.names)})", "LR", "tokens", "FLOPs"]
+    lines = [head, "", *aligned([names, *rows], num_left=0)]
+    if ladder.definition.sizes:
+        lines += ["", f"scaled: {RULE}"]
+    total = sum(compute_of(one.config) for comparison in ladder.rungs for one in comparison.variants)
+    return "\n".join([*lines, f"all runs: {flops_text(total * ladder.definition.repeats)} FLOPs"])
+
+
+def result_text(ladder: Ladder, results: Results) -> str:
+    parts = [f"# {ladder.folder.name}", ladder.definition.about, *_lines(ladder, results)]
+    parts.insert(2, "\n".join(aligned(_result_rows(ladder, results), num_left=0)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
+    others = list(results.speedups)
+    rows = [["rung", "FLOPs", *ladder.names, *(f"effective speedup of {name}" for name in others)]]
+    for number in range(len(ladder.rungs)):
+        flops = float(results.points[ladder.baseline].compute[number])
+        losses = []
+        for name in ladder.names:
+            row = results.points[name].losses[number]
+            known = row[np.isfinite(row)]
+            spread = f" ± {known.std(ddof=1):.4f}" if len(known) > 1 else ""
+            losses.append(f"{known.mean():.4f}{spread}" if len(known) else "-")
+        ratios = [interval_text(results.speedups[name].rungs[number], "×") for name in others]
+        rows.append([str(number + 1), flops_text(flops), *losses, *ratios])
+    return rows
+
+
+def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
+    """Sentences: trend of each speedup, laws, prediction, and what is missing or left out."""
+    if results.fit:
+        yield "\n".join(f"- {_trend_text(name, one, ladder)}" for name, one in results.speedups.items())
+        laws, is_given = [], ladder.definition.asymptote is not None
+        for name in ladder.names:
+            of = results.fit.parameters(name)
+            floor = (
+                f"{of['asymptote'].value:g} (given)" if is_given else interval_text(of["asymptote"], digits=3)
+            )
+            rest = f"A {interval_text(of['coefficient'])}, α {interval_text(of['exponent'], digits=4)}"
+            laws.append(f"- L({name}) = E + A C^-α: E {floor}, {rest}")
+        yield "\n".join(laws)
+    if results.predicted:
+        errors, lines = results.predicted.errors(results.points), list[str]()
+        for name, loss in results.predicted.losses.items():
+            line = f"- {name} at the last rung: predicted {interval_text(loss, digits=4)}"
+            line += f" on {results.predicted.when}"
+            if name in errors:
+                line += f", measured {results.points[name].means[-1]:.4f}: {errors[name]:+.2%}"
+            lines.append(line)
+        yield "\n".join(lines)
+    yield "\n".join(f"- {line}" for line in results.missing)
+    yield "\n".join(f"- left out: {line}" for line in results.left_out)
+    if results.num_left:
+        yield f"{results.num_left} runs are left; the same command continues with them."
+    kind = "of the validation at the end" if results.is_validated else "of training, means over its last 5%"
+    yield (
+        f"Losses are {kind}, nats per token; ± is the standard deviation over seeds. An effective speedup of"
+        f" 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
+        " Intervals in brackets are of 90%, those of parameters of 95%, from a bootstrap over seeds; they do"
+        " not contain the error of the law's form."
+    )
+
+
+def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
+    trend, words = speedup.trend, "is not shown to change with compute"
+    if trend.has_interval and (trend.low > 0 or trend.high < 0):
+        words = "grows with compute" if trend.low > 0 else "shrinks with compute"
+    rung = max((number for number, one in enumerate(speedup.rungs) if not math.isnan(one.value)), default=0)
+    last = interval_text(speedup.rungs[rung], "×")
+    slope = interval_text(trend, digits=3)
+    return f"{name} over {ladder.baseline}: {last} at rung {rung + 1}; the gain {words} (exponent {slope})"
+
+
+def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
+    """`1.43× [1.31, 1.56]`; without brackets if the interval is unknown."""
+
+    def shown(value: float) -> str:
+        return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.3g}"
+
+    if math.isnan(one.value):
+        return "-"
+    bounds = f" [{shown(one.low)}, {shown(one.high)}]" if not math.isnan(one.low) else ""
+    return f"{shown(one.value)}{unit}{bounds}"
+
+
+def page(ladder: Ladder, results: Results) -> str:
+    """The report as one HTML file: plot, table, sentences."""
+    names, *rows = _result_rows(ladder, results)
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) + "</tr>"
+
+    title = escape(ladder.folder.name)
+    body = f"<h1>{title}</h1><p>{escape(ladder.definition.about)}</p>{draw(ladder, results)}"
+    body += "<table>" + cells(names, "th") + "".join(cells(row, "td") for row in rows) + "</table>"
+    for part in _lines(ladder, results):
+        body += "".join(f"<p>{escape(line.removeprefix('- '))}</p>" for line in part.splitlines())
+    return _PAGE.format(title=title, body=body)
+
+
+def draw(ladder: Ladder, results: Results) -> str:
+    """Loss above the asymptote over compute, and effective speedup over compute, log-log, as SVG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    losses, ratios = figure.subplots(1, 2)
+    colors = dict(zip(ladder.names, _COLORS * len(ladder.names), strict=False))
+    floor = min(law.asymptote for law in results.fit.laws.values()) if results.fit else 0.0
+    for name, points in results.points.items():
+        _draw_losses(losses, name, points, results.fit, floor, colors[name])
+    for name, speedup in results.speedups.items():
+        pairs = zip(results.points[name].compute, speedup.rungs, strict=True)
+        known = [(flops, one) for flops, one in pairs if 0 < one.value < math.inf]
+        bars = dict[str, Any]()
+        if all(one.has_interval for _, one in known):
+            below = [one.value - one.low for _, one in known]
+            bars = {"yerr": np.clip([below, [one.high - one.value for _, one in known]], 0, None)}
+        if known:
+            x, y = [flops for flops, _ in known], [one.value for _, one in known]
+            ratios.errorbar(x, y, **bars, color=colors[name], marker="o", capsize=3, label=name)
+    ratios.axhline(1.0, color="#888888", linewidth=0.8)
+    losses.set(xlabel="FLOPs", ylabel=f"loss − {floor:.2f} (nats per token)")
+    ratios.set(xlabel="FLOPs", ylabel=f"effective speedup over {ladder.baseline}")
+    for axes in (losses, ratios):
+        if axes.get_legend_handles_labels()[1]:  # a logarithmic axis needs data
+            axes.set(xscale="log", yscale="log")
+            axes.grid(visible=True, which="both", alpha=0.2)
+            axes.legend(frameon=False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _draw_losses(axes: Any, name: str, points: Points, fit: Fit | None, floor: float, color: str) -> None:
+    known = np.isfinite(points.losses)
+    if not known.any():
+        return
+    compute = np.broadcast_to(points.compute[:, None], known.shape)[known]
+    label = None if fit else name
+    axes.plot(compute, points.losses[known] - floor, "o", color=color, markersize=4, label=label)
+    if fit:
+        grid = np.geomspace(points.compute[0], points.compute[-1], 50)
+        found = [fit.loss(name, float(flops)) for flops in grid]
+        axes.plot(grid, [one.value - floor for one in found], color=color, label=name)
+        if fit.draws:
+            bounds = [one.low - floor for one in found], [one.high - floor for one in found]
+            axes.fill_between(grid, *bounds, color=color, alpha=0.2, linewidth=0)

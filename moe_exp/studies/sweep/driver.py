@@ -31,10 +31,9 @@ from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.studies import child_runs
-from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, clear, given_settings
+from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, given_settings
 from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
-from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
 from moe_exp.studies.sweep.table import CPU, Result, Row, by_rule, result_of, to_markdown
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
@@ -56,36 +55,6 @@ def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
             problems.append(problem("nodes", config.nnodes, rule, "set NODES=1, or EXECUTOR=slurm"))
     texts = {key: str(value) for key, value in flags.items()}
     return Case(name, texts, config, folder / "logs" / f"{name}.log", problems=tuple(problems))
-
-
-def make_cases(given: Mapping[str, Any], settings: SweepSettings, folder: Path) -> list[Case]:
-    """All cases, in the order of the lists; `given` is from `given_settings`, `folder` that of the sweep.
-    ConfigError for problems that all cases share, which are not due to the layout.
-    """
-    base = load_config(given, {})
-    lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
-    shared = {**given, **MEASURED_ONLY, "train_iters": settings.sweep_iters}
-    cases: dict[str, Case] = {}
-    for values in itertools.product(*lists):
-        layout = dict(zip(AXES.values(), ("none" if one is None else one for one in values), strict=True))
-        if not base.use_moe:
-            layout |= {"ep": 1, "etp": 1}  # MoE only
-        flags = shared | layout | {"run_dir": str(folder / "runs")}
-        flags["run_name"] = case_name(load_config(flags, {}))
-        case = case_of(flags, folder, local=settings.executor == "local")
-        cases.setdefault(case.name, case)
-    first, *others = cases.values()
-    if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
-        raise ConfigError(everywhere)
-    return [first, *others]
-
-
-def default_lists(base: Config) -> dict[str, str]:
-    """Default lists: powers of two that divide the ranks of a node, and half the micro-batch."""
-    ranks = base.gpus_per_node
-    sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
-    few = " ".join(sizes[:2])
-    return {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": f"{max(1, base.mbsz // 2)} {base.mbsz}"}
 
 
 def case_name(config: Config) -> str:
@@ -126,6 +95,7 @@ class Sweep:
                 nodes = load_hardware(settings.gpu).nodes if settings.gpu else nodes
         except ConfigError as error:
             problems += error.problems
+        # Both kinds of settings are read before either is refused.
         try:
             given = given_settings(others, environ, nodes)
         except ConfigError as error:
@@ -134,7 +104,12 @@ class Sweep:
             raise ConfigError(problems)
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
-            lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
+            # Powers of two that divide the ranks of a node, and half the micro-batch.
+            ranks = base.gpus_per_node
+            sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
+            few, mbszs = " ".join(sizes[:2]), f"{max(1, base.mbsz // 2)} {base.mbsz}"
+            lists = {"tps": few, "pps": few, "eps": " ".join(sizes), "mbszs": mbszs}
+            lists = {name: text for name, text in lists.items() if AXES[name] not in given}
             settings = load_sweep_settings(lists | mine, environ)
         kind = f"experts_{base.num_experts}" if base.use_moe else "dense"
         model = f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{kind}_GBS_{base.gbsz}"
@@ -145,11 +120,37 @@ class Sweep:
             device = CPU
         return cls(settings, given, folder, device)
 
+    @property
+    def title(self) -> str:
+        first, last = self.settings.sweep_warmup + 1, self.settings.sweep_iters
+        return f"{self.folder.name}: median of iterations {first} to {last}"
+
     def result(self, case: str) -> Path:
         return self.folder / "results" / f"{case}.json"
 
+    def shared_settings(self) -> dict[str, Any]:
+        """Settings that all results of the folder share."""
+        settings = load_config(self.given, {}).model_dump(exclude=_OWN_OF_CASE)
+        return settings | self.settings.model_dump(include={"sweep_iters", "sweep_warmup"})
+
     def cases(self) -> list[Case]:
-        return make_cases(self.given, self.settings, self.folder)
+        """All cases, in the order of the lists; ConfigError for problems of all, which no layout causes."""
+        base = load_config(self.given, {})
+        lists = [getattr(self.settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
+        shared = {**self.given, **MEASURED_ONLY, "train_iters": self.settings.sweep_iters}
+        cases: dict[str, Case] = {}
+        for values in itertools.product(*lists):
+            layout = dict(zip(AXES.values(), ("none" if one is None else one for one in values), strict=True))
+            if not base.use_moe:
+                layout |= {"ep": 1, "etp": 1}  # the lists of experts leave one case of a dense model
+            name = case_name(load_config(shared | layout, {}))
+            flags = shared | layout | {"run_dir": str(self.folder / "runs"), "run_name": name}
+            # `setdefault`: a value may be in a list twice, or the dense model in several
+            cases.setdefault(name, case_of(flags, self.folder, local=self.settings.executor == "local"))
+        first, *others = cases.values()
+        if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
+            raise ConfigError(everywhere)
+        return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
         """Rows of the lists' cases, then of other cases that have a result from an earlier call.
@@ -189,7 +190,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)
-    return "\n".join([_head(sweep, rows), *_case_lines(rows)])
+    return "\n".join(_plan_lines(sweep, rows, rows))
 
 
 def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
@@ -202,22 +203,17 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
     return left
 
 
-def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
-    settings, counts = sweep.settings, Counter(row.status for row in rows)
+def _plan_lines(sweep: Sweep, rows: Sequence[Row], shown: Sequence[Row]) -> list[str]:
+    """A line on the whole sweep, and one for each case of `shown`."""
+    settings, num, counts = sweep.settings, len(rows), Counter(row.status for row in rows)
     said = ", ".join(f"{number} {status}" for status, number in counts.items()).replace(" left", " to run")
-    return (
-        f"{sweep.folder}: {_cases_text(len(rows))} of {settings.sweep_iters} iterations,"
+    head = (
+        f"{sweep.folder}: {num} case{'s' if num > 1 else ''} of {settings.sweep_iters} iterations,"
         f" {settings.sweep_warmup} of them warm-up: {said}; {main_settings(rows[0].case.config)}"
     )
-
-
-def _cases_text(number: int) -> str:
-    return f"{number} case{'s' if number > 1 else ''}"
-
-
-def _case_lines(rows: Sequence[Row]) -> list[str]:
-    width = max((len(row.case.name) for row in rows), default=0)
-    return [f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in rows]
+    width = max((len(row.case.name) for row in shown), default=0)
+    cases = [f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in shown]
+    return [head, *cases]
 
 
 def _about(row: Row) -> str:
@@ -229,9 +225,11 @@ def _about(row: Row) -> str:
         (row.seconds, row.predicted_seconds, "s per iteration"),
         (row.memory_gib, row.predicted_gib, "GiB"),
     ):
-        known = [f"{value:.3g} {unit}"] if value is not None else []
-        known += [f"predicted {predicted:.3g}{'' if known else ' ' + unit}"] if predicted is not None else []
-        parts += [" ".join([known[0], *(f"({one})" for one in known[1:])])] if known else []
+        expected = "" if predicted is None else f"predicted {predicted:.3g}"
+        if value is not None:
+            parts.append(f"{value:.3g} {unit}" + (expected and f" ({expected})"))
+        elif expected:
+            parts.append(f"{expected} {unit}")
     return ", ".join(parts)
 
 
@@ -249,35 +247,37 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     executor = sweep.settings.executor
     with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=executor):
         _compare(sweep)
-        write_json(sweep.folder / "sweep.json", _shared_settings(sweep))
+        write_json(sweep.folder / "sweep.json", sweep.shared_settings())
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
         valid = [row for row in rows if row.status != "rejected"]
-        rejected = [f"  rejected: {_cases_text(len(some))}, {rule}" for rule, some in by_rule(rows).items()]
-        print(_head(sweep, rows), *_case_lines(valid), *rejected, sep="\n", flush=True)
+        broken = {rule: len(some) for rule, some in by_rule(rows).items()}
+        rejected = [f"  rejected: {num} case{'s' if num > 1 else ''}, {rule}" for rule, num in broken.items()]
+        print(*_plan_lines(sweep, rows, valid), *rejected, sep="\n", flush=True)
         write_tables(sweep, cases)
         if left:
             _run(sweep, left, cases)
     rows = [row for row in map(sweep.row, cases) if row.status != "rejected"]
-    print(f"\n{to_markdown(rows, _title(sweep))}\n{sweep.folder}/sweep.csv, sweep.md, sweep.png", flush=True)
+    print(f"\n{to_markdown(rows, sweep.title)}\n{sweep.folder}/sweep.csv, sweep.md, sweep.png", flush=True)
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 
 def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
-    settings = sweep.settings
+    settings, timeout = sweep.settings, sweep.settings.case_timeout
     is_local = settings.executor == "local"
     if is_local and not left[0].config.train_data:  # else the first case is charged for it
         ensure_embedded_corpus(Path(left[0].config.data_dir))
     with progress("sweep", len(left), unit="cases") as advance:
         if is_local:
-            ended = _local_cases(left, settings.case_timeout, partial(advance, 0))
+            ended = _local_cases(left, timeout, partial(advance, 0))
         else:
-            options = JobOptions(shlex.split(settings.sbatch), settings.case_timeout, sweep.device != CPU)
-            ended = run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options, clear)
+            options = child_runs.JobOptions(shlex.split(settings.sbatch), timeout, sweep.device != CPU)
+            by_name = {case.name: case for case in left}
+            ended = child_runs.run_jobs(by_name, sweep.folder / "jobs", options, child_runs.clear)
             advance(0, "SLURM jobs")
         for number, (case, code) in enumerate(ended, start=1):
             counts = {"num_warmup": settings.sweep_warmup, "num_iterations": settings.sweep_iters}
-            result = result_of(case, code, timeout=settings.case_timeout if is_local else 0, **counts)
+            result = result_of(case, code, timeout=timeout if is_local else 0, **counts)
             result.write(sweep.result(case.name))
             write_tables(sweep, cases)
             about = _about(sweep.row(case))
@@ -293,7 +293,7 @@ def _local_cases(
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
         report(case.name)
-        clear(case)
+        child_runs.clear(case)
         yield case, child_runs.run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 
 
@@ -301,21 +301,10 @@ def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
     """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
     write_atomically(sweep.folder / "sweep.csv", table.to_csv(rows, sweep.folder.name))
-    write_atomically(sweep.folder / "sweep.md", to_markdown(rows, _title(sweep)))
+    write_atomically(sweep.folder / "sweep.md", to_markdown(rows, sweep.title))
     partial_picture = sweep.folder / ".sweep.png.partial"
-    if table.draw_sweep(rows, partial_picture, _title(sweep)):
+    if table.draw_sweep(rows, partial_picture, sweep.title):
         partial_picture.replace(sweep.folder / "sweep.png")
-
-
-def _title(sweep: Sweep) -> str:
-    settings = sweep.settings
-    return f"{sweep.folder.name}: median of iterations {settings.sweep_warmup + 1} to {settings.sweep_iters}"
-
-
-def _shared_settings(sweep: Sweep) -> dict[str, Any]:
-    """Settings that all results of the folder share."""
-    settings = load_config(sweep.given, {}).model_dump(exclude=_OWN_OF_CASE)
-    return settings | {"sweep_iters": sweep.settings.sweep_iters, "sweep_warmup": sweep.settings.sweep_warmup}
 
 
 def _compare(sweep: Sweep) -> None:
@@ -323,12 +312,12 @@ def _compare(sweep: Sweep) -> None:
     path = sweep.folder / "sweep.json"
     if not path.exists():
         return
-    before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), _shared_settings(sweep)
+    before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), sweep.shared_settings()
     changed = [name for name in now if name in before and before[name] != now[name]]
     changed = ["preset"] if "preset" in changed else changed  # the others follow it
-    problems = []
-    for name in changed:
-        fix = f"set {name.upper()} as it was, or give another SWEEP_NAME"
-        problems.append(problem(name, now[name], f"{sweep.folder} has {before[name]}", fix))
-    if problems:
+    fix = "set {} as it was, or give another SWEEP_NAME"
+    if problems := [
+        problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper()))
+        for name in changed
+    ]:
         raise ConfigError(problems)

@@ -8,6 +8,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +21,7 @@ from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import LONGEST, Case, last_line, median_seconds, records_after, why_it_failed
+from moe_exp.studies.child_runs import LONGEST, Case, median_seconds, records_after, why_it_failed
 
 CPU = "CPU"
 _FIRST = (
@@ -82,7 +82,8 @@ def result_of(
     measured: dict[str, float] = {}
     if code is None and (timeout or TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
-        status, reason = "timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST]
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
+        status, reason = "timeout", f"had not ended after {limit}; its last line: {last}"[:LONGEST]
     elif code != 0:
         status, reason = why_it_failed(text, code)
     else:
@@ -94,15 +95,10 @@ def result_of(
         else:
             status = "failed"
             reason = f"ended with {len(records) + num_warmup} of {num_iterations} iterations measured"
-    return Result(status, reason, device=_device(case.folder), flags=dict(case.flags), **measured)
-
-
-def _device(folder: RunFolder) -> str:
-    """As recorded by the run's own node."""
-    try:
-        return str(read_json(folder.provenance)["starts"][-1].get("device", ""))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return ""
+    device = ""  # as the run's own node has recorded it, if it got that far
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        device = str(read_json(case.folder.provenance)["starts"][-1].get("device", ""))
+    return Result(status, reason, device=device, flags=dict(case.flags), **measured)
 
 
 @dataclass(frozen=True)
@@ -159,9 +155,10 @@ def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Why a layout is predicted to exceed memory (shared by a CPU node's processes); empty if it fits."""
+    """Reason why a layout may exceed memory (which a CPU node's processes share); empty if it fits."""
     if not gpu:
         return ""
+    # On a GPU what nvidia-smi shows must fit, more than what torch has allocated.
     job = job_of(config, device)
     found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
     sharing = config.gpus_per_node if device == CPU else 1
@@ -174,7 +171,22 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
     """A line per case in the columns of `planner/measured.py`, which skips rows without measurements."""
-    lines = [_cells(row, sweep_name) for row in rows]
+    lines: list[dict[str, Any]] = []
+    for row in rows:
+        config = row.case.config
+        # Without a profile, the device's own name, so that the reader reports what is missing.
+        job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
+        numbers = {
+            "mem_gb": row.memory_gib, "predicted_mem_gb": row.predicted_gib, "sec_per_it": row.seconds,
+            "predicted_sec_per_it": row.predicted_seconds, "tflops": row.tflops,
+        }  # fmt: skip
+        lines.append({
+            "vpp": "none", "etp": config.etp, **job, "row_id": row.case.name, "section": sweep_name,
+            "status": row.status, "reason": row.reason, "device": row.device,
+            "parameters": count_parameters(config).total, "oom": {"ok": 0, "oom": 1}.get(row.status, ""),
+            "use_mem": int(row.memory_gib is not None), "use_time": int(row.seconds is not None), "quirk": 0,
+            **{name: "" if value is None else f"{value:.6g}" for name, value in numbers.items()},
+        })  # fmt: skip
     more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
     text = io.StringIO()
     writer = csv.DictWriter(text, [*_FIRST, *more, "reason"], restval="", lineterminator="\n")
@@ -183,46 +195,37 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
     return text.getvalue()
 
 
-def _cells(row: Row, sweep_name: str) -> dict[str, Any]:
-    config = row.case.config
-    # Without a profile, the device's own name, so that the reader reports what is missing.
-    job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
-    return {
-        "vpp": "none", "etp": config.etp, **job, "row_id": row.case.name, "section": sweep_name,
-        "status": row.status, "reason": row.reason, "device": row.device,
-        "parameters": count_parameters(config).total, "mem_gb": _text(row.memory_gib),
-        "predicted_mem_gb": _text(row.predicted_gib), "sec_per_it": _text(row.seconds),
-        "predicted_sec_per_it": _text(row.predicted_seconds), "tflops": _text(row.tflops),
-        "oom": {"ok": 0, "oom": 1}.get(row.status, ""), "use_mem": int(row.memory_gib is not None),
-        "use_time": int(row.seconds is not None), "quirk": 0,
-    }  # fmt: skip
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
 def to_markdown(rows: Sequence[Row], title: str) -> str:
     """The table: fastest first per number of GPUs, then rows without time, then invalid layouts by rule."""
-    layouts = sorted((row for row in rows if row.status != "rejected"), key=_order)
-    rejected = [
-        f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()
-    ]
-    lines = [f"# {title}", *(["", *_table(layouts)] if layouts else [])]
-    if rejected:
-        lines += ["", "Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected]
+    lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
+    layouts = [row for row in rows if row.status != "rejected"]
+    layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))
+    configs = [row.case.config for row in layouts]
+    # columns of sizes that no layout sets are left out
+    optional = [one for one in ("etp", "cp", "vpp") if {getattr(c, one) for c in configs} - {1, None}]
+    for number, (row, c) in enumerate(zip(layouts, configs, strict=True)):
+        more = {name.upper(): getattr(c, name) for name in optional}
+        cells = {
+            "nodes": c.nnodes, "GPUs": c.world_size, "size": count_text(count_parameters(c).total),
+            "DP": c.data_parallel_size, "TP": c.tp, "PP": c.pp, "EP": c.ep,
+            **{name: "none" if value is None else value for name, value in more.items()},
+            "MBS": c.mbsz, "GBS": c.gbsz,
+        }  # fmt: skip
+        for name, value, digits in (
+            ("memory GiB", row.memory_gib, ".2f"), ("predicted GiB", row.predicted_gib, ".2f"),
+            ("s per iteration", row.seconds, ".4g"), ("predicted s", row.predicted_seconds, ".4g"),
+            ("TFLOP/s per GPU", row.tflops, ".3g"),
+        ):  # fmt: skip
+            cells[name] = "" if value is None else format(value, digits)
+        if number == 0:
+            ruler = ["---:"] * len(cells) + ["---", "---"]
+            lines += ["", *(f"| {' | '.join(of)} |" for of in ([*cells, "status", "reason"], ruler))]
+        last = row.status, row.short_reason.replace("|", "\\|")
+        lines.append(f"| {' | '.join([*map(str, cells.values()), *last])} |")
+    if broken := by_rule(rows):
+        lines += ["", "Rejected, by the first rule that each breaks (sweep.csv has all):", ""]
+        lines += [f"- {rule}: {', '.join(row.case.name for row in some)}" for rule, some in broken.items()]
     return "\n".join([*lines, ""])
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    configs = [row.case.config for row in rows]
-    is_set = {name: {getattr(one, name) for one in configs} - {1, None} for name in ("etp", "cp", "vpp")}
-    optional = [name for name, values in is_set.items() if values]
-    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS"]
-    heads += ["memory GiB", "predicted GiB", "s per iteration", "predicted s", "TFLOP/s per GPU"]
-    ruler = ["---:"] * len(heads) + ["---", "---"]
-    lines = [[*heads, "status", "reason"], ruler, *(_shown(row, optional) for row in rows)]
-    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -233,25 +236,6 @@ def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
         rule = re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", row.case.problems[0].partition(". Fix: ")[0])
         found.setdefault(rule, []).append(row)
     return found
-
-
-def _order(row: Row) -> tuple[int, int, float]:
-    return (_FASTEST_FIRST.index(row.status), row.case.config.world_size, row.seconds or 0.0)
-
-
-def _shown(row: Row, optional: Sequence[str]) -> list[str]:
-    """Cells of the layout, and of the result."""
-    c = row.case.config
-    more = ("none" if (value := getattr(c, name)) is None else value for name in optional)
-    size = count_text(count_parameters(c).total)
-    layout = [c.nnodes, c.world_size, size, c.data_parallel_size, c.tp, c.pp, c.ep, *more, c.mbsz, c.gbsz]
-    numbers = {
-        "memory_gib": ".2f", "predicted_gib": ".2f", "seconds": ".4g", "predicted_seconds": ".4g",
-        "tflops": ".3g",
-    }  # fmt: skip
-    values = {name: getattr(row, name) for name in numbers}
-    texts = ["" if value is None else format(value, numbers[name]) for name, value in values.items()]
-    return [*map(str, layout), *texts, row.status, row.short_reason.replace("|", "\\|")]
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
@@ -268,35 +252,33 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     is_predicted = any(row.prediction for row in measured)
     size = 13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)
     figure = Figure(figsize=size, dpi=130, layout="constrained")
-    if is_predicted:
-        grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1])
-        _draw_times(figure.add_subplot(grid[:, 0]), measured)
-        pairs = [(row.predicted_seconds, row.seconds) for row in measured]
-        _draw_pairs(figure.add_subplot(grid[0, 1]), pairs, "seconds per iteration")
-        pairs = [(row.predicted_gib, row.memory_gib) for row in measured]
-        _draw_pairs(figure.add_subplot(grid[1, 1]), pairs, "memory (GiB)")
-    else:
-        _draw_times(figure.add_subplot(), measured)
-    figure.suptitle(title, fontsize=10, color=_TEXT, x=0.01, ha="left", parse_math=False)
-    figure.savefig(path, format="png")
-    return True
+    grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1]) if is_predicted else None
 
-
-def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
-    places = range(len(rows))
-    axes.barh(places, [row.seconds for row in rows], color=_MEASURED, height=0.65, label="measured")
-    predicted = ((row.predicted_seconds, place) for place, row in enumerate(rows))
+    # A bar for each layout, with a diamond where it was predicted.
+    axes: Any = figure.add_subplot(grid[:, 0]) if grid else figure.add_subplot()
+    seconds = [row.seconds for row in measured]
+    axes.barh(range(len(measured)), seconds, color=_MEASURED, height=0.65, label="measured")
+    predicted = ((row.predicted_seconds, place) for place, row in enumerate(measured))
     if known := [pair for pair in predicted if pair[0] is not None]:
         style = {"linestyle": "none", "marker": "D", "markersize": 5, "label": "predicted"}
         axes.plot(*zip(*known, strict=True), color=_PREDICTED, **style)
-    for place, row in enumerate(rows):
+    for place, row in enumerate(measured):
         axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
-    axes.set_yticks(places, [row.case.name.replace("_", " ") for row in rows], fontsize=8)
+    axes.set_yticks(range(len(measured)), [row.case.name.replace("_", " ") for row in measured], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
     _finish(axes, "seconds per iteration")
     axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+
+    if grid:
+        times = [(row.predicted_seconds, row.seconds) for row in measured]
+        _draw_pairs(figure.add_subplot(grid[0, 1]), times, "seconds per iteration")
+        memory = [(row.predicted_gib, row.memory_gib) for row in measured]
+        _draw_pairs(figure.add_subplot(grid[1, 1]), memory, "memory (GiB)")
+    figure.suptitle(title, fontsize=10, color=_TEXT, x=0.01, ha="left", parse_math=False)
+    figure.savefig(path, format="png")
+    return True
 
 
 def _draw_pairs(axes: Any, pairs: Sequence[tuple[Any, Any]], what: str) -> None:

@@ -10,8 +10,14 @@ from moe_exp.config import ConfigError, to_yaml
 from moe_exp.report.comparison import Group, parities, parity, parity_text
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
-from moe_exp.studies.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import as_json, is_finished, losses_at_shared_end, read_ended
+from moe_exp.studies.compare.comparison import (
+    Comparison,
+    Options,
+    as_json,
+    is_finished,
+    losses_at_shared_end,
+    read_ended,
+)
 from moe_exp.studies.compare.table import plan_text, result_text
 
 
@@ -171,24 +177,24 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
 
 def test_another_call_with_other_settings_is_refused(comparison):
     comparison.folder.mkdir()
-    keep(comparison, {"dmoe": 0.5})
-    compare_with_before(comparison)
-    assert known_pace(comparison) == {"dmoe": 0.5}
+    comparison.keep({"dmoe": 0.5})
+    comparison.compare_with_before()
+    assert comparison.known_pace() == {"dmoe": 0.5}
     flags = FLAGS | {"run_dir": str(comparison.folder.parent)}
     with pytest.raises(ConfigError, match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: .* another RUN_NAME"):
-        compare_with_before(Comparison.of(Options(), flags | {"lr": 0.1}, {}))
+        Comparison.of(Options(), flags | {"lr": 0.1}, {}).compare_with_before()
     with pytest.raises(ConfigError, match=r"^MATCH=time: .* was made with flops"):
-        compare_with_before(Comparison.of(Options(match="time"), flags, {}))
+        Comparison.of(Options(match="time"), flags, {}).compare_with_before()
     # Another variant may join, and where the runs log to may change.
     more = Comparison.of(Options(runs="dmoe,dense,moe"), flags | {"wandb_project": "x"}, {})
-    compare_with_before(more)
-    keep(more, {})
+    more.compare_with_before()
+    more.keep({})
     kept = json.loads((comparison.folder / "compare.json").read_text())
     assert kept["variants"].keys() == {"dmoe", "dense", "moe"}
     for text in ("{}", "{"):
         (comparison.folder / "compare.json").write_text(text)
         with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete it"):
-            compare_with_before(comparison)
+            comparison.compare_with_before()
 
 
 def test_equal_time(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
-from moe_exp.studies.compare.results import read_ended
+from moe_exp.studies.compare.comparison import read_ended
 from moe_exp.studies.compare.variants import flops_per_token
 from moe_exp.studies.ladder import climb, results
 from moe_exp.studies.ladder.climb import write_reports
@@ -221,7 +221,7 @@ def test_a_job_that_slurm_has_ended_has_stopped(ladder, log, status, reason):
     run.folder.summary.write_text(json.dumps({"status": "stopped", "iteration": 1}))
     run.log.parent.mkdir(exist_ok=True)
     run.log.write_text(f"iteration 1\nslurmstepd: error: {log}\n")
-    ended = climb._ended_job(run, None)
+    ended = climb.ended_job(run, None)
     assert ended.status == status and reason in ended.reason
 
 

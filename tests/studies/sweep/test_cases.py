@@ -9,10 +9,9 @@ from helpers.whole_runs import ROOT, SMALL
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.studies.child_runs import run_environment
+from moe_exp.studies.child_runs import JobOptions, batch_script, run_environment
 from moe_exp.studies.sweep.driver import Sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings
-from moe_exp.studies.sweep.slurm_cases import JobOptions, batch_script
 
 CPU = {name.upper(): str(value) for name, value in SMALL.items()}
 CPU |= {"GPUS_PER_NODE": "2", "SWEEP_DIR": "sweeps"}

@@ -7,8 +7,8 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import Case, why_it_failed
-from moe_exp.studies.sweep import slurm_cases
 from moe_exp.studies.sweep.table import Result, result_of
 
 TORCHRUN_KILLED = """
@@ -158,10 +158,10 @@ def test_slurm_may_be_silent_for_a_while(monkeypatch):
             raise found
         return found
 
-    monkeypatch.setattr(slurm_cases, "still_there", answer)
-    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.0)
-    assert list(slurm_cases.ended_jobs({"case": "7"})) == ["case"] and not answers
+    monkeypatch.setattr(child_runs, "still_there", answer)
+    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.0)
+    assert list(child_runs.ended_jobs({"case": "7"})) == ["case"] and not answers
     answers = [ValueError("squeue: exit code 1.")]
-    monkeypatch.setattr(slurm_cases, "_PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(child_runs, "_PATIENCE_SECONDS", -1.0)
     with pytest.raises(ValueError, match="squeue"):
-        list(slurm_cases.ended_jobs({"case": "7"}))
+        list(child_runs.ended_jobs({"case": "7"}))

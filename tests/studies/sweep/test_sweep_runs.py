@@ -23,7 +23,7 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.measured import read_runs
 from moe_exp.planner.prediction import predict
 from moe_exp.studies import child_runs
-from moe_exp.studies.sweep import driver, slurm_cases
+from moe_exp.studies.sweep import driver
 from moe_exp.studies.sweep.settings import SweepSettings
 
 SCRIPT = ROOT / "moe_exp" / "scripts" / "sweep_parallelism.sh"
@@ -212,13 +212,13 @@ def test_without_sbatch_and_with_one_that_refuses(tmp_path, monkeypatch, capsys)
 def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsys):
     cluster, data = Cluster(tmp_path / "clu ster"), write_tokens(tmp_path)
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(child_runs, "POLL_SECONDS", 0.2)
     settings = {"MBSZS": "1 2", "GBSZ": 4, "EXECUTOR": "slurm", "SBATCH": "--partition=gpu --time=5"}
     settings |= {"NODES": "1", "GPUS": "2", "CASE_TIMEOUT": 90}
     in_process(monkeypatch, tmp_path, **settings, TRAIN_DATA=data)
     # Stopped after its jobs were submitted: those stay, and the same command waits for them.
     with monkeypatch.context() as patch:
-        patch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(child_runs, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(["sweep"]) == 130
     assert "its SLURM jobs continue" in capsys.readouterr().out
     assert len(cluster.jobs()) == 2

@@ -1,18 +1,22 @@
-"""Dumps of one rank's tensors after an iteration, in a portable file, to compare ranks or runs.
+"""Recordings of chosen iterations and ranks: profiler traces, GPU memory snapshots, and dumps of tensors, to
+compare ranks or runs. No cost when off.
 
-RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer's step of iteration 10
-(DUMP_ITERS, DUMP_RANKS):
-
-    NAME                         a parameter of the model, this rank's part; layers count over all stages
-    gradient of NAME             as the optimizer used it: reduced over the replicas, clipped
-    main weights of NAME         fp32, with DTYPE=bf16 and fp16
-    exp_avg of NAME, ...         moments, and with EMA_DECAY the average of the weights (ema), fp32
+    RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for https://ui.perfetto.dev or chrome://tracing:
+        operators with shapes, CPU memory, and on a GPU its kernels and memory
+    RUN/profile/memory_rank_R_iter_A-B.pickle    MEMORY_SNAPSHOT, for https://pytorch.org/memory_viz: every
+        allocation of the caching allocator with its Python stack
+    RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer's step of iteration 10:
+        NAME                     a parameter of the model, this rank's part; layers count over all stages
+        gradient of NAME         as the optimizer used it: reduced over the replicas, clipped
+        main weights of NAME     fp32, with DTYPE=bf16 and fp16
+        exp_avg of NAME, ...     moments, and with EMA_DECAY the average of the weights (ema), fp32
 
 With the distributed optimizer, all but parameters cover only this rank's range of a parameter, in memory
 order: `exp_avg of NAME[128:256]`. Data-parallel ranks then share no such name; two runs of one layout do.
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,6 +27,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
@@ -30,10 +35,74 @@ from moe_exp.checkpoint.tools.diff import Comparison, compare_tensors
 from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.engine.runtime import Runtime
+from moe_exp.host.files import bytes_text
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.replica_checks import named_parameters
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
+
+    def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
+        self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
+        is_mine = config.profile_ranks == "all" or str(runtime.rank) in config.profile_ranks.split(",")
+        has_memory = is_mine and runtime.device.type == "cuda"
+        self._ranges = {
+            "trace": iteration_ranges(config.profile_iters if is_mine else ""),
+            "memory": iteration_ranges(config.memory_snapshot if has_memory else ""),
+        }
+        self._begun: dict[str, tuple[int, int]] = {}  # first and last iteration of what is recorded now
+        self._last = config.train_iters
+        self._profiler: profile | None = None
+
+    def begin(self, iteration: int) -> None:
+        """Starts what begins with this iteration. A run that resumes within a range records the rest."""
+        for what, ranges in self._ranges.items():
+            lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
+            if what in self._begun or not lasts or iteration > lasts[0]:
+                continue
+            self._begun[what] = (iteration, lasts[0])
+            if what == "memory":
+                torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # a few hundred bytes each
+                continue
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+            self._profiler.start()
+
+    def end(self, iteration: int) -> None:
+        """Writes the files of a range that ends with this iteration."""
+        for what, (first, last) in list(self._begun.items()):
+            if iteration >= last:
+                del self._begun[what]
+                try:
+                    self._write(what, f"{what}_rank_{self._rank}_iter_{first}-{last}")
+                except (OSError, RuntimeError) as error:  # a restarted run would fail at the same iteration
+                    logger.warning("no recording in %s: %s", self._folder, error)
+
+    def _write(self, what: str, name: str) -> None:
+        start, profiler = time.monotonic(), self._profiler
+        if what == "memory":
+            path = self._folder / f"{name}.pickle"
+            self._folder.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            assert profiler is not None
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()  # the kernels of the last iteration
+            profiler.stop()  # before anything that may fail: the next range starts another
+            path = self._folder / f"{name}.json.gz"
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        size, seconds = bytes_text(path.stat().st_size), time.monotonic() - start
+        logger.info("wrote %s, %s, in %.1f s", path, size, seconds)
+
+
+# Dumps.
 
 
 def dump_file(run: Path, iteration: int, rank: int) -> Path:
@@ -62,6 +131,7 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
             found = chain(named_parameters(trained.model), *states)
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found}
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name first: `compare_dumps` must not find half a file.
             partial = path.with_suffix(".partial")
             facts = {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host}
             save_file(tensors, partial, facts)
@@ -83,7 +153,7 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
     for state, values in owned.values.items():
         if state == "param":
             if values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-                continue  # the parameter itself
+                continue  # the parameter itself, without a copy in fp32
             state = "main weights"
         yield f"{state} of {where}", values.view(parameter.shape) if is_whole else values
 
@@ -131,14 +201,14 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
 def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
     try:
         file = safetensors.safe_open(path, framework="pt")
+        # headers only: tensors are read one at a time, when they are compared
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     except (OSError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another dump.") from None
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+    names = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+    dtypes = {name: names.get(one.get_dtype(), torch.float32) for name, one in slices.items()}
     return {
-        prefix + name: DumpedTensor(
-            tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name
-        )
+        prefix + name: DumpedTensor(tuple(one.get_shape()), dtypes[name], file, name)
         for name, one in slices.items()
     }
