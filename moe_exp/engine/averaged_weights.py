@@ -67,19 +67,19 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
     Called by every rank, within `parameters_in_sync`. Weights and averages change places, so it takes a block
     of memory. Buffers, such as the expert bias of routers, stay as they are.
     """
-    _exchange(optimizer, model)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for main, average in _pairs(optimizer):
+            for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
+                held = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(held)
+        update_model_weights(optimizer, model)
+
+    exchange()
     yield
-    _exchange(optimizer, model)
-
-
-@torch.no_grad()
-def _exchange(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    for main, average in _pairs(optimizer):
-        for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
-            held = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(held)
-    update_model_weights(optimizer, model)
+    exchange()
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:

@@ -166,17 +166,13 @@ def _add_gathered(
         gathered = part.new_empty(len(owned), part.numel())
         all_gather(gathered.view(-1), part, group=ranks)
         for of_rank, values in zip(targets, gathered, strict=True):
-            _add(of_rank, values, start)
-
-
-def _add(targets: Sequence[tuple[Tensor, float]], update: Tensor, start: int) -> None:
-    """Adds -lr times `update`, the values from `start` on of all targets one after the other."""
-    offset = 0
-    for target, lr in targets:
-        low, high = max(offset, start), min(offset + target.numel(), start + update.numel())
-        if low < high:
-            target[low - offset : high - offset].add_(update[low - start : high - start], alpha=-lr)
-        offset += target.numel()
+            # A bucket has the values from `start` on of the rank's targets, one after the other.
+            offset = 0
+            for target, lr in of_rank:
+                low, high = max(offset, start), min(offset + target.numel(), start + values.numel())
+                if low < high:
+                    target[low - offset : high - offset].add_(values[low - start : high - start], alpha=-lr)
+                offset += target.numel()
 
 
 def _stacked(x: Tensor) -> Tensor:

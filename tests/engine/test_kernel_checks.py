@@ -16,7 +16,6 @@ from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.engine import backends, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
-from moe_exp.layers.kernel_choice import KernelFailure
 from moe_exp.layers.kernels import (
     activation_grad,
     combine,
@@ -27,6 +26,7 @@ from moe_exp.layers.kernels import (
     up_projection,
     weight_grad,
 )
+from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.layers.megatron import moe_parts
 from moe_exp.training import loop
 

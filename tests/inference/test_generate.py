@@ -20,7 +20,7 @@ from moe_exp.inference.generate import Sampler, Sampling, new_tokens
 from moe_exp.inference.jobs import Layout, config_for_use
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
 from moe_exp.inference.stage import Stage, load_model
-from moe_exp.layers.kernel_choice import KernelFailure
+from moe_exp.layers.kernels.launch import KernelFailure
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
 NEW_TOKENS = 24

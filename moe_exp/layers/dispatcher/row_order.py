@@ -1,7 +1,7 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
 Both ways are gathers and transposes of each other: without atomics, results are bitwise reproducible. On a
-CUDA device Triton kernels do it (see `kernel_choice`), with int32 indices and the same order and sums.
+CUDA device Triton kernels do it (see `launch.takes_kernels`), with int32 indices and the same order and sums.
 The argument `use_kernels` is that of RouterConfig.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
-from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
+from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.router.decision import count_per_expert, without_dropped

@@ -66,12 +66,12 @@ def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, spli
     return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
 
 
-def _empty_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    shape = (a.size(0), b.size(2)) if b.dim() == 3 else (offsets_L.size(0), a.size(0), b.size(1))
-    return a.new_empty(shape)
-
-
-@launch.compilable("grouped_mm", _empty_product)
+@launch.compilable(
+    "grouped_mm",
+    lambda a, b, offsets_L: a.new_empty(
+        (a.size(0), b.size(2)) if b.dim() == 3 else (offsets_L.size(0), a.size(0), b.size(1))
+    ),
+)
 def _grouped_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
     """[R, D] x [L, D, F] to [R, F], or [D, R] x [R, F] to [L, D, F]."""
     return torch.nn.functional.grouped_mm(a, b, offs=offsets_L)
@@ -102,13 +102,9 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
         raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
     dtypes = [_DTYPES[one] for one in package.dtypes]
     if dtype not in dtypes:
-        names = ", ".join(map(_name, dtypes))
-        rule = f"computes in {names}, not in {_name(dtype)}"
+        *names, name_given = (str(one).removeprefix("torch.") for one in (*dtypes, dtype))
+        rule = f"computes in {', '.join(names)}, not in {name_given}"
         raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or one of these dtypes.")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
@@ -133,7 +129,7 @@ def _gmm(
     splits: Splits,
 ) -> Tensor:
     if x_RD.size(0) == 0:  # it refuses empty inputs; a product without rows keeps the gradients, all zero
-        return _no_rows(x_RD, w_LDF)
+        return x_RD @ w_LDF.sum(dim=0)
     # On the host: cuBLAS builds accept them only there, CUTLASS builds also there.
     counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
     w_LFD = w_LDF.transpose(1, 2)
@@ -149,7 +145,7 @@ def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits:
     and writes all of them once more than one parameter per expert would.
     """
     if x_RD.size(0) == 0:
-        return _no_rows(x_RD, w_LDF)
+        return x_RD @ w_LDF.sum(dim=0)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
     module = _te_module(*w_LDF.shape, x_RD.dtype)
     weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
@@ -165,10 +161,6 @@ def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) 
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")
-
-
-def _no_rows(x_RD: Tensor, w_LDF: Tensor) -> Tensor:
-    return x_RD @ w_LDF.sum(dim=0)
 
 
 BACKENDS: dict[str, GroupedGemm] = {
@@ -197,7 +189,7 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
 
     Args:
         name: `auto` or one of BACKENDS or FUSED; a ValueError if it cannot run here.
-        failure: why Triton's kernels must not run, see `kernel_choice.failure_of`.
+        failure: why Triton's kernels must not run, see `launch.failure_of`.
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:

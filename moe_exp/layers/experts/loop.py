@@ -56,41 +56,31 @@ def expert_loop(
     Returns:
         [R, D]; with `order` the sum over the rows of every token, [T, D].
     """
-    return _ExpertLoop.apply(
-        x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start, rows_per_expert_L,
-        activation, order,
-    )  # fmt: skip
+    inputs = weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
+    return _ExpertLoop.apply(order, activation, bias2_start, rows_per_expert_L, x, *inputs)
 
 
 class _ExpertLoop(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weights_R: Tensor,
-        weight1_LFD: Tensor,
-        weight2_LDF: Tensor,
-        bias1_LF: Tensor | None,
-        bias2_LD: Tensor | None,
+        order: RowOrder | None,
+        activation: str,
         bias2_start: int,
         rows_per_expert_L: Tensor,
-        activation: str,
-        order: RowOrder | None,
+        x: Tensor,
+        *inputs: Any,
     ) -> Tensor:
-        hidden_RF, output_RD = _forward(
-            _with_padding(x, order), weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start,
-            rows_per_expert_L, activation, _tokens(order),
-        )  # fmt: skip
-        ctx.save_for_backward(
-            x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L
-        )
+        settings: tuple[Any, ...] = bias2_start, rows_per_expert_L, activation, _tokens(order)
+        hidden_RF, output_RD = _forward(_with_padding(x, order), *inputs, *settings)
+        ctx.save_for_backward(x, *inputs, hidden_RF, rows_per_expert_L)
         ctx.bias2_start, ctx.activation, ctx.order = bias2_start, activation, order
         return output_RD if order is None else sum_slots(output_RD, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order, needs = ctx.order, list(ctx.needs_input_grad[:6])
+        order, needs = ctx.order, list(ctx.needs_input_grad[4:])
         # Saved tensors are read once: under torch.utils.checkpoint a second access is an error.
         x, *saved = ctx.saved_tensors
         tokens = _with_padding(grads[0].contiguous(), order), _with_padding(x, order)
@@ -99,7 +89,7 @@ class _ExpertLoop(torch.autograd.Function):
         dx, *others = (grad if is_needed else None for grad, is_needed in zip(computed, needs, strict=True))
         if dx is not None and order is not None:
             dx = sum_slots(dx, order)
-        return dx, *others, None, None, None, None
+        return None, None, None, None, dx, *others
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
@@ -114,13 +104,12 @@ def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
     return x if order is None or not order.has_padding else torch.cat([x, x.new_zeros(1, x.size(1))])
 
 
-def _empty_outputs(x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Results of `_forward`, from its arguments, without values."""
-    num_rows = weights_R.size(0)
-    return x.new_empty(num_rows, weight1_LFD.size(1)), x.new_empty(num_rows, x.size(1))
-
-
-@compilable("expert_loop", _empty_outputs)
+@compilable(
+    "expert_loop",
+    lambda x, weights_R, weight1_LFD, *_: tuple(
+        x.new_empty(weights_R.size(0), width) for width in (weight1_LFD.size(1), x.size(1))
+    ),
+)
 def _forward(
     x: Tensor,
     weights_R: Tensor,
@@ -135,7 +124,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations [R, 2F or F] and weighted outputs [R, D]."""
     splits = rows_per_expert_L.tolist()
-    hidden_RF, output_RD = _empty_outputs(x, weights_R, weight1_LFD)
+    hidden_RF = x.new_empty(weights_R.size(0), weight1_LFD.size(1))
+    output_RD = x.new_empty(weights_R.size(0), x.size(1))
     groups, group_rows = _groups(splits, hidden_RF)
     rows_of = _rows_of(x, group_rows, token_R)
     hiddens, outputs = hidden_RF.split(splits), output_RD.split(splits)
@@ -181,11 +171,10 @@ def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
-    """Results of `_backward`, from its arguments, without values."""
-    _, x, *others, _, _, _, _, _, needs = args
-    x_RD = x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0)
+    """Results of `_backward` without values, from its first seven arguments and the last, `needs`."""
+    (x, *others), needs = args[1:7], args[-1]
     return [
-        x_RD,
+        x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0),
         *(
             torch.empty_like(other) if other is not None and is_needed else x.new_empty(0)
             for other, is_needed in zip(others, needs[1:], strict=True)
@@ -211,10 +200,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the first six arguments of `_forward`, that of `x` by row; empty if not in `needs`."""
     splits = rows_per_expert_L.tolist()
-    results = _empty_gradients(
-        grad, x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L,
-        bias2_start, activation, token_R, needs,
-    )  # fmt: skip
+    inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
+    results = _empty_gradients(grad, *inputs, needs)
     dx_RD, dweights_R, dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = results
     needs_x, needs_weights, needs_weight1, needs_weight2, needs_bias1, needs_bias2 = needs
     groups, group_rows = _groups(splits, hidden_RF)
@@ -281,7 +268,7 @@ def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
         rows: of each group.
     """
     num_threads = min(torch.get_num_threads(), len(rows))
-    if num_threads <= 1 or not _is_balanced(rows, num_threads):
+    if num_threads <= 1 or not is_balanced(rows, num_threads):
         _drain(task, deque(range(len(rows))))
         return
     groups = deque(sorted(range(len(rows)), key=lambda group: -rows[group]))
@@ -310,7 +297,7 @@ def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
             task(group)
 
 
-def _is_balanced(rows: Sequence[int], num_threads: int) -> bool:
+def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
     """Whether threads that take the fullest groups first get nearly equal numbers of rows."""
     loads = [0] * num_threads
     for size in sorted(rows, reverse=True):

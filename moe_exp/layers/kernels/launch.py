@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ tl: Any = None if triton is None else triton.language
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST_GPU = (8, 0)
+ROUTING_KERNELS = ("auto", "off")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,6 +53,62 @@ def missing() -> str:
 def runs_kernel(x: Tensor) -> bool:
     """Whether `x` is computed by a kernel, not its twin."""
     return triton is not None and (x.is_cuda or INTERPRETED)
+
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A part of the model whose kernels are not used because they failed their self-test."""
+
+    part: str  # `experts`, `routing` or `cross entropy`
+    problems: list[str]  # one line per kernel, with the first rank and host that found it
+    backend: str  # what runs instead
+
+
+def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:
+    """Why the kernels of `part` are not used, in words; empty if they did not fail."""
+    problems = next((failure.problems for failure in failures if failure.part == part), [])
+    return f"the self-test has failed: {and_more(problems)}" if problems else ""
+
+
+def and_more(problems: Sequence[str]) -> str:
+    """The first problem, and the number of the others."""
+    return problems[0] + (f"; and {len(problems) - 1} more" if len(problems) > 1 else "")
+
+
+def choose_routing(
+    name: str, *, device_type: str, router_problem: str = "", failure: str = ""
+) -> tuple[str, str]:
+    """Implementation of router, drops and row orders, and the reason in words.
+
+    Args:
+        name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
+        router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
+        failure: why the kernels must not run, see `failure_of`.
+    """
+    if name not in ROUTING_KERNELS:
+        raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
+    if name == "off":
+        return "torch", "asked for by ROUTING_KERNELS"
+    if device_type == "cpu":
+        return "torch", "the kernels are for GPUs"
+    if rule := failure or missing():
+        return "torch", f"not triton: {rule}"
+    if router_problem:
+        return (
+            "triton",
+            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
+        )
+    return "triton", "Triton kernels for the router, row order and drops"
+
+
+def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
+    """Whether routing and row order of `x` use kernels; `use_kernels`: see RouterConfig."""
+    if use_kernels is None:
+        return x.is_cuda and not _missing()
+    return use_kernels
+
+
+_missing = functools.cache(missing)
 
 
 # Prefixes of kernel arguments that change between launches: with expert parallelism or drops, row counts
@@ -112,26 +170,21 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
         All None if the device has no TMA, an address or stride is not a multiple of 16 bytes, or values have
             not two bytes: fp32 is multiplied without tensor cores, and Triton spills all of such a block.
     """
-    if not all(x is None or _fits_tma(x) for x in tensors):
-        return (None,) * len(tensors)
+    for x in tensors:
+        if x is None:
+            continue
+        *strides, last = x.stride()
+        fits = last == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+        if not (fits and x.element_size() == 2 and x.numel() > 0 and has_tma(x)):
+            return (None,) * len(tensors)
     make = triton.tools.tensor_descriptor.TensorDescriptor
     return tuple(
         None if x is None else make(x, list(x.shape), list(x.stride()), [1] * x.dim()) for x in tensors
     )
 
 
-def _fits_tma(x: Tensor) -> bool:
-    *strides, last = x.stride()
-    fits = (
-        last == 1
-        and x.element_size() == 2
-        and x.numel() > 0
-        and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    )
-    return fits and _has_tma(x)
-
-
-def _has_tma(x: Tensor) -> bool:
+def has_tma(x: Tensor) -> bool:
+    """Whether the device has the copy engine, and the address of `x` suits it."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
@@ -174,14 +227,10 @@ def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Cal
     return grid
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; under the interpreter two."""
-    return _num_processors(device.index) if device.type == "cuda" else 2
-
-
-@functools.cache
-def _num_processors(device: int | None) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:

@@ -43,6 +43,31 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @jit
+def tile_place(
+    tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+):  # fmt: skip
+    """`row_tile` of the tile with this number among num_m x num_n, and its place in the columns."""
+    tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
+    expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+    return expert, row, row_end, tile_n
+
+
+@jit
+def row_sources(tokens, rows, row_end, num_tokens):
+    """Row of the operand for each row of a tile, and whether that is a token and no padding.
+
+    Without `tokens` (None) the operand has the rows themselves.
+    """
+    # Rows past the end and padding read another row, so that the loop over the depth has no mask for them.
+    source, is_token = tl.minimum(rows, row_end - 1), rows < row_end
+    if tokens is not None:
+        source = tl.load(tokens + source)
+        is_token = source < num_tokens
+        source = tl.minimum(source, num_tokens - 1)
+    return source, is_token
+
+
+@jit
 def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
     """total + a @ b in fp32. The interpreter's bf16 product is silently wrong, so there it gets fp32."""
     if INTERPRET:

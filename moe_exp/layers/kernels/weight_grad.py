@@ -7,8 +7,6 @@ suffixes in `moe_exp.layers`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,18 +52,14 @@ def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
     tl.store(order + places, mine, mask=mine < num_experts)
 
 
-def _set_blocks(args: dict[str, Any]) -> None:
-    depth = args["BLOCK_K"] * 2 // args["a"].element_size()
-    for descriptor, columns in (("a_tma", "BLOCK_M"), ("b_tma", "BLOCK_N")):
-        if args[descriptor] is not None:
-            args[descriptor].block_shape = [depth, args[columns]]
-
-
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "num_m", "num_n", "ADDS", "HAS_TMA"],
     trial="is_trial",
-    set_blocks=_set_blocks,
+    blocks=lambda at: {
+        "a_tma": [at["BLOCK_K"], at["BLOCK_M"]],
+        "b_tma": [at["BLOCK_K"], at["BLOCK_N"]],
+    },
 )
 @jit
 def _kernel(

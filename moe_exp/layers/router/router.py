@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.config.checks.router import RouterConfig
 from moe_exp.config.choices import LOSSES
-from moe_exp.layers.kernel_choice import takes_kernels
+from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts

@@ -240,7 +240,7 @@ class _Account:
 
     def _positions(self) -> float:
         """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
-        of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
+        of each layer, `layers.megatron.attention.rotate` for all layers but those that are computed again.
         """
         config = self._config
         by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"

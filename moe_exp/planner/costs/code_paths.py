@@ -60,7 +60,7 @@ def _why_not_triton(config: Config, runs_kernels: bool) -> str:
 
 
 def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """CROSS_ENTROPY, or what `token_loss.choose_cross_entropy` makes of `auto`; arguments as above."""
+    """CROSS_ENTROPY, or what `cross_entropy.choose_cross_entropy` makes of `auto`; arguments as above."""
     names = ("auto", "megatron", "triton")
     loss = priced(config, "cross_entropy", dict(zip(names, names, strict=True)))
     if loss != "auto":

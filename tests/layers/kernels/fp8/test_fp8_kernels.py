@@ -12,8 +12,7 @@ from helpers.layers.compiled import compiled, on_gpu
 from helpers.layers.kernel_device import DEVICE, needs_kernels
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.fp8 import products
-from moe_exp.layers.kernels.fp8.block_matmul import block_matmul
-from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad
+from moe_exp.layers.kernels.fp8.block import block_matmul, block_weight_grad
 from moe_exp.layers.kernels.fp8.quantize import (
     E4M3,
     quantize_blocks,
