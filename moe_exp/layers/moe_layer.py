@@ -209,10 +209,9 @@ class MoELayer(nn.Module):
         """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
         them: by highest score, without the effect of expert bias and groups. No experts after a routing
         kernel, which no sequence loss follows.
-
-        As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
-        the bias.
         """
+        # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull
+        # against the bias.
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
             return decision.tokens_per_expert_E, decision.expert_TK, decision.counted_TK
@@ -266,10 +265,8 @@ class TimedDispatcher(Dispatcher):
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
     """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
 
-    In backward the gradient of `x` crosses the same mark: the phase that began here ends and the one before
-    it begins, so each phase's forward and backward lie between its two marks. A forward pass that is
-    recomputed counts again, because it takes its time again; if non-reentrant checkpointing (not used by
-    Megatron) starts it in the middle of a phase, the rest of that phase is lost.
+    A forward pass that is recomputed counts again, because it takes its time again; if non-reentrant
+    checkpointing (not used by Megatron) starts it in the middle of a phase, the rest of that phase is lost.
     """
     return _Mark.apply(x, timers, ends, begins)
 
@@ -290,6 +287,8 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # The gradient of `x` crosses the same mark: the phase that began here ends and the one before it
+        # begins, so each phase's forward and backward lie between its two marks.
         timers, ends, begins = ctx.phases
         _switch(timers, begins, ends)
         return grads[0], None, None, None

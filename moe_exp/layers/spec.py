@@ -291,17 +291,16 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
-    spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
-    which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
-    everything before it are wrong.
-
     `norm` comes before the up projections of queries, and of keys and values. Several tensor parallel ranks
     need sequence parallelism to sum those gradients.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         rule = "multi-latent attention adds up gradients over tensor parallel ranks by sequence parallelism"
         raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
+    # Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
+    # spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
+    # which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
+    # everything before it are wrong.
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=Linear,

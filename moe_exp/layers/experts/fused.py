@@ -1,9 +1,7 @@
 """The `triton` backend: all experts of a rank in one function. Shape suffixes in `moe_exp.layers`.
 
-W is the width of the first projection: 2F for a gated activation, else F. Backward keeps the input, the
-pre-activation and one number per row of each index and weight: in bf16 with a gated activation about 2TD +
-4TKF bytes. The kernel that needs the input of the second projection recomputes it (as in SonicMoE,
-arXiv:2512.14080), and kernels gather rows from the tokens instead of copying them.
+W is the width of the first projection: 2F for a gated activation, else F. Kernels gather rows from the tokens
+instead of copying them.
 """
 
 from typing import Any
@@ -112,6 +110,8 @@ class _Experts(torch.autograd.Function):
         hidden_RW, active_RF = up(x, weight1_LWD, offsets_L1, **options)
         of_bias = None if bias2_LD is None else weights_R
         y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
+        # In bf16 with a gated activation about 2TD + 4TKF bytes. The kernel that needs the input of the
+        # second projection recomputes it, as in SonicMoE (arXiv:2512.14080).
         ctx.save_for_backward(
             x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
         )

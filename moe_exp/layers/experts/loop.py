@@ -1,8 +1,5 @@
 """The experts one by one on a CPU: each expert's data stays in cache. Shape suffixes in `moe_exp.layers`.
 
-Experts with few rows share all calls except the matrix products; separate calls would cost more than the
-computation.
-
 Writes and gathers no tensor of R rows that backward or the next step does not need: on a CPU the pages of a
 fresh tensor cost as much as computing on it.
 """
@@ -133,6 +130,7 @@ def _forward(
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
     def one_group(g: int) -> None:
+        # While the group's rows are in the cache: both projections, with the activation in between.
         experts = [e for e in groups[g] if splits[e]]
         sizes = [splits[e] for e in experts]
         for e, rows in zip(experts, rows_of(g).split(sizes), strict=True):
@@ -156,6 +154,8 @@ def _forward(
 
 def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list[int]]:
     """Neighbouring experts that are computed together, and the rows of each group."""
+    # Experts with few rows share all calls except the matrix products: separate calls would cost more than
+    # the computation.
     num_threads = torch.get_num_threads()
     most_rows = _GROUP_BYTES // max(1, hidden_RF.size(1) * hidden_RF.element_size())
     if num_threads > 1:
@@ -256,17 +256,16 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
     """Calls `task(group)` for every group, without autograd; the tasks must write to different memory.
 
-    With several torch threads, each takes whole groups, fullest first, so no thread waits for another inside
-    a matrix product. If a few groups have most of the rows, that would leave threads idle, and all threads
-    work on one group after another instead. The choice depends only on `rows` and torch.get_num_threads(),
-    so results are bitwise reproducible.
-
     Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
 
     Args:
         task: computes one group.
         rows: of each group.
     """
+    # With several torch threads, each takes whole groups, fullest first, so no thread waits for another
+    # inside a matrix product. If a few groups have most of the rows, that would leave threads idle, and all
+    # threads work on one group after another instead. The choice depends only on `rows` and
+    # torch.get_num_threads(), so results are bitwise reproducible.
     num_threads = min(torch.get_num_threads(), len(rows))
     if num_threads <= 1 or not is_balanced(rows, num_threads):
         _drain(task, deque(range(len(rows))))

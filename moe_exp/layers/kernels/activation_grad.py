@@ -1,8 +1,6 @@
 """Gradient of the down-projection's input and, in the epilogue, of the weighted activation.
 
-The activation is recomputed from the saved pre-activation while the product is in registers: backward keeps
-nothing else of width F, and the gradient of the activation is never written. Shape suffixes in
-`moe_exp.layers`.
+The gradient of the activation is never written. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ CONFIGS = configs(
 )
 
 LARGEST_K = 64  # BLOCK_K
-# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
+# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles, so that
+# results do not depend on these, and without atomics.
 CHUNK_COLUMNS = 16 if launch.INTERPRETED else 32
 
 
@@ -71,6 +70,8 @@ def _finish(
     columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]
+    # Recomputed from the saved pre-activation while the product is in registers: backward keeps nothing else
+    # of width F.
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
@@ -95,10 +96,7 @@ def _finish(
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"],
-    blocks=lambda at: {
-        "dy_tma": [at["BLOCK_M"], at["BLOCK_K"]],
-        "w_tma": [1, at["BLOCK_K"], at["BLOCK_N"]],
-    },
+    blocks=lambda at: {"dy_tma": [at["BLOCK_M"], at["BLOCK_K"]], "w_tma": [1, at["BLOCK_K"], at["BLOCK_N"]]},
 )
 @jit
 def _kernel(
@@ -203,8 +201,7 @@ def activation_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from the outputs to the pre-activation h, for the activation a of h and router weight w.
 
-    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F runs in fixed chunks of columns,
-    so it does not depend on the tiles; there are no atomics.
+    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
 
     Args:
         dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or

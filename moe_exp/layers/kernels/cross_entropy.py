@@ -1,9 +1,6 @@
 """Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits each way.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Backward keeps the logits and one number per token
-and recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their bytes.
-
-N tokens, V words of this rank.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. N tokens, V words of this rank.
 """
 
 from __future__ import annotations
@@ -30,6 +27,8 @@ def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BL
     for start in range(0, width, BLOCK):
         words = start + tl.arange(0, BLOCK)
         z = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
+        # Running log-sum-exp: the sum so far is relative to the largest so far, and is scaled when that
+        # grows.
         before = largest
         largest = tl.maximum(before, tl.max(z, 0))
         shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as all words are impossible
@@ -63,9 +62,8 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
 
 @launch.compilable(
     "cross_entropy_statistics",
-    lambda logits_NV, *_: (
-        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
-        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
+    lambda logits_NV, *_: tuple(
+        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32) for part in range(2)
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -176,6 +174,8 @@ class _TokenLosses(torch.autograd.Function):
             dist.all_reduce(total_N, group=group)
             log_sum_N = largest_N + total_N.log_()
             dist.all_reduce(picked_N, group=group)
+        # Backward recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their
+        # bytes.
         ctx.save_for_backward(logits_NV, target_N, log_sum_N)
         ctx.first = first
         return log_sum_N - picked_N

@@ -1,7 +1,6 @@
 """Grouped GEMM: each row times the matrix of its expert, with a bias or without.
 
-Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
-rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
+Of the down-projection and the gradient of rows; the up-projection has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -45,15 +44,14 @@ def _kernel(
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], e the expert of r: x [R, I], w [L, I, O] with any strides,
-    y [R, O]; depth is I, width is O.
-
-    Each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows past the expert's last one
-    are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the tuner's
-    key alone, PROGRAMS for the grid.
+    y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are for the tuner's key alone, PROGRAMS for the
+    grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
+    # Persistent: each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns, one after
+    # another. Rows past the expert's last one are computed, from whatever lies there, and not stored.
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK_M, GROUP_M)
         rows, columns = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,12 +68,8 @@ def _kernel(
         else:
             depths = tl.arange(0, DEPTH)
             x_block = x + tl.minimum(rows, row_end - 1).to(tl.int64)[:, None] * stride_x + depths[None, :]
-            w_block = (
-                w
-                + expert.to(tl.int64) * stride_wl
-                + depths[:, None] * stride_wi
-                + columns[None, :] * stride_wo
-            )
+            matrix = w + expert.to(tl.int64) * stride_wl
+            w_block = matrix + depths[:, None] * stride_wi + columns[None, :] * stride_wo
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
                 a = load_where(x_block, is_depth[None, :], EVEN_K)

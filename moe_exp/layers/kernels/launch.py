@@ -118,12 +118,10 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING.
-
-    Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
-    """
+    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING."""
     if triton is None:
         return function
+    # Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
     name = function.__module__.rpartition(".")[2] + function.__name__
     parameters = inspect.signature(function).parameters.values()
     varying = [
@@ -164,15 +162,16 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Tensor descriptors for the copy engine of Hopper and later (TMA): whole blocks, no masks.
 
-    Values outside a tensor are read as zero. `tuned`'s set_blocks sets the block shapes. None stays None.
+    Values outside a tensor are read as zero. The `blocks` of `tuned` are the block shapes. None stays None.
 
     Returns:
         All None if the device has no TMA, an address or stride is not a multiple of 16 bytes, or values have
-            not two bytes: fp32 is multiplied without tensor cores, and Triton spills all of such a block.
+            not two bytes.
     """
     for x in tensors:
         if x is None:
             continue
+        # fp32 is multiplied without tensor cores, and Triton spills all of such a block.
         *strides, last = x.stride()
         fits = last == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
         if not (fits and x.element_size() == 2 and x.numel() > 0 and has_tma(x)):
@@ -252,7 +251,7 @@ def cdiv(number: int, divisor: int) -> int:
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: runs a function on its first tensor's device; Triton would launch on the current one.
+    """Decorator: runs a function on its first tensor's device.
 
     Under torch.compile it is one opaque operator, `moe_exp::name`.
 
@@ -266,6 +265,7 @@ def compilable(
 
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            # Triton would launch on the current device.
             x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
             with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
                 return function(*args, **kwargs)

@@ -1,8 +1,7 @@
 """Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
 
-Kernels are called as in training, with the model's widths but few rows, experts without rows and others with
-more than a tile, in all configs that may be chosen; for tuning, with as many rows as in training. Does not
-use torch's global random state.
+Kernels are called as in training, with the model's widths but few rows, in all configs that may be chosen;
+for tuning, with as many rows as in training. Does not use torch's global random state.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from moe_exp.layers.kernels.weight_grad import weight_grad
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 _LIMIT_TF32 = 5e-3
 
-_ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
+# Of the experts in turn: none, one, more than a tile, and what divides no tile.
+_ROWS = (37, 0, 3, 130, 1, 64)
 ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
 _INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
 
@@ -130,10 +130,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
 
 
 def compare(case: _Case, device: torch.device) -> KernelCheck:
-    """Compares one case in every config that may run.
-
-    A config that cannot be launched is dropped, as anywhere else; wrong numbers are a problem of the kernel.
-    """
+    """Compares one case in every config that may run."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         limit = _LIMIT_TF32
@@ -156,6 +153,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
             if launch.is_of_device(error):
                 line = found(math.inf, at + in_one_line(error)).line(device)
                 raise RuntimeError(line) from error
+            # Dropped below, as anywhere else; only wrong numbers are a problem of the kernel.
             failed.append((config, error))
             continue
         if not errors[-1] <= limit and not problem:  # also of NaN

@@ -1,9 +1,4 @@
-"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`.
-
-Three steps: count each block's slots per expert; take a running sum over experts, then blocks, which is where
-each block's slots of an expert begin; move every slot to its place. Counting keeps the order of an expert's
-slots whatever the blocks are, so results are bitwise reproducible.
-"""
+"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -115,6 +110,9 @@ def slot_sort(
     expert_TK, kept_TK = contiguous(expert_TK, kept_TK)
     sizes = num_slots, num_experts, num_blocks
     constants = {"BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
+    # Counting keeps the order of an expert's slots whatever the blocks are, so results are bitwise
+    # reproducible: each block's slots per expert; their running sum over experts, then blocks, which is where
+    # each block's slots of an expert begin; then every slot moves to its place.
     counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
     _count_kernel[(num_blocks,)](expert_TK, kept_TK, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)

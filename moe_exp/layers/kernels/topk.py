@@ -1,7 +1,6 @@
 """The router after its logits in one pass: scores, top-k, weights, and all sums for losses and statistics.
 
-Never writes the scores of all experts or their gradient. Each program writes partial float sums, which are
-added in a fixed order. Shape suffixes in `moe_exp.layers`.
+Never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -76,12 +75,11 @@ def _forward_kernel(
 ):  # fmt: skip
     experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
     is_expert, is_place = experts < num_experts, places < TOPK
-    # Sums by place in the tile, added up once at the end: a reduction in each step would cost more.
     score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
-    entropy_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    entropy_sums = tl.zeros_like(score_sums)
     largest_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
-    by_score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    by_score_sums = tl.zeros_like(chosen_sums)
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
         z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride)
@@ -120,15 +118,16 @@ def _forward_kernel(
             _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
-    mine = tl.program_id(0).to(tl.int64)
-    my_sums, my_counts = sums + mine * (num_experts + 2), counts + mine * (2 * num_experts)
-    tl.store(my_sums + experts, tl.sum(score_sums, 0), mask=is_expert)
-    tl.store(my_sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
-    tl.store(my_sums + num_experts + 1, tl.sum(largest_sums, 0))
+    # Partial sums of each program, which are added in a fixed order afterwards: no atomics.
+    sums += tl.program_id(0).to(tl.int64) * (num_experts + 2)
+    counts += tl.program_id(0).to(tl.int64) * (2 * num_experts)
+    tl.store(sums + experts, tl.sum(score_sums, 0), mask=is_expert)
+    tl.store(sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
+    tl.store(sums + num_experts + 1, tl.sum(largest_sums, 0))
     chosen_count = tl.sum(chosen_sums, 0)
-    tl.store(my_counts + experts, chosen_count, mask=is_expert)
+    tl.store(counts + experts, chosen_count, mask=is_expert)
     by_score_count = chosen_count if bias is None else tl.sum(by_score_sums, 0)
-    tl.store(my_counts + num_experts + experts, by_score_count, mask=is_expert)
+    tl.store(counts + num_experts + experts, by_score_count, mask=is_expert)
 
 
 @jit
@@ -194,11 +193,9 @@ def _backward_kernel(
 
 
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits.
-
-    A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
-    (sigmoid below -103).
-    """
+    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits."""
+    # A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
+    # (sigmoid below -103).
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
     return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
 
@@ -239,7 +236,7 @@ SCORE_FUNCTIONS = {
 
 
 class _LogScores(torch.autograd.Function):
-    """Saves only the logits for backward; autograd would save six tensors of their size."""
+    # Saves only the logits for backward; autograd would save six tensors of their size.
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, score: ScoreFunction) -> Tensor:

@@ -46,13 +46,9 @@ class Tuned:
     """A kernel with several configs: `kernel[grid](...)` takes the fastest.
 
     The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails in any way, also after it was chosen (operands with another alignment),
-    is dropped with one warning, and another takes its place. After `take_choices` nothing is timed, as the
-    other ranks would wait: a new key takes the config of the most similar one.
-
-    With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
-    fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
-    Arguments: see `tuned`.
+    all tensors. A config that fails in any way is dropped with one warning, and another takes its place.
+    After `take_choices` nothing is timed: a new key takes the config of the most similar one. Arguments: see
+    `tuned`.
     """
 
     def __init__(
@@ -94,6 +90,8 @@ class Tuned:
             if not self._only.suits(kwargs):
                 raise UnsuitedError(f"kernel {self.name}: config {self._only} is not for these operands")
             return self._launch(self._only, args, kwargs)
+        # Another start may measure another config as fastest, whose tiles sum in another order. Checked at
+        # every launch, as in torch, so also after timing.
         if torch.are_deterministic_algorithms_enabled():
             return self._launch(self.configs[0], args, kwargs)
         key = self.key(args, kwargs)
@@ -101,7 +99,7 @@ class Tuned:
             config = self.choices.get(key) or self._choose(key, args, kwargs)
             try:
                 return self._launch(config, args, kwargs)
-            except Exception as error:
+            except Exception as error:  # also after it was chosen, as with operands of another alignment
                 if len(self.configs) == 1 or is_of_device(error):
                     raise
                 self.drop(config, error)
@@ -159,7 +157,8 @@ class Tuned:
         if len(left) == 1:
             config = left[0]
         elif self.is_decided:
-            # The choice for the key that agrees with this one in most places, else the first config.
+            # The other ranks would wait for timing: the choice for the key that agrees with this one in most
+            # places, else the first config.
             known = [other for other, config in self.choices.items() if config in left]
             similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
             config = left[0] if similar is None else self.choices[similar]
@@ -266,9 +265,8 @@ class UnsuitedError(ValueError):
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a launch on the device, by Triton's benchmark, in a third of its usual time: a run has
-    two hundred of them before its first iteration.
-    """
+    """Median time of a launch on the device, by Triton's benchmark."""
+    # In a third of its usual time: a run has two hundred of them before its first iteration.
     benchmark = triton.runtime.driver.active.get_benchmarker()
     return float(benchmark(run, warmup=8, rep=32, quantiles=(0.5, 0.2, 0.8))[0])
 
@@ -328,9 +326,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles.
-
-    Part of the tuning keys, so that a process that first generates a few tokens does not train with their
-    config. Coarse, because every class is timed once.
-    """
+    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles."""
+    # Part of the tuning keys, so that a process that first generates a few tokens does not train with their
+    # config. Coarse, because every class is timed once.
     return sum(num_rows >= num_groups * size for size in (64, 512))

@@ -15,8 +15,7 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispa
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
-from moe_exp.layers.experts.fp8 import check_fp8
-from moe_exp.layers.experts.grouped_gemm import choose_backend
+from moe_exp.layers.experts.grouped_gemm import check_fp8, choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
@@ -197,9 +196,7 @@ class MegatronExperts(Experts):
 
 
 def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
-    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`, as Megatron's
-    grouped experts do.
-    """
+    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`."""
     keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith("._extra_state")]
 
 
