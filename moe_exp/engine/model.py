@@ -258,6 +258,8 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    # Buckets for the first chunk alone, as in Megatron: communication of the others overlaps with computation
+    # anyway.
     return [
         DistributedDataParallel(
             settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups

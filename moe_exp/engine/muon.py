@@ -195,6 +195,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """Near U V^T for every fp32 matrix U S V^T [..., rows, columns], by five Newton-Schulz steps: singular
     values become 0.7 to 1.2.
     """
+    # Jordan's coefficients: steep at 0, so that small singular values grow fast, and not convergent to 1.
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.reshape(-1, *matrices.shape[-2:])

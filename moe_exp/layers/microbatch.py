@@ -118,13 +118,12 @@ class MicrobatchCapacity:
         """Slots per expert: an int for an int, a tensor for a tensor."""
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
-        return expert_capacity(
-            num_tokens,
-            num_experts=config.num_experts,
-            topk=config.topk,
-            capacity_factor=settings.capacity_factor,
-            min_capacity=settings.min_capacity,
-        )
+        sizes = {
+            "num_experts": config.num_experts,
+            "topk": config.topk,
+            "min_capacity": settings.min_capacity,
+        }
+        return expert_capacity(num_tokens, capacity_factor=settings.capacity_factor, **sizes)
 
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]

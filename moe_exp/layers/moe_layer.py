@@ -175,25 +175,16 @@ class MoELayer(nn.Module):
         counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
         self.router.count_by_score(counts_E)
         counts_E = sum_over(counts_E, group)
+        # With a free number of experts per token, their mean: f_e is a fraction of the slots that are used.
         topk: Tensor | int = config.topk
         if decision.counted_TK is not None or decision.expert_TK.size(1) != topk:
             topk = counts_E.sum().clamp(min=1) / num_tokens
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
         balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
         z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
-        inputs = LossInputs(
-            decision,
-            scores,
-            counts_E,
-            expert_TK,
-            counted_TK,
-            config.topk,
-            **sizes,
-            shape=shape,
-            batch_dim=settings.batch_dim,
-            balance=balance,
-            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
-        )
+        sizes |= {"shape": shape, "batch_dim": settings.batch_dim, "balance": balance}
+        sizes["global_counts_E"] = getattr(self.router, "global_tokens_per_expert", None)
+        inputs = LossInputs(decision, scores, counts_E, expert_TK, counted_TK, config.topk, **sizes)
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -296,22 +296,13 @@ def local_row_order(
 
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
     """`sort_by_expert` of a decision."""
+    # With drops the decision's counts are those before them.
     counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
-    return sort_by_expert(
-        decision.expert_TK,
-        decision.kept_TK,
-        num_experts=num_experts,
-        counts_E=counts_E,
-        use_kernels=decision.use_kernels,
-    )
+    options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": decision.use_kernels}
+    return sort_by_expert(decision.expert_TK, decision.kept_TK, counts_E=counts_E, **options)
 
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
     """`pad_by_expert` of a decision."""
-    return pad_by_expert(
-        decision.expert_TK,
-        decision.kept_TK,
-        num_experts=num_experts,
-        rows_per_expert=rows_per_expert,
-        use_kernels=decision.use_kernels,
-    )
+    sizes: dict[str, Any] = {"num_experts": num_experts, "rows_per_expert": rows_per_expert}
+    return pad_by_expert(decision.expert_TK, decision.kept_TK, **sizes, use_kernels=decision.use_kernels)

@@ -135,19 +135,14 @@ class _Experts(torch.autograd.Function):
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
-        mains: list[Tensor | None] = []  # to which the gradients are added, as in tensor_parallel/layers.py
+        mains: list[Tensor | None] = []  # where gradients are added, as in tensor_parallel/layers.py
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
             found = getattr(parameter, "main_grad", None) if needed else None
             # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in
             # fp32.
-            if (
-                found is not None
-                and not hasattr(parameter, "__fsdp_param__")
-                and found.dtype == torch.float32
-            ):
-                mains.append(found)
-            else:
-                mains.append(None)
+            if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
+                found = None
+            mains.append(found)
         main1, main2 = mains
         if ctx.needs_input_grad[3]:
             dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, out=main2)

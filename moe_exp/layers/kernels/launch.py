@@ -34,6 +34,7 @@ except ImportError:  # `missing` reports it when the kernels are requested; ther
 tl: Any = None if triton is None else triton.language
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Ampere, the first with asynchronous copies and bf16 in its tensor cores.
 OLDEST_GPU = (8, 0)
 ROUTING_KERNELS = ("auto", "off")
 
@@ -295,9 +296,7 @@ def _positional(function: Callable[..., Any], signature: inspect.Signature) -> C
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args[:first], **dict(zip(by_keyword, args[first:], strict=False)), **kwargs)
 
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for parameter in signature.parameters.values()
-    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [parameter.replace(kind=kind) for parameter in signature.parameters.values()]
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call

@@ -158,19 +158,18 @@ class CausalAttention(nn.Module):
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
-        return flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=query_bounds,
-            cu_seqlens_k=key_bounds,
-            max_seqlen_q=max(one.num_queries for one in documents.segments),
-            max_seqlen_k=max(one.num_keys for one in documents.segments),
-            dropout_p=self.dropout if self.training else 0.0,
-            softmax_scale=self.scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        most = {
+            "max_seqlen_q": max(one.num_queries for one in documents.segments),
+            "max_seqlen_k": max(one.num_keys for one in documents.segments),
+        }
+        bounds = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
+        return flash_attn_varlen_func(query, key, value, **bounds, **most, **self._flash_options())
+
+    def _flash_options(self) -> dict[str, Any]:
+        # Its faster backward accumulates the gradient of the queries atomically.
+        same_bits = torch.are_deterministic_algorithms_enabled()
+        dropout = self.dropout if self.training else 0.0
+        return {"dropout_p": dropout, "softmax_scale": self.scale, "causal": True, "deterministic": same_bits}
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()
@@ -180,17 +179,12 @@ class CausalAttention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""
         self._measure(query, key)
-        dropout = self.dropout if self.training else 0.0
         if self.use_flash:
             from flash_attn import flash_attn_func
 
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            # Its faster backward accumulates the gradient of the queries atomically.
-            same_bits = torch.are_deterministic_algorithms_enabled()
-            out = flash_attn_func(
-                q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True, deterministic=same_bits
-            )
-            return out.transpose(0, 1)
+            return flash_attn_func(q, k, v, **self._flash_options()).transpose(0, 1)
+        dropout = self.dropout if self.training else 0.0
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if q.size(2) == 1 and dropout == 0.0:
             # One query sees every key: treat a group's heads as its rows, so that no key has to be repeated.
