@@ -251,10 +251,8 @@ def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
 # For `moe-exp doctor --leak-test`: a small model of each kind of attention gets two samples of several
 # documents, packed and one by one.
 HEADER = ["attention", "heads", "dtype", "error of logits", "of gradients", "changed logits", "result"]
-_LENGTHS: Lengths = (
-    (16, 1, 47),
-    (20, 44),
-)  # of the documents; cut at other places in each sample, one of a single token
+# Documents are cut at other places in each sample, and one has a single token.
+_LENGTHS: Lengths = ((16, 1, 47), (20, 44))
 # Every token uses every expert, so that the products have the same shapes whatever is in a document.
 _MODEL = {
     "preset": "cpu", "gpus_per_node": 1, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64,
@@ -313,12 +311,13 @@ def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, floa
     weights = torch.randn(2, config.seq_len, config.padded_vocab_size, generator=drawn).to(device)
     positions = document_positions(_LENGTHS).to(device)
     packed = model(tokens, positions, None, packed_seq_params=Documents(_LENGTHS, positions))
-    documents = [row[None].split(lengths, dim=1) for row, lengths in zip(tokens, _LENGTHS, strict=True)]
-    rows = [
-        [model(one, torch.arange(one.size(1), device=device)[None], None) for one in row] for row in documents
-    ]
+    alone = []
+    for row, lengths in zip(tokens, _LENGTHS, strict=True):
+        documents = row[None].split(lengths, dim=1)
+        logits = [model(one, torch.arange(one.size(1), device=device)[None], None) for one in documents]
+        alone.append(torch.cat(logits, dim=1))
     found = []
-    for logits in (packed, torch.cat([torch.cat(row, dim=1) for row in rows])):
+    for logits in (packed, torch.cat(alone)):
         trained = [one for one in model.parameters() if one.requires_grad]
         gradients = torch.autograd.grad((logits.float() * weights).sum(), trained, allow_unused=True)
         joined = torch.cat([one.flatten().float() for one in gradients if one is not None])

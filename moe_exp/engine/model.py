@@ -99,11 +99,8 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         layout[-1].append("loss")
     recompute: dict[str, Any] = {}
     if config.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        recompute["recompute_num_layers"] = 1
     elif config.recompute != "none":
         module = "moe" if config.recompute == "selective" else config.recompute
         recompute = {
