@@ -286,9 +286,7 @@ def _of_global_batch(inputs: LossInputs) -> Tensor:
 
 
 def _l1(inputs: LossInputs) -> Tensor:
-    # Weights of a ReLU router, whose K is E, and 0 for padding.
-    weights_TE, valid_T = inputs.decision.weights_TK, inputs.decision.valid_T
-    weights_TE = weights_TE if valid_T is None else weights_TE * valid_T.unsqueeze(1)
+    weights_TE = inputs.decision.weights_for_l1()
     sizes: dict[str, Any] = {"num_tokens": inputs.num_tokens, "group": inputs.group}
     return load_balancing_loss_share(weights_TE, inputs.counts_E, topk=inputs.topk, **sizes)
 

@@ -159,8 +159,12 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
 
     monkeypatch.setattr(backends, "timing_cases", full)
     monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
-    sizes = self_test.Sizes(torch.float32, 8, 8, 2)
-    assert backends._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
+    monkeypatch.setattr(backends, "parts_with_kernels", lambda *args: ["experts"])
+    monkeypatch.setattr(backends, "can_check", lambda device: True)
+    monkeypatch.setattr(backends, "from_first_rank", lambda make: make())
+    caplog.set_level(logging.INFO)
+    rank: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    backends.tune_run(load_config({"preset": "cpu"}, {}), rank, [])
     assert "some kernels are not tuned, as memory is full: OutOfMemoryError" in caplog.text
 
 

@@ -81,6 +81,10 @@ class RoutingDecision:
         scores_TE = self.scores_TE if self.valid_T is None else self.scores_TE * self.valid_T.unsqueeze(1)
         return scores_TE, self.logits_TE
 
+    def weights_for_l1(self) -> Tensor:
+        """Weights of a ReLU router, [T, E], 0 for padding."""
+        return self.weights_TK if self.valid_T is None else self.weights_TK * self.valid_T.unsqueeze(1)
+
 
 def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
     """Slots per expert, int64 [E]."""
