@@ -79,7 +79,8 @@ class Router(nn.Module):
         self.rules = rules_of(config)
         for rule in self.rules:
             for name, buffer in rule.buffers(num_experts).items():
-                self.register_buffer(name, buffer.to(device), persistent=name in rule.saved)
+                # By keyword, which a mode of torch can replace: planner tests build ranks on the meta device.
+                self.register_buffer(name, buffer.to(device=device), persistent=name in rule.saved)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
