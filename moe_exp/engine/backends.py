@@ -314,8 +314,8 @@ def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, floa
     alone = []
     for row, lengths in zip(tokens, _LENGTHS, strict=True):
         documents = row[None].split(lengths, dim=1)
-        logits = [model(one, torch.arange(one.size(1), device=device)[None], None) for one in documents]
-        alone.append(torch.cat(logits, dim=1))
+        each = [model(one, torch.arange(one.size(1), device=device)[None], None) for one in documents]
+        alone.append(torch.cat(each, dim=1))
     found = []
     for logits in (packed, torch.cat(alone)):
         trained = [one for one in model.parameters() if one.requires_grad]
