@@ -52,11 +52,10 @@ NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_
 LAYERS = [
     {"activations", "groups"},
     {"kernels", "native"},
-    {"kernel_choice"},
     {"router"},
     {"dispatcher", "losses"},
     {"experts"},
-    {"microbatch", "phases", "statistics"},
+    {"microbatch", "statistics"},
     {"moe_layer", "mesh"},
     {"megatron"},
     {"spec"},

@@ -5,12 +5,7 @@ With d = EMA_DECAY and the main weights w after a step, the n-th update is
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
 This is ema <- d * ema + (1 - d) * w with the correction that Adam makes for its moments (Kingma and Ba 2015,
-arXiv:1412.6980, section 3): the average of w_1 ... w_n with weights proportional to d^(n-i). It starts with
-the weights of the first update, of which it would otherwise keep a share of d^(n-1), long after they are out
-of date, and it is of use as soon as there is one. After some 5 / (1 - d) updates both are the same.
-
-The average is one more state of the optimizer per parameter. So each rank keeps it for the values that it
-steps on, its shard with the distributed optimizer, and it is saved, loaded and reshaped like the moments.
+arXiv:1412.6980, section 3): the average of w_1 ... w_n with weights proportional to d^(n-i).
 """
 
 from collections.abc import Iterator
@@ -30,6 +25,8 @@ _BLOCK = 1 << 24  # values that are exchanged at once, to bound memory
 
 def allocate_average(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter of this rank's optimizer an average, equal to its weights: fp32, same shape."""
+    # A state of the optimizer, so each rank keeps it for the values that it steps on, its shard with the
+    # distributed optimizer, and it is saved, loaded and reshaped like the moments.
     for main, state in _states(optimizer):
         state[AVERAGE] = main.detach().float().clone()
 
@@ -57,6 +54,9 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
     """Updates the moving average of the weights: the n-th update, `number`, with d = `decay`."""
     if pairs := _pairs(optimizer):
         weights, averages = zip(*pairs, strict=True)
+        # With the correction the average is the weights after the first update. Without, it would keep a
+        # share of d^(n-1) of these long after they are out of date. After some 5 / (1 - d) updates both are
+        # alike.
         torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay**number))
 
 
@@ -64,22 +64,23 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
     """Inside, the weights are their average, and afterwards what they were, to the bit.
 
-    Called by every rank, within `parameters_in_sync`. Weights and averages change places, so it takes a block
-    of memory. Buffers, such as the expert bias of routers, stay as they are.
+    Called by every rank, within `parameters_in_sync`. Buffers, such as the expert bias of routers, stay as
+    they are.
     """
-    _exchange(optimizer, model)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        # In place, block by block: a copy of all weights would be 4 bytes per parameter more.
+        for main, average in _pairs(optimizer):
+            for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
+                held = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(held)
+        update_model_weights(optimizer, model)
+
+    exchange()
     yield
-    _exchange(optimizer, model)
-
-
-@torch.no_grad()
-def _exchange(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    for main, average in _pairs(optimizer):
-        for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
-            held = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(held)
-    update_model_weights(optimizer, model)
+    exchange()
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:

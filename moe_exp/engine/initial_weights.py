@@ -30,7 +30,11 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
                 draw_weight(weight1, f"{key}.weight1", config, dim=0, stride=stride, ranks=ranks)
                 draw_weight(weight2, f"{key}.weight2", config, dim=1, stride=1, ranks=ranks)
         if getattr(module, "parallel_mode", "") is None:
-            _mark_whole(module)
+            # A linear layer of Transformer Engine that every tensor parallel rank has whole, such as the down
+            # projections of latent attention: it marks its weights as parts also if it does not split them.
+            for parameter in module.parameters(recurse=False):
+                if hasattr(parameter, "partition_dim"):
+                    parameter.tensor_model_parallel, parameter.partition_dim = False, -1
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name or parameter.dim() < 2:
             continue
@@ -41,15 +45,6 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         dim = getattr(parameter, "partition_dim", -1)
         draw_weight(parameter, key, config, dim=dim, stride=stride, ranks=chunk.pg_collection.tp)
-
-
-def _mark_whole(linear: torch.nn.Module) -> None:
-    """Says of a linear layer of Transformer Engine that every tensor parallel rank has all of it, such as the
-    down projections of latent attention: it marks its weights as parts also if it does not split them.
-    """
-    for parameter in linear.parameters(recurse=False):
-        if hasattr(parameter, "partition_dim"):
-            parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
 
 
 def draw_weight(

@@ -11,11 +11,11 @@ from moe_exp.config import Config
 from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
-from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
-from moe_exp.layers.megatron import rotary
+from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, token_losses
+from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.megatron.attention import install_rotary
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
-from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
@@ -75,7 +75,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
         # Fused, it ignores YaRN's factor on queries and keys; with MLA it is experimental. Transformer
         # Engine's has the same positions in every sample.
-        apply_rope_fusion=(rotary.install() or (on_gpu and use_te(config)))
+        apply_rope_fusion=(install_rotary() or (on_gpu and use_te(config)))
         and not config.document_mask
         and config.rope_scaling != "yarn"
         and not config.multi_latent_attention,
@@ -84,20 +84,32 @@ def transformer_config(config: Config) -> TransformerConfig:
         **(_latent_settings(config) if config.multi_latent_attention else {}),
         **_parallel_settings(config),
         **(_moe_settings(config) if config.use_moe else {}),
-        **_recompute_settings(config),
     )
     _set_beyond_megatron(settings, config)
     return settings
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
+    """Parallelism and activation recompute."""
     layout = None
     if len(set(config.stage_layers)) > 1:  # parts per model chunk: allows any split of the layers
         vpp = config.vpp or 1
         layout = [["decoder"] * (layers // vpp) for _ in range(vpp) for layers in config.stage_layers]
         layout[0].insert(0, "embedding")
         layout[-1].append("loss")
-    return {
+    recompute: dict[str, Any] = {}
+    if config.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        recompute["recompute_num_layers"] = 1
+    elif config.recompute != "none":
+        module = "moe" if config.recompute == "selective" else config.recompute
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": [module if config.use_moe else "core_attn"],
+            # Megatron accepts activation recompute only under its name for grouped experts.
+            "moe_grouped_gemm": config.use_moe and module == "moe_act",
+        }
+    return recompute | {
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp,
@@ -223,20 +235,6 @@ def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _recompute_settings(config: Config) -> dict[str, Any]:
-    if config.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if config.recompute == "none":
-        return {}
-    module = {"selective": "moe", "moe_act": "moe_act"}[config.recompute] if config.use_moe else "core_attn"
-    # Megatron accepts activation recompute only under its name for grouped experts.
-    return {
-        "recompute_granularity": "selective",
-        "recompute_modules": [module],
-        "moe_grouped_gemm": module == "moe_act",
-    }
-
-
 def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
@@ -257,6 +255,8 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    # Buckets for the first chunk alone, as in Megatron: communication of the others overlaps with computation
+    # anyway.
     return [
         DistributedDataParallel(
             settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups
@@ -334,7 +334,7 @@ def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]
 
 
 class GPTModelWithOwnLoss(GPTModel):
-    """GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton)."""
+    """GPTModel with the cross entropy of layers/kernels/cross_entropy.py (CROSS_ENTROPY=triton)."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""

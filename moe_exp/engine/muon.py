@@ -12,11 +12,8 @@ Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's se
 Muon trains them worse (docs/recipes.md). The query, key and value projections are one matrix as stored, and
 so are gate and up projection.
 
-Ranks that hold the same matrices share the work, as in Jordan's and Liu et al.'s (section 2.3): each matrix,
-and each expert's, is orthogonalized by one of them, its owner, and its update is all-gathered: all ranks add
-the same bits. Every rank keeps the whole running mean, 4 bytes per parameter, so that checkpoints do not
-depend on owners. During the step a rank also has the updates of its own matrices, 4 bytes per parameter over
-the number of ranks, and a bucket of 256 MiB.
+Memory: the running mean, 4 bytes per parameter; during the step the updates of the rank's own matrices, 4
+bytes per parameter over the number of ranks that share them, and a bucket of 256 MiB.
 """
 
 import heapq
@@ -72,6 +69,7 @@ class Muon(Adam):
         if AXIS not in group:
             super().allocate(p, group)
         elif not self.state[p]:
+            # On every rank, also of matrices that another owns, so that checkpoints do not depend on owners.
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
     @torch.no_grad()
@@ -101,6 +99,9 @@ class Muon(Adam):
                 update = _whole_orthogonalized(p.grad.lerp(mean, self._momentum), group[AXIS], ranks.split)
                 p.add_(update, alpha=-group["lr"])
             return
+        # Ranks that hold the same matrices share the work, as in Jordan's and Liu et al.'s (section 2.3):
+        # each matrix, and each expert's, is orthogonalized by one of them, its owner, and all add the same
+        # bits.
         owned = _owned(waiting, ranks)
 
         def updates() -> Iterator[Tensor]:  # one at a time: once it is in the buffer, its memory is free
@@ -148,14 +149,12 @@ def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
 def _add_gathered(
     owned: Sequence[Sequence[_Owned]], updates: Iterable[Tensor], ranks: dist.ProcessGroup | None
 ) -> None:
-    """Adds to all parameters -lr times the update of its owner, on all ranks the same bits.
-
-    `owned` is what each of `ranks` owns, `updates` are this rank's in that order, [matrices, rows, columns].
-    """
+    """Adds to all parameters -lr times `updates`, gathered from their owners [matrices, rows, columns]."""
     targets: list[list[tuple[Tensor, float]]] = [[] for _ in owned]
     for of_rank, own in zip(targets, owned, strict=True):
         for each, indices in own:
             of_rank += [(_stacked(each.parameter)[index].view(-1), each.group["lr"]) for index in indices]
+    # Ranks own different numbers of values, and each sends as many as the one with the most.
     longest = max(sum(target.numel() for target, _ in of_rank) for of_rank in targets)
     flat, offset = next(own[0][0].parameter for own in owned if own).new_zeros(longest), 0
     for update in updates:
@@ -166,17 +165,13 @@ def _add_gathered(
         gathered = part.new_empty(len(owned), part.numel())
         all_gather(gathered.view(-1), part, group=ranks)
         for of_rank, values in zip(targets, gathered, strict=True):
-            _add(of_rank, values, start)
-
-
-def _add(targets: Sequence[tuple[Tensor, float]], update: Tensor, start: int) -> None:
-    """Adds -lr times `update`, the values from `start` on of all targets one after the other."""
-    offset = 0
-    for target, lr in targets:
-        low, high = max(offset, start), min(offset + target.numel(), start + update.numel())
-        if low < high:
-            target[low - offset : high - offset].add_(update[low - start : high - start], alpha=-lr)
-        offset += target.numel()
+            # A bucket has the values from `start` on of the rank's targets, one after the other.
+            offset = 0
+            for target, lr in of_rank:
+                low, high = max(offset, start), min(offset + target.numel(), start + values.numel())
+                if low < high:
+                    target[low - offset : high - offset].add_(values[low - start : high - start], alpha=-lr)
+                offset += target.numel()
 
 
 def _stacked(x: Tensor) -> Tensor:
@@ -200,6 +195,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """Near U V^T for every fp32 matrix U S V^T [..., rows, columns], by five Newton-Schulz steps: singular
     values become 0.7 to 1.2.
     """
+    # Jordan's coefficients: steep at 0, so that small singular values grow fast, and not convergent to 1.
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.reshape(-1, *matrices.shape[-2:])

@@ -26,9 +26,7 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) like FusedAdam, by torch's fused kernel.
 
-    torch's own AdamW keeps a `step` tensor per parameter, which is missing in checkpoints; after a load all
-    parameters share one, which advances once per parameter and gives wrong losses. `adam_w_mode` must be
-    True, and `capturable`, for CUDA graphs, False.
+    `adam_w_mode` must be True, and `capturable`, for CUDA graphs, False.
     """
 
     _dtype: torch.dtype | None = None  # of moments; None: that of the parameter
@@ -53,6 +51,8 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if group["params"]:
+                # In the group: torch's own AdamW keeps a tensor per parameter, which is missing in
+                # checkpoints; after a load all parameters share one, which advances once per parameter.
                 group["step"] = group.get("step", 0) + 1
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
@@ -137,10 +137,7 @@ class Adam8bit(Adam):
         super().__init__(*args, **kwargs)
         self._kernels = bitsandbytes.functional
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
-        self._try_kernels()
-
-    def _try_kernels(self) -> None:
-        """Fails before training, in one line, if the package was built for another device."""
+        # A step on zeros: fails before training, in one line, if the package was built for another device.
         params = self.param_groups[0]["params"]
         device = params[0].device if params else torch.device("cpu")
         p = torch.zeros(SMALL, device=device)
@@ -221,9 +218,8 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest codes, uint8 [n], and their scales, fp32 [ceil(n / 256)].
 
-    A block's scale is the smallest that keeps all values in the table's range. bitsandbytes uses the largest
-    absolute value, but the lowest value of the signed table is -0.993: requantizing finds our scale again,
-    and so the same codes. `table` is as in `dequantized`, from 0 or below up to 1.
+    A block's scale is the smallest that keeps all values in the table's range; `table` is as in
+    `dequantized`, from 0 or below up to 1.
     """
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
@@ -233,6 +229,8 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
         scale = blocks.amax(1).clamp(min=0) / table[-1]
         if table[0] < 0:
+            # bitsandbytes uses the largest absolute value, but the lowest value of the signed table is
+            # -0.993: requantizing finds this scale again, and so the same codes.
             scale = torch.maximum(scale, blocks.amin(1) / table[0])
         shares = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
         nearest = torch.bucketize(shares, bounds).view(-1)[: part.numel()]

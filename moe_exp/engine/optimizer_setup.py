@@ -61,10 +61,8 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
 
 @contextmanager
 def _megatron_builds(config: Config) -> Iterator[None]:
-    """Inside, Megatron builds the chosen class, and its distributed optimizer accepts it.
-
-    Megatron has no argument for the class: it takes names of its module, which get their values back.
-    """
+    """Inside, Megatron builds the chosen class, and its distributed optimizer accepts it."""
+    # Megatron has no argument for the class: it takes names of its module, which get their values back.
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
@@ -202,14 +200,14 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler, with its state in checkpoints, and the rates of `config.learning_rate`.
-
-    It counts samples, so that a ramped-up batch does not bend the curve. Each parameter group has the
-    schedule between its own `max_lr` and `min_lr`.
+    """Megatron's scheduler, with its state in checkpoints, and the rates of `config.learning_rate`: each
+    parameter group has the schedule between its own `max_lr` and `min_lr`.
     """
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
-        self._config, batch = config, config.gbsz  # before Megatron's constructor, which asks for rates
+        # Counts samples, so that a ramped-up batch does not bend the curve. Before Megatron's constructor,
+        # which asks for rates.
+        self._config, batch = config, config.gbsz
         super().__init__(
             optimizer,
             init_lr=0.0,
@@ -257,11 +255,10 @@ def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Makes all parts of `optimizer`, on all ranks, take or skip a step together and scale alike (fp16 only),
     by one scalar reduction over all ranks per step.
-
-    Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
-    multiplied by the first one's scale, but each part divides its gradients by its own, and lowers it when
-    its own gradients overflow: after an overflow of one part the others are wrong by a power of two.
     """
+    # Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
+    # multiplied by the first one's scale, but each part divides its gradients by its own, and lowers it when
+    # its own gradients overflow: after an overflow of one part the others are wrong by a power of two.
     parts = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None) is not None]
     if not parts:
         return
@@ -297,8 +294,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
     Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
-    routers (expert bias, and what losses keep) is restored (Megatron updates it first). Called after
-    `set_megatron_hooks`.
+    routers (expert bias, and what losses keep) is restored. Called after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -316,7 +312,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
             updated, norm, num_zeros = make_step()
         except _NotFiniteError as found:
             updated, norm, num_zeros = False, found.args[0], None
-        if not updated:
+        if not updated:  # Megatron has updated it before the step
             routers.restore()
         return updated, norm, num_zeros
 

@@ -5,11 +5,7 @@ head in that iteration, over all samples and ranks, and f = min(1, QK_CLIP / S),
 
     W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        so that its logits are f times as large.
 
-Heads that share a key (grouped queries, of which the paper says nothing) are all scaled by the largest logit
-of their group, as in Megatron-Core's `clip_qk`: each logit of the group becomes f times as large. With
-multi-latent attention the rotary part of the key, which all heads share, stays, and that of the query is
-scaled by f, as in the paper. Biases are scaled like weights, unlike in Megatron-Core, and bf16 weights are
-rounded from the scaled main weights, as a resume does. The optimizer's moments stay.
+Biases are scaled like weights, unlike in Megatron-Core. The optimizer's moments stay.
 """
 
 import math
@@ -48,7 +44,7 @@ def clip_attention_logits(
         updated = False
         try:
             updated, norm, num_zeros = make_step()
-        finally:
+        finally:  # also of a skipped step, whose logits must not count for the next
             logits = [core.take_max_logits() for core in cores]
         if updated and logits:
             logits_LH = torch.stack(logits)
@@ -75,10 +71,13 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
     if c.multi_latent_attention:
         query = attention.linear_q_proj if c.q_lora_rank is None else attention.linear_q_up_proj
         roots = factors_H.sqrt()
+        # All heads share the rotary part of the key, which stays: that of the query is scaled by f.
         _scale_rows(query, [(roots, c.qk_head_dim), (factors_H, c.qk_pos_emb_head_dim)])
         _scale_rows(attention.linear_kv_up_proj, [(roots, c.qk_head_dim), (ones, c.v_head_dim)])
         return
-    # Rows as Megatron-Core stores them: per group the queries of its heads, a key and a value.
+    # Heads that share a key, of which the paper says nothing, are all scaled by the largest logit of their
+    # group, as in Megatron-Core's `clip_qk`. Rows as Megatron-Core stores them: per group the queries of its
+    # heads, a key and a value.
     per_group = factors_H.view(attention.num_query_groups_per_partition, -1)
     roots, size = per_group.amin(1).sqrt(), c.kv_channels
     rows = [(roots, (per_group.size(1) + 1) * size), (torch.ones_like(roots), size)]
@@ -93,5 +92,5 @@ def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
             continue  # the norm that Transformer Engine keeps in the module
         main: Tensor = getattr(x, "main_param", x)
         main.mul_(rows.view(-1, *[1] * (x.dim() - 1)))
-        if main is not x:
+        if main is not x:  # rounded from the main weights, as a resume does
             x.copy_(main)

@@ -58,17 +58,14 @@ def activate(hidden: Tensor, name: str) -> Tensor:
     return activation.function(gate) * up
 
 
-def _quick_gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    sigmoid = torch.sigmoid(QUICK * x)
-    torch.mul(grad, sigmoid * (1 + QUICK * x * (1 - sigmoid)), out=out)
-
-
 # From the gradient and the input of a function to the gradient of the input, written to the last argument.
 _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
     nn.functional.silu: lambda grad, x, out: torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out),
     nn.functional.gelu: lambda grad, x, out: torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=out),
     squared_relu: lambda grad, x, out: torch.mul(grad, torch.relu(x).mul_(2), out=out),
-    quick_gelu: _quick_gelu_backward,
+    quick_gelu: lambda grad, x, out: torch.mul(
+        grad, (s := torch.sigmoid(QUICK * x)) * (1 + QUICK * x * (1 - s)), out=out
+    ),
 }
 
 

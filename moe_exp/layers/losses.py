@@ -24,6 +24,7 @@ Arguments that mean the same in every function:
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +152,8 @@ def load_balancing_loss_share(
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
-    balance = torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype)) * num_experts
+    sums_E = scores.sum(dim=0) if scores.dim() == 2 else scores
+    balance = torch.dot(sums_E, tokens_per_expert_E.to(scores.dtype)) * num_experts
     return balance / (topk * num_tokens**2)
 
 
@@ -202,19 +204,20 @@ def global_balancing_loss_share(
     """This rank's share of E * sum_e F_e * P_e, F of the global batch, P of the micro-batch.
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
-    ranks is the loss of the global batch. A micro-batch runs backward before later ones are routed, so their
-    counts are unknown: the paper and Megatron-Core use the counts so far, which makes the gradient depend on
-    the number and order of micro-batches. Here F is that of the previous global batch over all ranks (of this
-    micro-batch, in the first one), so the gradient does not depend on how a global batch is split, and no
-    micro-batch waits for a collective over all data parallel ranks.
+    ranks is the loss of the global batch. The paper and Megatron-Core take F from the counts so far; here it
+    is that of the previous global batch over all ranks (of this micro-batch, in the first one).
 
     Args:
         global_tokens_per_expert_E: slots per expert of the previous global batch; zeros before the first.
     """
+    # A micro-batch runs backward before later ones are routed, so their counts are unknown. With the counts
+    # so far, the gradient would depend on the number and order of micro-batches; with those of the last batch
+    # it does not, and no micro-batch waits for a collective over all data parallel ranks.
     global_E = global_tokens_per_expert_E.to(scores.dtype)
     counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores.dtype))
     fractions_E = counts_E / counts_E.sum().clamp(min=1)
-    return torch.dot(_summed(scores), fractions_E) * scores.size(-1) / _num_tokens(scores, num_tokens, group)
+    sums_E = scores.sum(dim=0) if scores.dim() == 2 else scores
+    return torch.dot(sums_E, fractions_E) * scores.size(-1) / _num_tokens(scores, num_tokens, group)
 
 
 def entropy_loss_share(
@@ -254,10 +257,6 @@ def z_loss_share(
     return torch.dot(log_sums_T, log_sums_T) / _num_tokens(logits, num_tokens, group)
 
 
-def _summed(scores: Tensor) -> Tensor:
-    return scores.sum(dim=0) if scores.dim() == 2 else scores
-
-
 def _num_tokens(x: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup | None) -> Tensor | int:
     if num_tokens is None:
         num_tokens = x.size(0) * group_size(group)
@@ -282,23 +281,14 @@ def _of_sequences(inputs: LossInputs) -> Tensor:
 
 def _of_global_batch(inputs: LossInputs) -> Tensor:
     assert inputs.global_counts_E is not None
-    return global_balancing_loss_share(
-        inputs.scores,
-        inputs.global_counts_E,
-        inputs.counts_E,
-        num_tokens=inputs.num_tokens,
-        group=inputs.group,
-    )
+    sizes: dict[str, Any] = {"num_tokens": inputs.num_tokens, "group": inputs.group}
+    return global_balancing_loss_share(inputs.scores, inputs.global_counts_E, inputs.counts_E, **sizes)
 
 
 def _l1(inputs: LossInputs) -> Tensor:
-    return load_balancing_loss_share(
-        inputs.decision.weights_for_l1(),
-        inputs.counts_E,
-        topk=inputs.topk,
-        num_tokens=inputs.num_tokens,
-        group=inputs.group,
-    )
+    weights_TE = inputs.decision.weights_for_l1()
+    sizes: dict[str, Any] = {"num_tokens": inputs.num_tokens, "group": inputs.group}
+    return load_balancing_loss_share(weights_TE, inputs.counts_E, topk=inputs.topk, **sizes)
 
 
 def _entropy(inputs: LossInputs) -> Tensor:

@@ -17,29 +17,20 @@ from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.router import RoutingDecision
 
 
-class _SumGradient(torch.autograd.Function):
-    """Identity forward; backward sums the gradients of the ranks, each of which used x for its part."""
+class _Summed(torch.autograd.Function):
+    """Sum over ranks in one direction, identity in the other.
+
+    Backward, as each rank used x for its part; forward, as every rank then has the gradient of the whole.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: bool) -> Tensor:
+        ctx.group = None if forward else group
+        return sum_over(x.contiguous(), group) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grads[0].contiguous(), ctx.group), None
-
-
-class _SumOutput(torch.autograd.Function):
-    """Sum over ranks forward; identity backward, as every rank has the gradient of the whole result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return sum_over(x.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] if ctx.group is None else sum_over(grads[0].contiguous(), ctx.group), None, None
 
 
 class TensorParallelDispatcher(LocalDispatcher):
@@ -69,14 +60,14 @@ class TensorParallelDispatcher(LocalDispatcher):
     ) -> Pending:
         """Sorts the slots of `x_TD` by expert; sums its and the router weights' gradients over ranks."""
         if group_size(self.group) > 1:
-            x_TD = _SumGradient.apply(x_TD, self.group)
-            decision = replace(decision, weights_TK=_SumGradient.apply(decision.weights_TK, self.group))
+            x_TD = _Summed.apply(x_TD, self.group, False)
+            decision = replace(decision, weights_TK=_Summed.apply(decision.weights_TK, self.group, False))
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
         """Sums the rows of every token and the parts of all ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
-        return _SumOutput.apply(y_TD, self.group) if group_size(self.group) > 1 else y_TD
+        return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
 from moe_exp.layers.groups import group_size, max_over
-from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
+from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
 from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept, tokens_in_group
 from moe_exp.layers.router.decision import count_per_expert, without_dropped
@@ -96,10 +96,13 @@ class MicrobatchCapacity:
         if group is None or group_size(group) == 1:
             return self._keep_slots(expert_TK, weights_TK, num_tokens)
         blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
-        expert_TK = in_sequence_order(_gather(expert_TK, group), blocks)
-        weights_TK = in_sequence_order(_gather(weights_TK, group), blocks)
+        in_order: list[Tensor] = []
+        for x_TK in (expert_TK, weights_TK):
+            out = x_TK.new_empty(group_size(group) * num_rows, x_TK.size(1))
+            gloo.all_gather(out, x_TK.contiguous(), group=group)
+            in_order.append(in_sequence_order(out, blocks))
         # Back to the order of the ranks, of which this one keeps its part.
-        chunks = self._keep_slots(expert_TK, weights_TK, num_tokens).chunk(len(blocks))
+        chunks = self._keep_slots(in_order[0], in_order[1], num_tokens).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
         return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
 
@@ -115,13 +118,12 @@ class MicrobatchCapacity:
         """Slots per expert: an int for an int, a tensor for a tensor."""
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
-        return expert_capacity(
-            num_tokens,
-            num_experts=config.num_experts,
-            topk=config.topk,
-            capacity_factor=settings.capacity_factor,
-            min_capacity=settings.min_capacity,
-        )
+        sizes = {
+            "num_experts": config.num_experts,
+            "topk": config.topk,
+            "min_capacity": settings.min_capacity,
+        }
+        return expert_capacity(num_tokens, capacity_factor=settings.capacity_factor, **sizes)
 
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
@@ -188,12 +190,6 @@ def in_sequence_order(x_TK: Tensor, blocks: list[int]) -> Tensor:
     """
     chunks = x_TK.chunk(len(blocks))
     return torch.cat([chunks[blocks.index(block)] for block in range(len(blocks))])
-
-
-def _gather(x_TK: Tensor, group: ProcessGroup | None) -> Tensor:
-    out = x_TK.new_empty(group_size(group) * x_TK.size(0), x_TK.size(1))
-    gloo.all_gather(out, x_TK.contiguous(), group=group)
-    return out
 
 
 def expert_capacity(

@@ -1,20 +1,26 @@
-"""The MoE layer: start at `MoELayer.forward`. Shape suffixes in `moe_exp.layers`."""
+"""The MoE layer: start at `MoELayer.forward`; timers of its phases. Shape suffixes in `moe_exp.layers`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers import losses
-from moe_exp.layers.dispatcher import Dispatcher, TokensDispatcher
+from moe_exp.layers.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRecord,
+    Pending,
+    RoutedTokens,
+    TokensDispatcher,
+)
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.losses import AuxLoss, LossInputs, share_of
 from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
-from moe_exp.layers.phases import PhaseTimers, TimedDispatcher
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.replay import is_counted_forward
 from moe_exp.layers.statistics import MoEStatistics
@@ -169,25 +175,16 @@ class MoELayer(nn.Module):
         counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
         self.router.count_by_score(counts_E)
         counts_E = sum_over(counts_E, group)
+        # With a free number of experts per token, their mean: f_e is a fraction of the slots that are used.
         topk: Tensor | int = config.topk
         if decision.counted_TK is not None or decision.expert_TK.size(1) != topk:
             topk = counts_E.sum().clamp(min=1) / num_tokens
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
         balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
         z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
-        inputs = LossInputs(
-            decision,
-            scores,
-            counts_E,
-            expert_TK,
-            counted_TK,
-            config.topk,
-            **sizes,
-            shape=shape,
-            batch_dim=settings.batch_dim,
-            balance=balance,
-            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
-        )
+        sizes |= {"shape": shape, "batch_dim": settings.batch_dim, "balance": balance}
+        sizes["global_counts_E"] = getattr(self.router, "global_tokens_per_expert", None)
+        inputs = LossInputs(decision, scores, counts_E, expert_TK, counted_TK, config.topk, **sizes)
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
@@ -203,10 +200,9 @@ class MoELayer(nn.Module):
         """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
         them: by highest score, without the effect of expert bias and groups. No experts after a routing
         kernel, which no sequence loss follows.
-
-        As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
-        the bias.
         """
+        # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull
+        # against the bias.
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
             return decision.tokens_per_expert_E, decision.expert_TK, decision.counted_TK
@@ -219,3 +215,71 @@ class MoELayer(nn.Module):
             expert_TK, kept_slots(counted_TK, decision.valid_T, expert_TK), config.num_outputs
         )
         return counts_E, expert_TK, counted_TK
+
+
+class PhaseTimers(Protocol):
+    """Receives the phases of a layer; stopping a phase that was not started has no effect."""
+
+    def start(self, phase: str) -> None: ...
+
+    def stop(self, phase: str) -> None: ...
+
+
+class TimedDispatcher(Dispatcher):
+    """A dispatcher that reports to timers when its phases and that of the experts begin and end. Where the
+    experts take the tokens themselves, theirs is the only phase.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, timers: PhaseTimers):
+        self.dispatcher, self.timers = dispatcher, timers
+        self.exchange_groups, self.pads = dispatcher.exchange_groups, dispatcher.pads
+        self._exchange = "all_to_all" if dispatcher.moves_rows else None
+
+    def start(
+        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    ) -> Pending:
+        x_TD = mark(x_TD, self.timers, begins=self._exchange)
+        return self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
+
+    def finish(self, pending: Pending) -> Dispatched | RoutedTokens:
+        found = self.dispatcher.finish(pending)
+        if isinstance(found, RoutedTokens):
+            return replace(found, x_TD=mark(found.x_TD, self.timers, begins="experts"))
+        rows_RD = mark(found.rows_RD, self.timers, ends=self._exchange, begins="experts")
+        return replace(found, rows_RD=rows_RD)
+
+    def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
+        y_RD = mark(y_RD, self.timers, ends="experts", begins=self._exchange)
+        return mark(self.dispatcher.combine(y_RD, record), self.timers, ends=self._exchange)
+
+
+def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
+    """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
+
+    A forward pass that is recomputed counts again, because it takes its time again; if non-reentrant
+    checkpointing (not used by Megatron) starts it in the middle of a phase, the rest of that phase is lost.
+    """
+    return _Mark.apply(x, timers, ends, begins)
+
+
+def _switch(timers: PhaseTimers, ends: str | None, begins: str | None) -> None:
+    if ends is not None:
+        timers.stop(ends)
+    if begins is not None:
+        timers.start(begins)
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, timers: PhaseTimers, ends: str | None, begins: str | None) -> Tensor:
+        ctx.phases = timers, ends, begins
+        _switch(timers, ends, begins)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # The gradient of `x` crosses the same mark: the phase that began here ends and the one before it
+        # begins, so each phase's forward and backward lie between its two marks.
+        timers, ends, begins = ctx.phases
+        _switch(timers, begins, ends)
+        return grads[0], None, None, None

@@ -3,9 +3,6 @@
 Each is one pass over its data where plain torch makes several. Plain torch runs without a compiler, for other
 dtypes than fp32 and bf16, and in the graphs of torch.compile: see `takes`. It rounds bf16 after each step;
 here only results are rounded, and router weights are not. Shape suffixes in `moe_exp.layers`.
-
-The library lies in the user's cache folder, in a file named by a hash of all that it depends on, so that
-machines with a common home folder have one each. CXX names another compiler; with CXX=false there is none.
 """
 
 import ctypes
@@ -111,6 +108,7 @@ def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Calla
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
     """The compiled library, and which compiler made it; or None, and why there is none."""
+    # CXX names another compiler; with CXX=false there is none.
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named else [["g++"], ["clang++"], ["c++"]]
     compiler = next((command for command in commands if shutil.which(command[0])), None)
@@ -120,6 +118,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         version = _run(*compiler, "--version")
         facts = (*_FLAGS, *compiler, version, _cpu(), _SOURCE.read_text())
         key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+        # Named by a hash of all that it depends on, so that machines with a common home folder have one each.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
         path = folder / f"layer-{key}.so"
         if not path.exists():

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_exp.host.megatron_versions import PartsOfSpec, patch_latent_attention
 from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
-from moe_exp.layers.megatron.attention import CausalAttention
+from moe_exp.layers.megatron.attention import CausalAttention, Norm, ProjectionNorm
 from moe_exp.layers.megatron.config_fields import check_attention, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronExperts,
@@ -18,7 +18,6 @@ from moe_exp.layers.megatron.moe_parts import (
     MegatronRouter,
     router_in_megatron,
 )
-from moe_exp.layers.megatron.norm import Norm, ProjectionNorm
 from moe_exp.layers.router import Router
 
 from megatron.core import tensor_parallel
@@ -135,11 +134,26 @@ def local_layer_spec(
     if mlp is None:
         # Megatron's checkpoints keep a dense MLP's norm in its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    if config.multi_latent_attention:
+        attention = latent_attention_spec(config, norm=qk_norm)
+    else:
+        attention = ModuleSpec(
+            module=ProjectionNormAttention if projection_norm else SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=CausalAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=qk_norm,
+                k_layernorm=qk_norm,
+            ),
+        )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=_self_attention(config, projection_norm=projection_norm),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=dense if mlp is None else mlp,
@@ -147,21 +161,6 @@ def local_layer_spec(
             sharded_state_dict_keys_map=keys,
         ),
     )
-
-
-def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> ModuleSpec:
-    qk_norm = Norm if config.qk_layernorm else IdentityOp
-    if config.multi_latent_attention:
-        return latent_attention_spec(config, norm=qk_norm)
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CausalAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
-    module = ProjectionNormAttention if projection_norm else SelfAttention
-    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
 
 
 def te_layer_spec(
@@ -292,17 +291,16 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
-    spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
-    which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
-    everything before it are wrong.
-
     `norm` comes before the up projections of queries, and of keys and values. Several tensor parallel ranks
     need sequence parallelism to sum those gradients.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         rule = "multi-latent attention adds up gradients over tensor parallel ranks by sequence parallelism"
         raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
+    # Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
+    # spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
+    # which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
+    # everything before it are wrong.
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=Linear,

@@ -113,11 +113,17 @@ def update(layers: Sequence[MoEStatistics]) -> None:
     pending = [microbatch for layer in layers for microbatch in layer._pending]
     counts_ME = torch.stack([counts_E for counts_E, _ in pending])
     busiest_M = counts_ME.amax(dim=1) * counts_ME.size(1) / counts_ME.sum(dim=1).clamp(min=1)
-    columns = [
-        busiest_M if name == "max_over_mean" else _column([values[name] for _, values in pending], busiest_M)
-        for name in layers[0].names
-    ]
-    rows_MN = torch.stack([column.double() for column in columns], dim=1)
+    columns = {"max_over_mean": busiest_M}
+    for name in pending[0][1]:
+        found = [values[name] for _, values in pending]
+        first = found[0]
+        if not isinstance(first, Tensor) and set(found) == {first}:
+            # Copying an int to a GPU would wait for all that is queued there.
+            columns[name] = torch.full_like(busiest_M, first)
+        else:
+            tensors = (x if isinstance(x, Tensor) else busiest_M.new_full((), x) for x in found)
+            columns[name] = torch.stack(list(tensors))
+    rows_MN = torch.stack([columns[name].double() for name in layers[0].names], dim=1)
     for sums, added in (
         ([layer._tokens_per_expert_E for layer in layers], counts_ME),
         ([layer._sums for layer in layers], rows_MN),
@@ -125,11 +131,3 @@ def update(layers: Sequence[MoEStatistics]) -> None:
         torch._foreach_add_(sums, list(added.unflatten(0, (len(layers), -1)).sum(dim=1).unbind()))
     for layer in layers:
         layer._pending.clear()
-
-
-def _column(numbers: Sequence[Tensor | int], like: Tensor) -> Tensor:
-    """Numbers as a tensor. Copying an int to a GPU would wait for all that is queued there."""
-    first = numbers[0]
-    if not isinstance(first, Tensor) and set(numbers) == {first}:
-        return torch.full_like(like, first)
-    return torch.stack([x if isinstance(x, Tensor) else like.new_full((), x) for x in numbers])

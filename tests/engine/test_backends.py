@@ -10,8 +10,8 @@ from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import _ddp_config, moe_options
-from moe_exp.layers import kernel_choice as choice
-from moe_exp.layers.kernel_choice import KernelFailure
+from moe_exp.layers.kernels import launch as choice
+from moe_exp.layers.kernels.launch import KernelFailure
 
 TINY = {
     **SMALL, "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,5 +157,8 @@ def test_what_each_rank_has_as_a_whole_is_no_part():
     linear = torch.nn.Linear(4, 4)
     for parameter in linear.parameters():
         parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-    initial_weights._mark_whole(linear)
+    linear.parallel_mode = None
+    chunk: Any = torch.nn.Sequential(linear)
+    chunk.pg_collection = SimpleNamespace(tp=None)
+    initial_weights.initialize_weights(chunk, load_config(MODEL, {}))
     assert linear.weight.partition_dim == -1 and not linear.bias.tensor_model_parallel

@@ -16,7 +16,6 @@ from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.engine import backends, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
-from moe_exp.layers.kernel_choice import KernelFailure
 from moe_exp.layers.kernels import (
     activation_grad,
     combine,
@@ -27,6 +26,7 @@ from moe_exp.layers.kernels import (
     up_projection,
     weight_grad,
 )
+from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.layers.megatron import moe_parts
 from moe_exp.training import loop
 
@@ -159,8 +159,12 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
 
     monkeypatch.setattr(backends, "timing_cases", full)
     monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
-    sizes = self_test.Sizes(torch.float32, 8, 8, 2)
-    assert backends._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
+    monkeypatch.setattr(backends, "parts_with_kernels", lambda *args: ["experts"])
+    monkeypatch.setattr(backends, "can_check", lambda device: True)
+    monkeypatch.setattr(backends, "from_first_rank", lambda make: make())
+    caplog.set_level(logging.INFO)
+    rank: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    backends.tune_run(load_config({"preset": "cpu"}, {}), rank, [])
     assert "some kernels are not tuned, as memory is full: OutOfMemoryError" in caplog.text
 
 

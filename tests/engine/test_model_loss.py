@@ -13,8 +13,8 @@ from moe_exp.engine import model as engine_model
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
-from moe_exp.layers.kernel_choice import KernelFailure
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import KernelFailure
 
 
 def losses_and_gradients(tp, kinds):

@@ -19,7 +19,7 @@ from moe_exp.engine import runtime
 from moe_exp.inference.generate import Sampler, Sampling, new_tokens
 from moe_exp.inference.ranks import Layout, Stage, config_for_use, load_model
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
-from moe_exp.layers.kernel_choice import KernelFailure
+from moe_exp.layers.kernels.launch import KernelFailure
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
 NEW_TOKENS = 24

@@ -86,7 +86,9 @@ NUM_EXPERTS = 4
 
 def capacity_layer(factor: float, **groups) -> MoELayer:
     router, dispatcher = identity_router(NUM_EXPERTS, 2), LocalDispatcher(NUM_EXPERTS)
-    parts = {"router": router, "dispatcher": dispatcher, "experts": torch.nn.Identity()}
+    experts = torch.nn.Identity()
+    experts.needs_padding = True
+    parts = {"router": router, "dispatcher": dispatcher, "experts": experts}
     return MoELayer(**parts, settings=MoESettings(capacity_factor=factor), **groups)
 
 

@@ -7,8 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.phases import mark
+from moe_exp.layers.moe_layer import MoELayer, mark
 
 
 class Seen:

@@ -4,9 +4,7 @@ An `Exchange` says what moves; its `reverse` is its transpose, hence its gradien
 
 - `exchange_rows(exchange, x)` launches and waits.
 - `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Each is a node of the
-  autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it. Of the nodes
-  that are ready, autograd runs the newest first, so whatever ran between the two in forward also runs between
-  them in backward and hides the reverse exchange.
+  autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it.
 """
 
 from __future__ import annotations
@@ -196,6 +194,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Of the nodes that are ready, autograd runs the newest first, so whatever ran between `depart` and
+        # `arrive` in forward also runs between them in backward and hides the reverse exchange.
         flight = ctx.flight
         needed = [grad if needed else None for grad, needed in zip(grads, flight.needs_grad, strict=True)]
         flight.homeward = flight.exchange.reverse.launch(needed)

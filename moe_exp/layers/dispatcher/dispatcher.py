@@ -10,10 +10,10 @@ calls but a cache of fixed sizes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -262,12 +262,14 @@ class AllToAllDispatcher(SpreadDispatcher):
     def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _ExchangeSizes:
         # `received` is [ETP, EP, L], flattened. The all-to-all brings this rank's row of ETP; the gather over
         # the expert tensor parallel group brings all of them.
+        def sums(values: Sequence[int], width: int) -> tuple[int, ...]:  # of neighbours
+            return tuple(sum(values[i : i + width]) for i in range(0, len(values), width))
+
         per_rank = self.num_local_experts
-        send = _sums(sent_E, per_rank)
-        by_source = _sums(received, per_rank)
+        by_source = sums(received, per_rank)
         receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
         splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
-        return _ExchangeSizes(send, receive, _sums(by_source, self.ep), splits, rows_SL)
+        return _ExchangeSizes(sums(sent_E, per_rank), receive, sums(by_source, self.ep), splits, rows_SL)
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
@@ -294,27 +296,13 @@ def local_row_order(
 
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
     """`sort_by_expert` of a decision."""
+    # With drops the decision's counts are those before them.
     counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
-    return sort_by_expert(
-        decision.expert_TK,
-        decision.kept_TK,
-        num_experts=num_experts,
-        counts_E=counts_E,
-        use_kernels=decision.use_kernels,
-    )
+    options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": decision.use_kernels}
+    return sort_by_expert(decision.expert_TK, decision.kept_TK, counts_E=counts_E, **options)
 
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
     """`pad_by_expert` of a decision."""
-    return pad_by_expert(
-        decision.expert_TK,
-        decision.kept_TK,
-        num_experts=num_experts,
-        rows_per_expert=rows_per_expert,
-        use_kernels=decision.use_kernels,
-    )
-
-
-def _sums(values: list[int] | tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Sums of `width` neighbours."""
-    return tuple(sum(values[i : i + width]) for i in range(0, len(values), width))
+    sizes: dict[str, Any] = {"num_experts": num_experts, "rows_per_expert": rows_per_expert}
+    return pad_by_expert(decision.expert_TK, decision.kept_TK, **sizes, use_kernels=decision.use_kernels)

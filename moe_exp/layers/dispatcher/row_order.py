@@ -1,8 +1,8 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-Both ways are gathers and transposes of each other: without atomics, results are bitwise reproducible. On a
-CUDA device Triton kernels do it (see `kernel_choice`), with int32 indices and the same order and sums.
-The argument `use_kernels` is that of RouterConfig.
+Both ways are gathers: without atomics, results are bitwise reproducible. On a CUDA device Triton kernels do
+it (see `launch.takes_kernels`), with int32 indices and the same order and sums. The argument `use_kernels` is
+that of RouterConfig.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
-from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
+from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.router.decision import count_per_expert, without_dropped
@@ -35,16 +35,17 @@ class RowOrder:
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [R, D]; padding is zero."""
-        return _TokensToRows.apply(x_TD, self)
+        return _Moved.apply(x_TD, self, True)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
         """[R, D] to [T, D], the sum of a token's K slots in slot order; dropped slots add nothing."""
-        return _RowsToTokens.apply(y_RD, self)
+        return _Moved.apply(y_RD, self, False)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
         """[T, K] to [R]; padding is zero."""
         if takes_kernels(weights_TK, self.use_kernels):
-            return _TokensToRows.apply(weights_TK.reshape(-1), replace(self, topk=1))
+            # Every slot has a weight of its own, as if each were a token.
+            return _Moved.apply(weights_TK.reshape(-1), replace(self, topk=1), True)
         return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
 
 
@@ -121,7 +122,6 @@ def pad_by_expert(
             the rows of other experts.
     """
     padded = padded_order if takes_kernels(expert_TK, use_kernels) else padded_order_torch
-    # A padding row's slot is N, one past the last: divided by K it must remain one past the last token.
     order = padded(expert_TK, num_experts, rows_per_expert, kept_TK)
     return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True, use_kernels=use_kernels)
 
@@ -161,31 +161,24 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None =
     return RowOrder(*regrouped(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
 
 
-class _TokensToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: RowOrder) -> Tensor:
-        ctx.order = order
-        return _to_rows(x_TD, order)
+class _Moved(torch.autograd.Function):
+    """Tokens to rows, or rows to tokens: each way is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_slots(grads[0], ctx.order), None
-
-
-class _RowsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, order: RowOrder) -> Tensor:
-        ctx.order = order
-        return sum_slots(y_RD, order)
+    def forward(ctx: Any, x: Tensor, order: RowOrder, to_rows: bool) -> Tensor:
+        ctx.order, ctx.to_rows = order, to_rows
+        return _to_rows(x, order) if to_rows else sum_slots(x, order)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(grads[0], ctx.order), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        back = sum_slots if ctx.to_rows else _to_rows
+        return back(grads[0], ctx.order), None, None
 
 
 def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
     if takes_kernels(x_TD, order.use_kernels):
         return gather_rows(x_TD, order.slot_R, order.topk)
+    # A padding row's slot is N, one past the last: divided by K it remains one past the last token.
     token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
     return _take(x_TD, token_R, order.has_padding)
 

@@ -13,9 +13,15 @@ from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
-from moe_exp.layers.experts.fp8 import check_fp8_kernels
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
-from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, PACKAGES, fused_problem
+from moe_exp.layers.experts.grouped_gemm import (
+    BACKENDS,
+    BY_SPLITS,
+    FUSED,
+    PACKAGES,
+    check_fp8_kernels,
+    fused_problem,
+)
 from moe_exp.layers.experts.loop import expert_loop
 
 
@@ -182,17 +188,15 @@ class Experts(nn.Module):
         return expert_loop(x, weights_R, *parameters, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
-        """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.
-
-        It recognizes the tensor by its address and shape. A grouped GEMM that saves a copy instead would keep
-        both; the saved bytes are tested with the `torch` backend.
-        """
+        """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it."""
         if not self.recompute_activation or torch.compiler.is_compiling():  # the compiler decides itself
             return nullcontext()
         source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)
         address, shape, name = active_RF.data_ptr(), active_RF.shape, self.activation
 
         def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
+            # Recognized by address and shape. A grouped GEMM that saves a copy instead would keep both; the
+            # saved bytes are tested with the `torch` backend.
             if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
                 return saved
             return lambda: weighted_activation(source_RW, factor_R1, name)
@@ -244,7 +248,7 @@ class SharedExpert(nn.Module):
 
 
 class _BiasOfRows(torch.autograd.Function):
-    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, no atomics."""
+    """[L, F] to [R, F]: row r gets the bias of its expert."""
 
     @staticmethod
     def forward(ctx: Any, bias_LF: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:
@@ -254,6 +258,7 @@ class _BiasOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (counts_L,) = ctx.saved_tensors
+        # Summed in fp32, expert by expert: index_add_ would take atomics on a GPU.
         grad_RF = grads[0] if grads[0].dtype == torch.float64 else grads[0].float()
         sums_LF = torch.segment_reduce(grad_RF, "sum", lengths=counts_L, axis=0, unsafe=True, initial=0)
         return sums_LF.to(grads[0].dtype), None, None

@@ -1,9 +1,7 @@
 """The `triton` backend: all experts of a rank in one function. Shape suffixes in `moe_exp.layers`.
 
-W is the width of the first projection: 2F for a gated activation, else F. Backward keeps the input, the
-pre-activation and one number per row of each index and weight: in bf16 with a gated activation about 2TD +
-4TKF bytes. The kernel that needs the input of the second projection recomputes it (as in SonicMoE,
-arXiv:2512.14080), and kernels gather rows from the tokens instead of copying them.
+W is the width of the first projection: 2F for a gated activation, else F. Kernels gather rows from the tokens
+instead of copying them.
 """
 
 from typing import Any
@@ -107,23 +105,18 @@ class _Experts(torch.autograd.Function):
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
         up: Any = in_fp8.up_projection if fp8 else up_projection
         product: Any = in_fp8.grouped_matmul if fp8 else grouped_matmul
-        hidden_RW, active_RF = up(
-            x,
-            weight1_LWD,
-            offsets_L1,
-            activation=activation,
-            token_R=token_R,
-            weights_R=weights_R,
-            bias1_LW=bias1_LW,
-            keeps_hidden=has_backward,
-        )
+        gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
+        options = gathering | {"bias1_LW": bias1_LW, "keeps_hidden": has_backward}
+        hidden_RW, active_RF = up(x, weight1_LWD, offsets_L1, **options)
         of_bias = None if bias2_LD is None else weights_R
         y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
+        # In bf16 with a gated activation about 2TD + 4TKF bytes. The kernel that needs the input of the
+        # second projection recomputes it, as in SonicMoE (arXiv:2512.14080).
         ctx.save_for_backward(
             x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
         )
-        ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
-        ctx.fp8 = fp8
+        ctx.activation, ctx.weights_dtype, ctx.fp8 = activation, weights.dtype, fp8
+        ctx.parameters = None, None
         if adds_to_main_grad and not torch.compiler.is_compiling():
             # Saved tensors may come back as different objects, without the attributes.
             ctx.parameters = weight1_LWD, weight2_LDF
@@ -139,18 +132,18 @@ class _Experts(torch.autograd.Function):
         back: Any = in_fp8.activation_grad if ctx.fp8 else activation_grad
         product: Any = in_fp8.grouped_matmul if ctx.fp8 else grouped_matmul
         sums: Any = in_fp8.weight_grad if ctx.fp8 else weight_grad
-        dhidden_RW, weighted_RF, dweights_R = back(
-            dy,
-            weight2_LDF,
-            hidden_RW,
-            offsets_L1,
-            activation=ctx.activation,
-            token_R=token_R,
-            weights_R=weights_R,
-        )
-        dx, dweights, dweight1, dweight2, dbias1, dbias2 = None, None, None, None, None, None
-        trained = zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True)
-        main1, main2 = (_main_grad(parameter) if needed else None for parameter, needed in trained)
+        options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
+        dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
+        dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
+        mains: list[Tensor | None] = []  # where gradients are added, as in tensor_parallel/layers.py
+        for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
+            found = getattr(parameter, "main_grad", None) if needed else None
+            # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in
+            # fp32.
+            if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
+                found = None
+            mains.append(found)
+        main1, main2 = mains
         if ctx.needs_input_grad[3]:
             dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, out=main2)
         del weighted_RF
@@ -168,7 +161,12 @@ class _Experts(torch.autograd.Function):
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
             if bias2_LD is not None:
-                dweights_R = dweights_R + _products(dy, bias2_LD, offsets_L1, token_R, dweights_R.size(0))
+                # dy_r . b2 of the row's expert: every row or token with all experts, then what is needed.
+                row_R = torch.arange(dweights_R.size(0), device=dy.device)
+                expert_R = torch.searchsorted(offsets_L1[1:], row_R, right=True)
+                expert_R.clamp_(max=bias2_LD.size(0) - 1)  # of rows past the last
+                products = (dy @ bias2_LD.t())[row_R if token_R is None else token_R, expert_R]
+                dweights_R = dweights_R + products
             if row_TK is not None:
                 dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
             dweights = dweights_R.to(ctx.weights_dtype)
@@ -177,24 +175,6 @@ class _Experts(torch.autograd.Function):
         if main1 is not None:
             dweight1 = _placeholder(ctx.parameters[0])
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
-
-
-def _products(
-    dy: Tensor, bias2_LD: Tensor, offsets_L1: Tensor, token_R: Tensor | None, num_rows: int
-) -> Tensor:
-    """dy_r . b2 of the row's expert, [R]: of every row or token with all experts, then what is needed."""
-    row_R = torch.arange(num_rows, device=dy.device)
-    expert_R = torch.searchsorted(offsets_L1[1:], row_R, right=True).clamp_(max=bias2_LD.size(0) - 1)
-    return (dy @ bias2_LD.t())[row_R if token_R is None else token_R, expert_R]
-
-
-def _main_grad(parameter: Any) -> Tensor | None:
-    """Buffer to which the gradient is added, if any, as in Megatron's tensor_parallel/layers.py."""
-    found: Tensor | None = getattr(parameter, "main_grad", None)
-    # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in fp32.
-    if found is None or hasattr(parameter, "__fsdp_param__") or found.dtype != torch.float32:
-        return None
-    return found
 
 
 def _placeholder(parameter: Any) -> Tensor | None:

@@ -8,6 +8,7 @@ run with the packages yet.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_exp.config.choices import EXPERT_BACKENDS
-from moe_exp.layers.experts.fp8 import pad_rows, padded_splits, te_row_multiple, unpad_rows
 from moe_exp.layers.kernels import launch
 
 Splits = Sequence[int] | None  # rows per expert on the host, if known there
@@ -66,12 +66,12 @@ def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, spli
     return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
 
 
-def _empty_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    shape = (a.size(0), b.size(2)) if b.dim() == 3 else (offsets_L.size(0), a.size(0), b.size(1))
-    return a.new_empty(shape)
-
-
-@launch.compilable("grouped_mm", _empty_product)
+@launch.compilable(
+    "grouped_mm",
+    lambda a, b, offsets_L: a.new_empty(
+        (a.size(0), b.size(2)) if b.dim() == 3 else (offsets_L.size(0), a.size(0), b.size(1))
+    ),
+)
 def _grouped_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
     """[R, D] x [L, D, F] to [R, F], or [D, R] x [R, F] to [L, D, F]."""
     return torch.nn.functional.grouped_mm(a, b, offs=offsets_L)
@@ -102,13 +102,9 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
         raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
     dtypes = [_DTYPES[one] for one in package.dtypes]
     if dtype not in dtypes:
-        names = ", ".join(map(_name, dtypes))
-        rule = f"computes in {names}, not in {_name(dtype)}"
+        *names, name_given = (str(one).removeprefix("torch.") for one in (*dtypes, dtype))
+        rule = f"computes in {', '.join(names)}, not in {name_given}"
         raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or one of these dtypes.")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
@@ -126,14 +122,10 @@ def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor,
 
 
 def _gmm(
-    gmm: Callable[..., Tensor],
-    x_RD: Tensor,
-    w_LDF: Tensor,
-    tokens_per_expert_L: Tensor,
-    splits: Splits,
+    gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits
 ) -> Tensor:
     if x_RD.size(0) == 0:  # it refuses empty inputs; a product without rows keeps the gradients, all zero
-        return _no_rows(x_RD, w_LDF)
+        return x_RD @ w_LDF.sum(dim=0)
     # On the host: cuBLAS builds accept them only there, CUTLASS builds also there.
     counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
     w_LFD = w_LDF.transpose(1, 2)
@@ -143,15 +135,13 @@ def _gmm(
 
 
 def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear with our weights; inside its FP8 autocast on padded rows.
-
-    Our weights are one parameter, passed as views: autograd concatenates the experts' gradients, which reads
-    and writes all of them once more than one parameter per expert would.
-    """
+    """transformer_engine.pytorch.GroupedLinear with our weights; inside its FP8 autocast on padded rows."""
     if x_RD.size(0) == 0:
-        return _no_rows(x_RD, w_LDF)
+        return x_RD @ w_LDF.sum(dim=0)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
     module = _te_module(*w_LDF.shape, x_RD.dtype)
+    # Our weights are one parameter, passed as views: autograd concatenates the experts' gradients, which
+    # reads and writes all of them once more than one parameter per expert would.
     weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
     if (multiple := te_row_multiple()) == 1:
         return torch.func.functional_call(module, weights, (x_RD, sizes))
@@ -165,10 +155,6 @@ def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) 
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")
-
-
-def _no_rows(x_RD: Tensor, w_LDF: Tensor) -> Tensor:
-    return x_RD @ w_LDF.sum(dim=0)
 
 
 BACKENDS: dict[str, GroupedGemm] = {
@@ -197,7 +183,7 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
 
     Args:
         name: `auto` or one of BACKENDS or FUSED; a ValueError if it cannot run here.
-        failure: why Triton's kernels must not run, see `kernel_choice.failure_of`.
+        failure: why Triton's kernels must not run, see `launch.failure_of`.
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:
@@ -249,3 +235,92 @@ def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
         if not PACKAGES[package].missing():
             return package, f"{reason}, and {' and '.join(PACKAGES[package].modules)} is installed"
     return "loop", reason
+
+
+# FP8. If TransformerConfig.fp8 is set, Megatron runs every layer inside Transformer Engine's autocast, and
+# GroupedLinear, which EXPERT_BACKEND=te calls, quantizes rows, weights and gradients. What is left to do is
+# padding: the FP8 GEMMs need each expert's rows to be a multiple of 16, or 32 with MXFP8. Based on the
+# sources of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with the package yet.
+
+# Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is missing: its scales are a history
+# per module, which checkpoints would have to hold, and layers share one module without weights
+# (`_te_module`).
+RECIPES: dict[str, tuple[tuple[int, int], int]] = {
+    "tensorwise": ((8, 9), 16),
+    "blockwise": ((9, 0), 16),
+    "mxfp8": ((10, 0), 32),
+}
+
+
+def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
+    """Raises a ValueError if the experts cannot compute as TransformerConfig.fp8 and fp8_recipe request.
+
+    Megatron itself ignores FP8 without Transformer Engine.
+    """
+    if not fp8:
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        fix = "pip install --no-build-isolation transformer-engine[pytorch], or set FP8=none"
+        raise ValueError(f"fp8={fp8}: is computed by Transformer Engine, which is not installed. Fix: {fix}.")
+    if backend != "te":
+        rule = f"experts compute in FP8 with expert_backend=te, not with {backend}"
+        raise ValueError(f"fp8={fp8}: {rule}. Fix: set EXPERT_BACKEND=te.")
+    recipe = getattr(recipe, "value", recipe)  # Megatron also has an enum of them
+    if recipe not in RECIPES:
+        raise ValueError(f"fp8_recipe={recipe}: is not supported. Fix: use one of {', '.join(RECIPES)}.")
+    oldest, _ = RECIPES[recipe]
+    if not torch.cuda.is_available():
+        raise ValueError(f"fp8={fp8}: needs a CUDA device. Fix: set FP8=none.")
+    if (found := torch.cuda.get_device_capability()) < oldest:
+        least, this = (f"{major}.{minor}" for major, minor in (oldest, found))
+        rule = f"needs a GPU of compute capability {least} or newer, this is {this}"
+        others = [name for name, (capability, _) in RECIPES.items() if capability <= found]
+        fix = f"use FP8_RECIPE={others[0]}" if others else "set FP8=none"
+        raise ValueError(f"fp8_recipe={recipe}: {rule}. Fix: {fix}.")
+
+
+OLDEST_FOR_KERNELS = (8, 9)  # with e4m3 in its tensor cores
+
+
+def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
+    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels, or on a CPU their twins."""
+    if backend != "triton":
+        rule = f"the kernels in FP8 are those of expert_backend=triton, not of {backend}"
+        raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
+    on_gpu = torch.device(device or "cpu").type == "cuda"
+    if on_gpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_FOR_KERNELS:
+        rule = f"needs a GPU of compute capability 8.9 or newer, this is {found[0]}.{found[1]}"
+        raise ValueError(f"fp8=e4m3: {rule}. Fix: set FP8=none.")
+
+
+def te_row_multiple() -> int:
+    """Required multiple of an expert's rows inside the active autocast; 1 outside of any."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return 1
+    return RECIPES["mxfp8" if FP8GlobalStateManager.get_fp8_recipe().mxfp8() else "tensorwise"][1]
+
+
+def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
+    """Rows of each expert, rounded up; 0 remains 0."""
+    return [-(-rows // multiple) * multiple for rows in splits]
+
+
+def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
+    """Appends zero rows to each expert's, up to `padded_splits`; they do not affect weight gradients."""
+    zeros = x_RD.new_zeros(multiple, x_RD.size(1))
+    added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
+    if not any(added):
+        return x_RD
+    pieces = zip(x_RD.split(list(splits)), (zeros[:rows] for rows in added), strict=True)
+    return torch.cat([piece for pair in pieces for piece in pair])
+
+
+def unpad_rows(y_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
+    """Removes the rows that `pad_rows` added."""
+    padded = padded_splits(splits, multiple)
+    if list(splits) == padded:
+        return y_RD
+    pieces = [size for rows, whole in zip(splits, padded, strict=True) for size in (rows, whole - rows)]
+    return torch.cat(y_RD.split(pieces)[::2])

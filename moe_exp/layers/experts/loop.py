@@ -1,8 +1,5 @@
 """The experts one by one on a CPU: each expert's data stays in cache. Shape suffixes in `moe_exp.layers`.
 
-Experts with few rows share all calls except the matrix products; separate calls would cost more than the
-computation.
-
 Writes and gathers no tensor of R rows that backward or the next step does not need: on a CPU the pages of a
 fresh tensor cost as much as computing on it.
 """
@@ -56,41 +53,31 @@ def expert_loop(
     Returns:
         [R, D]; with `order` the sum over the rows of every token, [T, D].
     """
-    return _ExpertLoop.apply(
-        x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start, rows_per_expert_L,
-        activation, order,
-    )  # fmt: skip
+    inputs = weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
+    return _ExpertLoop.apply(order, activation, bias2_start, rows_per_expert_L, x, *inputs)
 
 
 class _ExpertLoop(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weights_R: Tensor,
-        weight1_LFD: Tensor,
-        weight2_LDF: Tensor,
-        bias1_LF: Tensor | None,
-        bias2_LD: Tensor | None,
+        order: RowOrder | None,
+        activation: str,
         bias2_start: int,
         rows_per_expert_L: Tensor,
-        activation: str,
-        order: RowOrder | None,
+        x: Tensor,
+        *inputs: Any,
     ) -> Tensor:
-        hidden_RF, output_RD = _forward(
-            _with_padding(x, order), weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start,
-            rows_per_expert_L, activation, _tokens(order),
-        )  # fmt: skip
-        ctx.save_for_backward(
-            x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L
-        )
+        settings: tuple[Any, ...] = bias2_start, rows_per_expert_L, activation, _tokens(order)
+        hidden_RF, output_RD = _forward(_with_padding(x, order), *inputs, *settings)
+        ctx.save_for_backward(x, *inputs, hidden_RF, rows_per_expert_L)
         ctx.bias2_start, ctx.activation, ctx.order = bias2_start, activation, order
         return output_RD if order is None else sum_slots(output_RD, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order, needs = ctx.order, list(ctx.needs_input_grad[:6])
+        order, needs = ctx.order, list(ctx.needs_input_grad[4:])
         # Saved tensors are read once: under torch.utils.checkpoint a second access is an error.
         x, *saved = ctx.saved_tensors
         tokens = _with_padding(grads[0].contiguous(), order), _with_padding(x, order)
@@ -99,7 +86,7 @@ class _ExpertLoop(torch.autograd.Function):
         dx, *others = (grad if is_needed else None for grad, is_needed in zip(computed, needs, strict=True))
         if dx is not None and order is not None:
             dx = sum_slots(dx, order)
-        return dx, *others, None, None, None, None
+        return None, None, None, None, dx, *others
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
@@ -114,13 +101,12 @@ def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
     return x if order is None or not order.has_padding else torch.cat([x, x.new_zeros(1, x.size(1))])
 
 
-def _empty_outputs(x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Results of `_forward`, from its arguments, without values."""
-    num_rows = weights_R.size(0)
-    return x.new_empty(num_rows, weight1_LFD.size(1)), x.new_empty(num_rows, x.size(1))
-
-
-@compilable("expert_loop", _empty_outputs)
+@compilable(
+    "expert_loop",
+    lambda x, weights_R, weight1_LFD, *_: tuple(
+        x.new_empty(weights_R.size(0), width) for width in (weight1_LFD.size(1), x.size(1))
+    ),
+)
 def _forward(
     x: Tensor,
     weights_R: Tensor,
@@ -135,7 +121,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Pre-activations [R, 2F or F] and weighted outputs [R, D]."""
     splits = rows_per_expert_L.tolist()
-    hidden_RF, output_RD = _empty_outputs(x, weights_R, weight1_LFD)
+    hidden_RF = x.new_empty(weights_R.size(0), weight1_LFD.size(1))
+    output_RD = x.new_empty(weights_R.size(0), x.size(1))
     groups, group_rows = _groups(splits, hidden_RF)
     rows_of = _rows_of(x, group_rows, token_R)
     hiddens, outputs = hidden_RF.split(splits), output_RD.split(splits)
@@ -143,6 +130,7 @@ def _forward(
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
     def one_group(g: int) -> None:
+        # While the group's rows are in the cache: both projections, with the activation in between.
         experts = [e for e in groups[g] if splits[e]]
         sizes = [splits[e] for e in experts]
         for e, rows in zip(experts, rows_of(g).split(sizes), strict=True):
@@ -166,6 +154,8 @@ def _forward(
 
 def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list[int]]:
     """Neighbouring experts that are computed together, and the rows of each group."""
+    # Experts with few rows share all calls except the matrix products: separate calls would cost more than
+    # the computation.
     num_threads = torch.get_num_threads()
     most_rows = _GROUP_BYTES // max(1, hidden_RF.size(1) * hidden_RF.element_size())
     if num_threads > 1:
@@ -181,11 +171,10 @@ def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
-    """Results of `_backward`, from its arguments, without values."""
-    _, x, *others, _, _, _, _, _, needs = args
-    x_RD = x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0)
+    """Results of `_backward` without values, from its first seven arguments and the last, `needs`."""
+    (x, *others), needs = args[1:7], args[-1]
     return [
-        x_RD,
+        x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0),
         *(
             torch.empty_like(other) if other is not None and is_needed else x.new_empty(0)
             for other, is_needed in zip(others, needs[1:], strict=True)
@@ -211,10 +200,8 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of the first six arguments of `_forward`, that of `x` by row; empty if not in `needs`."""
     splits = rows_per_expert_L.tolist()
-    results = _empty_gradients(
-        grad, x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L,
-        bias2_start, activation, token_R, needs,
-    )  # fmt: skip
+    inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
+    results = _empty_gradients(grad, *inputs, needs)
     dx_RD, dweights_R, dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = results
     needs_x, needs_weights, needs_weight1, needs_weight2, needs_bias1, needs_bias2 = needs
     groups, group_rows = _groups(splits, hidden_RF)
@@ -269,19 +256,18 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
     """Calls `task(group)` for every group, without autograd; the tasks must write to different memory.
 
-    With several torch threads, each takes whole groups, fullest first, so no thread waits for another inside
-    a matrix product. If a few groups have most of the rows, that would leave threads idle, and all threads
-    work on one group after another instead. The choice depends only on `rows` and torch.get_num_threads(),
-    so results are bitwise reproducible.
-
     Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
 
     Args:
         task: computes one group.
         rows: of each group.
     """
+    # With several torch threads, each takes whole groups, fullest first, so no thread waits for another
+    # inside a matrix product. If a few groups have most of the rows, that would leave threads idle, and all
+    # threads work on one group after another instead. The choice depends only on `rows` and
+    # torch.get_num_threads(), so results are bitwise reproducible.
     num_threads = min(torch.get_num_threads(), len(rows))
-    if num_threads <= 1 or not _is_balanced(rows, num_threads):
+    if num_threads <= 1 or not is_balanced(rows, num_threads):
         _drain(task, deque(range(len(rows))))
         return
     groups = deque(sorted(range(len(rows)), key=lambda group: -rows[group]))
@@ -310,7 +296,7 @@ def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
             task(group)
 
 
-def _is_balanced(rows: Sequence[int], num_threads: int) -> bool:
+def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
     """Whether threads that take the fullest groups first get nearly equal numbers of rows."""
     loads = [0] * num_threads
     for size in sorted(rows, reverse=True):

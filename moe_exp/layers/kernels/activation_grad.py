@@ -1,8 +1,6 @@
 """Gradient of the down-projection's input and, in the epilogue, of the weighted activation.
 
-The activation is recomputed from the saved pre-activation while the product is in registers: backward keeps
-nothing else of width F, and the gradient of the activation is never written. Shape suffixes in
-`moe_exp.layers`.
+The gradient of the activation is never written. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from moe_exp.layers.kernels.tiles import (
     activate_with_derivative,
     column_chunks,
     dot,
-    in_groups,
     linear_unit,
     linear_unit_grad,
     load_where,
-    row_tile,
+    row_sources,
     row_tile_ends,
+    tile_place,
 )
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
@@ -41,18 +39,9 @@ CONFIGS = configs(
 )
 
 LARGEST_K = 64  # BLOCK_K
-# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
+# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles, so that
+# results do not depend on these, and without atomics.
 CHUNK_COLUMNS = 16 if launch.INTERPRETED else 32
-
-
-@jit
-def _columns(is_row, first, width: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr):
-    """Columns of one chunk, and which of its values there are."""
-    columns = first + tl.arange(0, CHUNK)
-    mask = is_row[:, None]
-    if not EVEN:
-        mask = mask & (columns < width)[None, :]
-    return columns, mask
 
 
 @jit
@@ -61,7 +50,9 @@ def _load(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gate and up of one chunk of columns; without a gate both are the whole."""
-    columns, mask = _columns(is_row, first, width, EVEN, CHUNK)
+    columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < width)[None, :]
     gate = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0)
     up = gate
     if GATED:
@@ -76,7 +67,11 @@ def _finish(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation."""
-    columns, mask = _columns(is_row, first, width, EVEN, CHUNK)
+    columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < width)[None, :]
+    # Recomputed from the saved pre-activation while the product is in registers: backward keeps nothing else
+    # of width F.
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
@@ -98,17 +93,10 @@ def _finish(
     tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
 
-def _set_blocks(args: dict[str, Any]) -> None:
-    if args["w_tma"] is None:
-        return
-    depth = args["BLOCK_K"] * 2 // args["dy"].element_size()
-    args["w_tma"].block_shape = [1, depth, args["BLOCK_N"]]
-    if args["dy_tma"] is not None:
-        args["dy_tma"].block_shape = [args["BLOCK_M"], depth]
-
-
 @tuned(
-    CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"], set_blocks=_set_blocks
+    CONFIGS,
+    key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"],
+    blocks=lambda at: {"dy_tma": [at["BLOCK_M"], at["BLOCK_K"]], "w_tma": [1, at["BLOCK_K"], at["BLOCK_N"]]},
 )
 @jit
 def _kernel(
@@ -125,16 +113,10 @@ def _kernel(
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK_M, GROUP_M)
         rows, first = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N
         is_row, columns = rows < row_end, first + tl.arange(0, BLOCK_N)
-        # Rows past the end and padding read another row, so that the loop has no mask for them.
-        source = tl.minimum(rows, row_end - 1)
-        if tokens is not None:
-            source = tl.load(tokens + source)
-            is_token = source < num_tokens
-            source = tl.minimum(source, num_tokens - 1)
+        source, is_token = row_sources(tokens, rows, row_end, num_tokens)
         depths = tl.arange(0, DEPTH)
         dy_block = dy + source.to(tl.int64)[:, None] * stride_dy + depths[None, :]
         w_block = (
@@ -199,15 +181,14 @@ def activation_grad_torch(
     return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(scale_R1).to(hidden_RW.dtype), dweights_R
 
 
-def _outputs(
-    dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, wide = hidden_RW.size(0), torch.promote_types(hidden_RW.dtype, torch.float32)
-    weighted_RF = hidden_RW.new_empty(num_rows, weight2_LDF.size(2))
-    return hidden_RW.new_empty(hidden_RW.shape), weighted_RF, hidden_RW.new_empty(num_rows, dtype=wide)
-
-
-@launch.compilable("activation_grad", _outputs)
+@launch.compilable(
+    "activation_grad",
+    lambda dy, weight2_LDF, hidden_RW, *_, **__: (
+        hidden_RW.new_empty(hidden_RW.shape),
+        hidden_RW.new_empty(hidden_RW.size(0), weight2_LDF.size(2)),
+        hidden_RW.new_empty(hidden_RW.size(0), dtype=torch.promote_types(hidden_RW.dtype, torch.float32)),
+    ),
+)
 def activation_grad(
     dy: Tensor,
     weight2_LDF: Tensor,
@@ -220,8 +201,7 @@ def activation_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from the outputs to the pre-activation h, for the activation a of h and router weight w.
 
-    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F runs in fixed chunks of columns,
-    so it does not depend on the tiles; there are no atomics.
+    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
 
     Args:
         dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or

@@ -1,16 +1,18 @@
 """Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits each way.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Backward keeps the logits and one number per token
-and recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their bytes.
-
-N tokens, V words of this rank.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. N tokens, V words of this rank.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
 
@@ -25,6 +27,8 @@ def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BL
     for start in range(0, width, BLOCK):
         words = start + tl.arange(0, BLOCK)
         z = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
+        # Running log-sum-exp: the sum so far is relative to the largest so far, and is scaled when that
+        # grows.
         before = largest
         largest = tl.maximum(before, tl.max(z, 0))
         shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as all words are impossible
@@ -48,10 +52,6 @@ def _gradient_kernel(
     tl.store(dlogits + row * stride_out + words, dz.to(dlogits.dtype.element_ty), mask=words < width)
 
 
-def _block(width: int) -> int:
-    return min(BLOCK, launch.power_of_2(width))
-
-
 def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     word_N = target_N - first
@@ -62,9 +62,8 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
 
 @launch.compilable(
     "cross_entropy_statistics",
-    lambda logits_NV, *_: (
-        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
-        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
+    lambda logits_NV, *_: tuple(
+        logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32) for part in range(2)
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -85,8 +84,8 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
-            logits_NV, target_N, log_sum_N, picked_N, first, width, logits_NV.stride(0), BLOCK=_block(width),
-            num_warps=8,
+            logits_NV, target_N, log_sum_N, picked_N, first, width, logits_NV.stride(0),
+            BLOCK=min(BLOCK, launch.power_of_2(width)), num_warps=8,
         )  # fmt: skip
     return log_sum_N, picked_N
 
@@ -121,9 +120,69 @@ def cross_entropy_gradient(
     target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
     dlogits_NV = logits_NV.new_empty(num_rows, width)
     if num_rows:
-        block = _block(width)
+        block = min(BLOCK, launch.power_of_2(width))
         _gradient_kernel[(num_rows, launch.cdiv(width, block))](
             logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0),
             dlogits_NV.stride(0), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dlogits_NV
+
+
+def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
+    """The cross entropy that runs, `megatron` or `triton`, and the reason in words.
+
+    Args:
+        name: one of these, or `auto`: triton on a GPU that can run its kernels.
+        failure: why `auto` must not take the kernels, see `launch.failure_of`.
+    """
+    if name == "megatron":
+        return "megatron", "Megatron's, which keeps the probabilities in fp32; asked for by CROSS_ENTROPY"
+    if device_type == "cpu":
+        if name == "auto":
+            return "megatron", "Megatron's; the kernels are for GPUs"
+        return "triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch"
+    if name == "auto":
+        if rule := failure or launch.missing():
+            return "megatron", f"Megatron's, which keeps the probabilities in fp32; not triton: {rule}"
+        return "triton", "a Triton kernel, which keeps the logits and computes the probabilities again"
+    if rule := launch.missing():
+        raise ValueError(f"cross_entropy=triton: {rule}. Fix: set CROSS_ENTROPY=auto.")
+    return "triton", "asked for by CROSS_ENTROPY"
+
+
+def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """log(sum_v exp(z_v)) - z_target of each token, [...] in fp32, the same on every rank of the group.
+
+    Args:
+        logits: [..., V] of this rank's words.
+        target: [...] the target word in the whole vocabulary.
+        group: ranks that hold the other words, equally many each, in rank order; None: this rank alone.
+    """
+    flat_NV = logits.reshape(-1, logits.size(-1))
+    return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: ProcessGroup | None) -> Tensor:
+        first = 0 if group is None else group.rank() * logits_NV.size(1)
+        log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
+        if group_size(group) > 1:  # logsumexp over ranks
+            largest_N = log_sum_N.clone()
+            dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+            total_N = (log_sum_N - largest_N).exp_()
+            dist.all_reduce(total_N, group=group)
+            log_sum_N = largest_N + total_N.log_()
+            dist.all_reduce(picked_N, group=group)
+        # Backward recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their
+        # bytes.
+        ctx.save_for_backward(logits_NV, target_N, log_sum_N)
+        ctx.first = first
+        return log_sum_N - picked_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, target_N, log_sum_N = ctx.saved_tensors
+        grad_N = grads[0].contiguous()
+        return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first), None, None

@@ -159,14 +159,13 @@ def padded_order_torch(
     return slot_R[:num_rows].int(), row_N.int()
 
 
-def _fake_padded(
-    expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    slot_R = expert_TK.new_empty(num_experts * rows_per_expert, dtype=torch.int32)
-    return slot_R, expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
-
-
-@compilable("padded_order", _fake_padded)
+@compilable(
+    "padded_order",
+    lambda expert_TK, num_experts, rows_per_expert, kept_TK=None: tuple(
+        expert_TK.new_empty(size, dtype=torch.int32)
+        for size in (num_experts * rows_per_expert, expert_TK.numel())
+    ),
+)
 def padded_order(
     expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -182,7 +181,7 @@ def padded_order(
     if not runs_kernel(expert_TK):
         return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)
     slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
-    slot_R, padded_row_N = _fake_padded(expert_TK, num_experts, rows_per_expert)
+    slot_R, padded_row_N = slot_N.new_empty(num_experts * rows_per_expert), torch.empty_like(row_N)
     most = max(slot_R.numel(), padded_row_N.numel())
     if most:
         _pad_kernel[(cdiv(most, _BLOCK),)](

@@ -1,19 +1,16 @@
 """Grouped GEMM: each row times the matrix of its expert, with a bias or without.
 
-Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
-rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
+Of the down-projection and the gradient of rows; the up-projection has a kernel of its own.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
-from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import dot, load_where, row_tile_ends, tile_place
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
@@ -30,18 +27,13 @@ CONFIGS = configs(
 )
 
 
-def _set_blocks(args: dict[str, Any]) -> None:
-    if args["w_tma"] is None:
-        return
-    width, depth = args["BLOCK_N"], args["BLOCK_K"] * 2 // args["x"].element_size()
-    args["x_tma"].block_shape = [args["BLOCK_M"], depth]
-    args["w_tma"].block_shape = [1, width, depth] if args["TRANSPOSED"] else [1, depth, width]
-
-
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "width", "depth", "TRANSPOSED", "HAS_TMA"],
-    set_blocks=_set_blocks,
+    blocks=lambda at: {
+        "x_tma": [at["BLOCK_M"], at["BLOCK_K"]],
+        "w_tma": [1, at["BLOCK_N"], at["BLOCK_K"]] if at["TRANSPOSED"] else [1, at["BLOCK_K"], at["BLOCK_N"]],
+    },
 )
 @jit
 def _kernel(
@@ -52,18 +44,16 @@ def _kernel(
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], e the expert of r: x [R, I], w [L, I, O] with any strides,
-    y [R, O]; depth is I, width is O.
-
-    Each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows past the expert's last one
-    are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the tuner's
-    key alone, PROGRAMS for the grid.
+    y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are for the tuner's key alone, PROGRAMS for the
+    grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
+    # Persistent: each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns, one after
+    # another. Rows past the expert's last one are computed, from whatever lies there, and not stored.
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK_M, GROUP_M)
         rows, columns = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = columns < width
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -78,12 +68,8 @@ def _kernel(
         else:
             depths = tl.arange(0, DEPTH)
             x_block = x + tl.minimum(rows, row_end - 1).to(tl.int64)[:, None] * stride_x + depths[None, :]
-            w_block = (
-                w
-                + expert.to(tl.int64) * stride_wl
-                + depths[:, None] * stride_wi
-                + columns[None, :] * stride_wo
-            )
+            matrix = w + expert.to(tl.int64) * stride_wl
+            w_block = matrix + depths[:, None] * stride_wi + columns[None, :] * stride_wo
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
                 a = load_where(x_block, is_depth[None, :], EVEN_K)

@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,9 @@ except ImportError:  # `missing` reports it when the kernels are requested; ther
 tl: Any = None if triton is None else triton.language
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Ampere, the first with asynchronous copies and bf16 in its tensor cores.
 OLDEST_GPU = (8, 0)
+ROUTING_KERNELS = ("auto", "off")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,6 +56,62 @@ def runs_kernel(x: Tensor) -> bool:
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
+@dataclass(frozen=True)
+class KernelFailure:
+    """A part of the model whose kernels are not used because they failed their self-test."""
+
+    part: str  # `experts`, `routing` or `cross entropy`
+    problems: list[str]  # one line per kernel, with the first rank and host that found it
+    backend: str  # what runs instead
+
+
+def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:
+    """Why the kernels of `part` are not used, in words; empty if they did not fail."""
+    problems = next((failure.problems for failure in failures if failure.part == part), [])
+    return f"the self-test has failed: {and_more(problems)}" if problems else ""
+
+
+def and_more(problems: Sequence[str]) -> str:
+    """The first problem, and the number of the others."""
+    return problems[0] + (f"; and {len(problems) - 1} more" if len(problems) > 1 else "")
+
+
+def choose_routing(
+    name: str, *, device_type: str, router_problem: str = "", failure: str = ""
+) -> tuple[str, str]:
+    """Implementation of router, drops and row orders, and the reason in words.
+
+    Args:
+        name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
+        router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
+        failure: why the kernels must not run, see `failure_of`.
+    """
+    if name not in ROUTING_KERNELS:
+        raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
+    if name == "off":
+        return "torch", "asked for by ROUTING_KERNELS"
+    if device_type == "cpu":
+        return "torch", "the kernels are for GPUs"
+    if rule := failure or missing():
+        return "torch", f"not triton: {rule}"
+    if router_problem:
+        return (
+            "triton",
+            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
+        )
+    return "triton", "Triton kernels for the router, row order and drops"
+
+
+def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
+    """Whether routing and row order of `x` use kernels; `use_kernels`: see RouterConfig."""
+    if use_kernels is None:
+        return x.is_cuda and not _missing()
+    return use_kernels
+
+
+_missing = functools.cache(missing)
+
+
 # Prefixes of kernel arguments that change between launches: with expert parallelism or drops, row counts
 # differ in every micro-batch. By default Triton compiles separately for 1, multiples of 16 and the rest, on
 # first use: for seconds, in which the other ranks wait.
@@ -60,12 +119,10 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING.
-
-    Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
-    """
+    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING."""
     if triton is None:
         return function
+    # Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
     name = function.__module__.rpartition(".")[2] + function.__name__
     parameters = inspect.signature(function).parameters.values()
     varying = [
@@ -106,32 +163,28 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Tensor descriptors for the copy engine of Hopper and later (TMA): whole blocks, no masks.
 
-    Values outside a tensor are read as zero. `tuned`'s set_blocks sets the block shapes. None stays None.
+    Values outside a tensor are read as zero. The `blocks` of `tuned` are the block shapes. None stays None.
 
     Returns:
         All None if the device has no TMA, an address or stride is not a multiple of 16 bytes, or values have
-            not two bytes: fp32 is multiplied without tensor cores, and Triton spills all of such a block.
+            not two bytes.
     """
-    if not all(x is None or _fits_tma(x) for x in tensors):
-        return (None,) * len(tensors)
+    for x in tensors:
+        if x is None:
+            continue
+        # fp32 is multiplied without tensor cores, and Triton spills all of such a block.
+        *strides, last = x.stride()
+        fits = last == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+        if not (fits and x.element_size() == 2 and x.numel() > 0 and has_tma(x)):
+            return (None,) * len(tensors)
     make = triton.tools.tensor_descriptor.TensorDescriptor
     return tuple(
         None if x is None else make(x, list(x.shape), list(x.stride()), [1] * x.dim()) for x in tensors
     )
 
 
-def _fits_tma(x: Tensor) -> bool:
-    *strides, last = x.stride()
-    fits = (
-        last == 1
-        and x.element_size() == 2
-        and x.numel() > 0
-        and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    )
-    return fits and _has_tma(x)
-
-
-def _has_tma(x: Tensor) -> bool:
+def has_tma(x: Tensor) -> bool:
+    """Whether the device has the copy engine, and the address of `x` suits it."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
@@ -174,14 +227,10 @@ def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Cal
     return grid
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; under the interpreter two."""
-    return _num_processors(device.index) if device.type == "cuda" else 2
-
-
-@functools.cache
-def _num_processors(device: int | None) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
@@ -203,7 +252,7 @@ def cdiv(number: int, divisor: int) -> int:
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: runs a function on its first tensor's device; Triton would launch on the current one.
+    """Decorator: runs a function on its first tensor's device.
 
     Under torch.compile it is one opaque operator, `moe_exp::name`.
 
@@ -217,6 +266,7 @@ def compilable(
 
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            # Triton would launch on the current device.
             x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
             with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
                 return function(*args, **kwargs)
@@ -246,9 +296,7 @@ def _positional(function: Callable[..., Any], signature: inspect.Signature) -> C
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args[:first], **dict(zip(by_keyword, args[first:], strict=False)), **kwargs)
 
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for parameter in signature.parameters.values()
-    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [parameter.replace(kind=kind) for parameter in signature.parameters.values()]
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call

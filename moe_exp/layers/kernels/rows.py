@@ -97,12 +97,10 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return slot_R.int(), torch.empty_like(slot_R).scatter_(0, slot_R, mine_R).int()
 
 
-def _fake_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    slot_R = rows_SL.new_empty(num_rows, dtype=torch.int32)
-    return slot_R, torch.empty_like(slot_R)
-
-
-@compilable("chunk_order", _fake_order)
+@compilable(
+    "chunk_order",
+    lambda rows_SL, num_rows: tuple(rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2)),
+)
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Row order from chunks by source and expert to chunks by expert and source.
 
@@ -115,7 +113,7 @@ def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """
     if not runs_kernel(rows_SL):
         return chunk_order_torch(rows_SL, num_rows)
-    slot_R, row_R = _fake_order(rows_SL, num_rows)
+    slot_R, row_R = (rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
     if num_rows == 0:
         return slot_R, row_R
     _chunk_kernel[(cdiv(num_rows, _BLOCK_R),)](

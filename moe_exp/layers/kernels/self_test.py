@@ -1,8 +1,7 @@
 """Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
 
-Kernels are called as in training, with the model's widths but few rows, experts without rows and others with
-more than a tile, in all configs that may be chosen; for tuning, with as many rows as in training. Does not
-use torch's global random state.
+Kernels are called as in training, with the model's widths but few rows, in all configs that may be chosen;
+for tuning, with as many rows as in training. Does not use torch's global random state.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ from moe_exp.layers.kernels.weight_grad import weight_grad
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 _LIMIT_TF32 = 5e-3
 
-_ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
+# Of the experts in turn: none, one, more than a tile, and what divides no tile.
+_ROWS = (37, 0, 3, 130, 1, 64)
 ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
 _INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
 
@@ -116,17 +116,21 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
         RuntimeError: if memory is full or the device is unusable; names the kernel.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
-    for case in cases[part](_fitting(sizes, device), device):
+    if launch.INTERPRETED and device.type == "cpu":
+        hidden, ffn = (min(width, _INTERPRETED_WIDTH) for width in (sizes.hidden_size, sizes.ffn_size))
+        few = min(sizes.num_experts, 3)
+        sizes = replace(sizes, hidden_size=hidden, ffn_size=ffn, num_experts=few)
+    else:  # as many experts as have matrices of 1 GiB, and at least two
+        bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
+        sizes = replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))
+    for case in cases[part](sizes, device):
         yield compare(case, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def compare(case: _Case, device: torch.device) -> KernelCheck:
-    """Compares one case in every config that may run.
-
-    A config that cannot be launched is dropped, as anywhere else; wrong numbers are a problem of the kernel.
-    """
+    """Compares one case in every config that may run."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         limit = _LIMIT_TF32
@@ -142,13 +146,14 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
         at = "" if config is None else f"config {config}: "
         try:
             with nullcontext() if tuned is None or config is None else tuned.only(config):
-                errors.append(_error(case.run(), expected))
+                errors.append(error_of(case.run(), expected))
         except UnsuitedError:
             continue
         except Exception as error:
             if launch.is_of_device(error):
                 line = found(math.inf, at + in_one_line(error)).line(device)
                 raise RuntimeError(line) from error
+            # Dropped below, as anywhere else; only wrong numbers are a problem of the kernel.
             failed.append((config, error))
             continue
         if not errors[-1] <= limit and not problem:  # also of NaN
@@ -159,42 +164,31 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
     for config, caught in failed:
         assert tuned is not None
         tuned.drop(config, caught)
-    return found(max(errors, key=_nan_last), problem)
+    return found(_largest(errors), problem)
 
 
-def _error(actual: Outputs, expected: Outputs) -> float:
+def error_of(results: Outputs, expected: Outputs) -> float:
     """Largest error of a result row relative to its norm or the mean norm; integers must be equal."""
-    return max((_error_of_one(*pair) for pair in zip(actual, expected, strict=True)), key=_nan_last)
+    errors = []
+    for one, other in zip(results, expected, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            errors.append(math.inf)
+        elif not other.is_floating_point():
+            errors.append(0.0 if torch.equal(one, other) else math.inf)
+        elif other.numel():
+            one, other = (
+                x.float().reshape(-1, x.size(-1) if x.dim() > 1 else x.numel()) for x in (one, other)
+            )
+            wanted = other.norm(dim=-1)
+            # A row of nearly zeros is compared with the others.
+            least = wanted.mean().clamp(min=1e-30)
+            errors.append(float(((one - other).norm(dim=-1) / wanted.clamp(min=least)).max()))
+    return _largest([0.0, *errors])
 
 
-def _nan_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
-def _error_of_one(actual: Tensor, expected: Tensor) -> float:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return math.inf
-    if not expected.is_floating_point():
-        return 0.0 if torch.equal(actual, expected) else math.inf
-    if actual.dim() < 2:
-        actual, expected = actual.view(1, -1), expected.view(1, -1)
-    wanted = expected.float().norm(dim=-1)
-    different = (actual.float() - expected.float()).norm(dim=-1)
-    least = wanted.mean().clamp(min=1e-30)
-    return float((different / wanted.clamp(min=least)).max()) if wanted.numel() else 0.0
-
-
-def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
-    """Small widths if kernels are interpreted; else limits experts so that their matrices remain small."""
-    if launch.INTERPRETED and device.type == "cpu":
-        return replace(
-            sizes,
-            hidden_size=min(sizes.hidden_size, _INTERPRETED_WIDTH),
-            ffn_size=min(sizes.ffn_size, _INTERPRETED_WIDTH),
-            num_experts=min(sizes.num_experts, 3),
-        )
-    bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
-    return replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))  # 1 GiB
+def _largest(errors: Sequence[float]) -> float:
+    """NaN counts as infinitely large, and stays NaN."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 class _Draw:

@@ -1,27 +1,22 @@
-"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`.
-
-Three steps: count each block's slots per expert; take a running sum over experts, then blocks, which is where
-each block's slots of an expert begin; move every slot to its place. Counting keeps the order of an expert's
-slots whatever the blocks are, so results are bitwise reproducible.
-"""
+"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
 
 # A slot's place within its block is found by comparing all pairs: half a block of comparisons per slot.
 _BLOCK = 128
 
 
 @jit
-def _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT: tl.constexpr):
+def _experts_of_block(expert, kept, slots, num_slots, num_experts):
     """Expert of each slot; `num_experts` if dropped or invalid, one more past the last slot."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
-    if HAS_KEPT:
+    if kept is not None:
         chosen = tl.where(tl.load(kept + slots, mask=is_slot, other=0) != 0, chosen, num_experts)
     chosen = tl.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     return tl.where(is_slot, chosen, num_experts + 1)
@@ -29,12 +24,11 @@ def _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT: tl.
 
 @jit
 def _count_kernel(
-    expert, kept, counts, num_slots, num_experts, num_blocks,
-    HAS_KEPT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    expert, kept, counts, num_slots, num_experts, num_blocks, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
-    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
+    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts)
     experts = tl.arange(0, BLOCK_E)
     # Shifted by one place, so that the running sum excludes the block itself.
     place = 1 + experts.to(tl.int64) * num_blocks + block
@@ -45,15 +39,15 @@ def _count_kernel(
 
 @jit
 def _place_kernel(
-    expert, kept, starts, slot, row, offsets, num_slots, num_experts, num_blocks,
-    HAS_KEPT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    expert, kept, starts, slot, row, offsets, num_slots, num_experts, num_blocks, BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     within = tl.arange(0, BLOCK)
     slots = block * BLOCK + within
     is_slot = slots < num_slots
-    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
-    others = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
+    chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts)
+    others = _experts_of_block(expert, kept, slots, num_slots, num_experts)
     is_before = (chosen[:, None] == others[None, :]) & (within[None, :] < within[:, None])
     before = tl.sum(is_before.to(tl.int32), 1)
     place = tl.load(starts + chosen.to(tl.int64) * num_blocks + block, mask=is_slot, other=0) + before
@@ -84,14 +78,13 @@ def slot_sort_torch(
     return slot_N.int(), row_N.int(), offsets_E1.int()
 
 
-def _fake(
-    expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    slot_N = expert_TK.new_empty(expert_TK.numel(), dtype=torch.int32)
-    return slot_N, torch.empty_like(slot_N), expert_TK.new_empty(num_experts + 1, dtype=torch.int32)
-
-
-@compilable("slot_sort", _fake)
+@compilable(
+    "slot_sort",
+    lambda expert_TK, num_experts, kept_TK=None: tuple(
+        expert_TK.new_empty(size, dtype=torch.int32)
+        for size in (expert_TK.numel(), expert_TK.numel(), num_experts + 1)
+    ),
+)
 def slot_sort(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,17 +101,20 @@ def slot_sort(
     """
     if not runs_kernel(expert_TK):
         return slot_sort_torch(expert_TK, num_experts, kept_TK)
-    slot_N, row_N, offsets_E1 = _fake(expert_TK, num_experts)
     num_slots = expert_TK.numel()
+    slot_N, row_N = (expert_TK.new_empty(num_slots, dtype=torch.int32) for _ in range(2))
+    offsets_E1 = expert_TK.new_empty(num_experts + 1, dtype=torch.int32)
     num_blocks = cdiv(num_slots, _BLOCK)
     if num_slots == 0:
         return slot_N, row_N, offsets_E1.zero_()
-    expert_TK = expert_TK.contiguous()
-    kept = expert_TK if kept_TK is None else kept_TK.contiguous()
+    expert_TK, kept_TK = contiguous(expert_TK, kept_TK)
     sizes = num_slots, num_experts, num_blocks
-    constants = {"HAS_KEPT": kept_TK is not None, "BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
+    constants = {"BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
+    # Counting keeps the order of an expert's slots whatever the blocks are, so results are bitwise
+    # reproducible: each block's slots per expert; their running sum over experts, then blocks, which is where
+    # each block's slots of an expert begin; then every slot moves to its place.
     counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
-    _count_kernel[(num_blocks,)](expert_TK, kept, counts, *sizes, **constants)
+    _count_kernel[(num_blocks,)](expert_TK, kept_TK, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)
-    _place_kernel[(num_blocks,)](expert_TK, kept, starts, slot_N, row_N, offsets_E1, *sizes, **constants)
+    _place_kernel[(num_blocks,)](expert_TK, kept_TK, starts, slot_N, row_N, offsets_E1, *sizes, **constants)
     return slot_N, row_N, offsets_E1

@@ -1,8 +1,6 @@
 """Parts of the grouped GEMM kernels: which tile a program computes, and products of blocks.
 
-Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. A row tile belongs to one expert,
-which the program finds from the offsets in registers: nothing is counted in advance for any tile size, and
-the host never waits for the number of tiles. Shape suffixes in `moe_exp.layers`.
+Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from moe_exp.layers.kernels.launch import jit, tl
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Cumulative number of row tiles over experts, [BLOCK_E]; an expert without rows has none."""
+    # A row tile belongs to one expert, which the program finds from the offsets in registers: nothing is
+    # counted in advance for any tile size, and the host never waits for the number of tiles.
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
     rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(
@@ -34,7 +34,8 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """The tile's place in both dimensions: GROUP_M rows of tiles share columns, so operands are in L2."""
+    """The tile's place in both dimensions."""
+    # GROUP_M rows of tiles take the same columns one after another, while these are in L2.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
     size_m = tl.minimum(num_m - first_m, GROUP_M)
@@ -43,9 +44,34 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @jit
+def tile_place(
+    tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+):  # fmt: skip
+    """`row_tile` of the tile with this number among num_m x num_n, and its place in the columns."""
+    tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
+    expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+    return expert, row, row_end, tile_n
+
+
+@jit
+def row_sources(tokens, rows, row_end, num_tokens):
+    """Row of the operand for each row of a tile, and whether that is a token and no padding.
+
+    Without `tokens` (None) the operand has the rows themselves.
+    """
+    # Rows past the end and padding read another row, so that the loop over the depth has no mask for them.
+    source, is_token = tl.minimum(rows, row_end - 1), rows < row_end
+    if tokens is not None:
+        source = tl.load(tokens + source)
+        is_token = source < num_tokens
+        source = tl.minimum(source, num_tokens - 1)
+    return source, is_token
+
+
+@jit
 def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
-    """total + a @ b in fp32. The interpreter's bf16 product is silently wrong, so there it gets fp32."""
-    if INTERPRET:
+    """total + a @ b in fp32."""
+    if INTERPRET:  # whose bf16 product is silently wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
 

@@ -1,7 +1,6 @@
 """The router after its logits in one pass: scores, top-k, weights, and all sums for losses and statistics.
 
-Never writes the scores of all experts or their gradient. Each program writes partial float sums, which are
-added in a fixed order. Shape suffixes in `moe_exp.layers`.
+Never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, num_programs, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    contiguous,
+    jit,
+    last_contiguous,
+    num_programs,
+    power_of_2,
+    runs_kernel,
+    tl,
+)
 from moe_exp.layers.kernels.scores import (
     EPSILON,
     LEAST,
@@ -46,14 +55,14 @@ class TopK(NamedTuple):
 
 
 @jit
-def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID: tl.constexpr):
+def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
     """Logits (-inf past the last expert), whether a token exists, and whether it counts."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
     z = tl.load(place, mask=is_token[:, None] & is_expert[None, :], other=0.0).to(tl.float32)
     counts = is_token
-    if HAS_VALID:
+    if valid is not None:
         counts = tl.load(valid + tokens, mask=is_token, other=0) != 0
     return tl.where(is_expert[None, :], z, -float("inf")), is_token, counts
 
@@ -62,28 +71,25 @@ def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, 
 def _forward_kernel(
     logits, bias, valid, expert, weights, lse, sums, counts, num_tokens, num_experts, stride, factor,
     TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_VALID: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)[None, :]
     is_expert, is_place = experts < num_experts, places < TOPK
     score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
-    entropy_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    entropy_sums = tl.zeros_like(score_sums)
     largest_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
-    by_score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    by_score_sums = tl.zeros_like(chosen_sums)
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
         tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-        z, is_token, is_counted = _load_tile(
-            logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID
-        )
+        z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride)
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
         # Logits have the order of the scores, without ties of scores that round to 0 or 1.
         by_score = raw if SCORE == "softmax" else z
         choice = by_score
-        if HAS_BIAS:
+        if bias is not None:
             choice = raw + tl.load(bias + experts, mask=is_expert, other=0.0)[None, :]
         key = tl.where(is_expert[None, :], key_of(choice), LEAST)
         values = z if SCORE == "softmax" and not PRE_SOFTMAX else raw
@@ -107,35 +113,33 @@ def _forward_kernel(
         entropy_sums -= score * tl.log(tl.where(score > 0.0, score, 1.0))
         largest_sums += tl.where(is_counted, tl.max(tl.where(is_place, value, 0.0), 1), 0.0)
         chosen_sums += (counted & (key == LEAST)).to(tl.int32)
-        if HAS_BIAS:
+        if bias is not None:
             key = tl.where(is_expert[None, :], key_of(by_score), LEAST)
             _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
-    mine = tl.program_id(0).to(tl.int64)
-    my_sums, my_counts = sums + mine * (num_experts + 2), counts + mine * (2 * num_experts)
-    tl.store(my_sums + experts, tl.sum(score_sums, 0), mask=is_expert)
-    tl.store(my_sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
-    tl.store(my_sums + num_experts + 1, tl.sum(largest_sums, 0))
+    # Partial sums of each program, which are added in a fixed order afterwards: no atomics.
+    sums += tl.program_id(0).to(tl.int64) * (num_experts + 2)
+    counts += tl.program_id(0).to(tl.int64) * (2 * num_experts)
+    tl.store(sums + experts, tl.sum(score_sums, 0), mask=is_expert)
+    tl.store(sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
+    tl.store(sums + num_experts + 1, tl.sum(largest_sums, 0))
     chosen_count = tl.sum(chosen_sums, 0)
-    tl.store(my_counts + experts, chosen_count, mask=is_expert)
-    by_score_count = tl.sum(by_score_sums, 0) if HAS_BIAS else chosen_count
-    tl.store(my_counts + num_experts + experts, by_score_count, mask=is_expert)
+    tl.store(counts + experts, chosen_count, mask=is_expert)
+    by_score_count = chosen_count if bias is None else tl.sum(by_score_sums, 0)
+    tl.store(counts + num_experts + experts, by_score_count, mask=is_expert)
 
 
 @jit
 def _backward_kernel(
     logits, valid, expert, dweights, dlse, dscore_sums, dlogits, num_tokens, num_experts, stride, factor,
     TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_DSCORES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     experts = tl.arange(0, BLOCK_E)
     is_expert = experts < num_experts
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    z, is_token, is_counted = _load_tile(
-        logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID
-    )
+    z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride)
     probabilities, _ = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
@@ -145,9 +149,8 @@ def _backward_kernel(
     for k in tl.static_range(TOPK):
         slots = tokens.to(tl.int64) * TOPK + k
         is_k = experts[None, :] == tl.load(expert + slots, mask=is_token, other=-1).to(tl.int32)[:, None]
-        dvalue = tl.where(
-            is_k, tl.load(dweights + slots, mask=is_token, other=0.0).to(tl.float32)[:, None] * factor, dvalue
-        )
+        dweight = tl.load(dweights + slots, mask=is_token, other=0.0).to(tl.float32)[:, None] * factor
+        dvalue = tl.where(is_k, dweight, dvalue)
         is_chosen = is_chosen | is_k
     value = tl.where(is_chosen, raw, 0.0)
     in_logs = z  # input of a softmax over the chosen
@@ -164,7 +167,7 @@ def _backward_kernel(
 
     dz = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     dscore = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
-    if HAS_DSCORES:
+    if dscore_sums is not None:
         dscore += tl.where(
             is_counted[:, None], tl.load(dscore_sums + experts, mask=is_expert, other=0.0)[None, :], 0.0
         )
@@ -179,22 +182,20 @@ def _backward_kernel(
         dlog = dvalue * value
         if NORMALIZE:
             dlog -= value * tl.sum(dlog, 1)[:, None]
-        if HAS_DSCORES:
+        if dscore_sums is not None:
             score, _ = softmax(in_logs)
             dlog += score * (dscore - tl.sum(dscore * score, 1)[:, None])
         dz += dlog * slope
-    if HAS_DLSE:
+    if dlse is not None:
         dz += probabilities * tl.load(dlse + tokens, mask=is_token, other=0.0)[:, None]
     place = dlogits + tokens.to(tl.int64)[:, None] * num_experts + experts[None, :]
     tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
 
 
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits.
-
-    A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
-    (sigmoid below -103).
-    """
+    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits."""
+    # A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
+    # (sigmoid below -103).
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
     return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
 
@@ -235,7 +236,7 @@ SCORE_FUNCTIONS = {
 
 
 class _LogScores(torch.autograd.Function):
-    """Saves only the logits for backward; autograd would save six tensors of their size."""
+    # Saves only the logits for backward; autograd would save six tensors of their size.
 
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, score: ScoreFunction) -> Tensor:
@@ -269,7 +270,8 @@ def router_topk_torch(
         scores_TE = log_TE.softmax(dim=-1)
     # Logits have the order of the scores, without ties of scores that round to 0 or 1.
     by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
-    expert_TK = _best(by_score_TE if bias_E is None else raw_TE.detach() + bias_E, topk)
+    choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
+    expert_TK, counts_E = _best(choice_TE, topk, valid_T)
     weights_TK = raw_TE.gather(1, expert_TK)
     if score == "softmax" and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
@@ -282,24 +284,22 @@ def router_topk_torch(
     if valid_T is not None:
         scores_TE, top1_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T
     entropy = -torch.xlogy(scores_TE.detach(), scores_TE.detach()).sum()
-    counts_E = _count(expert_TK, valid_T, logits_TE.size(1))
-    by_score_E = counts_E if bias_E is None else _count(_best(by_score_TE, topk), valid_T, logits_TE.size(1))
+    by_score_E = counts_E if bias_E is None else _best(by_score_TE, topk, valid_T)[1]
     lse_T = logits_TE.logsumexp(dim=-1)
     return TopK(
         expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum()
     )
 
 
-def _best(choice_TE: Tensor, topk: int) -> Tensor:
-    """The K best; torch.topk does not specify which of equal values it takes."""
-    return choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
-
-
-def _count(expert_TK: Tensor, valid_T: Tensor | None, num_experts: int) -> Tensor:
+def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The K best experts of each token, and slots per expert without padding."""
+    # Not torch.topk, which does not specify which of equal values it takes.
+    expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)
     if valid_T is not None:
         ones_TK = ones_TK * valid_T.unsqueeze(1)
-    return expert_TK.new_zeros(num_experts).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
+    counts_E = expert_TK.new_zeros(choice_TE.size(1))
+    return expert_TK, counts_E.scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 
 def router_topk(
@@ -346,7 +346,7 @@ class _RouterTopK(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any
     ) -> tuple[Tensor, ...]:
-        logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+        logits_TE = last_contiguous(logits_TE)
         expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
         ctx.options = options
@@ -397,15 +397,14 @@ def _topk_forward(
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
     num_blocks = cdiv(num_tokens, blocks["BLOCK_T"])
+    # Takes all processors, also with MOE_SM_MARGIN: the partial sums depend on the number of programs.
     programs = num_programs(logits_TE, num_blocks, per_processor=_PROGRAMS_PER_PROCESSOR, takes_all=True)
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
-        logits_TE if valid_T is None else valid_T.contiguous(), expert_TK, weights_TK, lse_T, partial_sums,
-        partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
-        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_BIAS=bias_E is not None,
-        HAS_VALID=valid_T is not None, BLOCK_K=power_of_2(topk), **blocks,
+        logits_TE, *contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums, partial_counts,
+        num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=power_of_2(topk), **blocks,
     )  # fmt: skip
     return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
 
@@ -431,12 +430,9 @@ def _topk_backward(
         return dlogits_TE
     blocks = _blocks(num_experts)
     _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
-        logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK,
-        dweights_TK.contiguous(), logits_TE if dlse_T is None else dlse_T.contiguous(),
-        logits_TE if dscore_sums_E is None else dscore_sums_E.contiguous(), dlogits_TE, num_tokens,
-        num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
-        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_VALID=valid_T is not None,
-        HAS_DLSE=dlse_T is not None, HAS_DSCORES=dscore_sums_E is not None, **blocks,
+        logits_TE, *contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
+        num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, **blocks,
     )  # fmt: skip
     return dlogits_TE
 

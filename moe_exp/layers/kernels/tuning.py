@@ -11,7 +11,7 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ class KernelConfig:
 
     constants: dict[str, int]  # of the kernel, num_warps and num_stages; TMA=1 needs tensor descriptors
 
+    def suits(self, kwargs: dict[str, Any]) -> bool:
+        """Whether these operands have what the config needs."""
+        return bool(kwargs.get("HAS_TMA")) or not self.constants.get("TMA")
+
     def __str__(self) -> str:
         return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
 
@@ -42,13 +46,9 @@ class Tuned:
     """A kernel with several configs: `kernel[grid](...)` takes the fastest.
 
     The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails in any way, also after it was chosen (operands with another alignment),
-    is dropped with one warning, and another takes its place. After `take_choices` nothing is timed, as the
-    other ranks would wait: a new key takes the config of the most similar one.
-
-    With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
-    fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
-    Arguments: see `tuned`.
+    all tensors. A config that fails in any way is dropped with one warning, and another takes its place.
+    After `take_choices` nothing is timed: a new key takes the config of the most similar one. Arguments: see
+    `tuned`.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Tuned:
         configs: Sequence[KernelConfig],
         key: Sequence[str],
         trial: str | None = None,
-        set_blocks: Callable[[dict[str, Any]], None] | None = None,
+        blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
     ):
-        self.fn, self.configs, self._trial, self._set_blocks = function, list(configs), trial, set_blocks
+        self.fn, self.configs, self._trial, self._blocks = function, list(configs), trial, blocks
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
         self.choices: dict[Key, KernelConfig] = {}
@@ -87,9 +87,11 @@ class Tuned:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launches the fastest config, or the next one if that fails."""
         if self._only is not None:
-            if not _suits(self._only, kwargs):
+            if not self._only.suits(kwargs):
                 raise UnsuitedError(f"kernel {self.name}: config {self._only} is not for these operands")
             return self._launch(self._only, args, kwargs)
+        # Another start may measure another config as fastest, whose tiles sum in another order. Checked at
+        # every launch, as in torch, so also after timing.
         if torch.are_deterministic_algorithms_enabled():
             return self._launch(self.configs[0], args, kwargs)
         key = self.key(args, kwargs)
@@ -97,7 +99,7 @@ class Tuned:
             config = self.choices.get(key) or self._choose(key, args, kwargs)
             try:
                 return self._launch(config, args, kwargs)
-            except Exception as error:
+            except Exception as error:  # also after it was chosen, as with operands of another alignment
                 if len(self.configs) == 1 or is_of_device(error):
                     raise
                 self.drop(config, error)
@@ -117,8 +119,11 @@ class Tuned:
             kwargs[self._trial] = is_trial
         if kwargs.get("HAS_TMA"):
             if config.constants["TMA"]:
-                assert self._set_blocks is not None
-                self._set_blocks({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs})
+                assert self._blocks is not None
+                given = {**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}
+                for name, shape in self._blocks(given).items():
+                    if given[name] is not None:
+                        given[name].block_shape = shape
             else:  # not encoded in vain, and a driver that cannot encode them fails no config without them
                 descriptor = triton.tools.tensor_descriptor.TensorDescriptor
                 args = [None if isinstance(x, descriptor) else x for x in args]
@@ -126,7 +131,7 @@ class Tuned:
 
     def suited(self, kwargs: dict[str, Any]) -> list[KernelConfig]:
         """Configs that suit the operands and have not failed."""
-        return [x for x in self.configs if x not in self._dropped and _suits(x, kwargs)]
+        return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
         """See `take_choices`; without configs that have failed here."""
@@ -152,7 +157,8 @@ class Tuned:
         if len(left) == 1:
             config = left[0]
         elif self.is_decided:
-            # The choice for the key that agrees with this one in most places, else the first config.
+            # The other ranks would wait for timing: the choice for the key that agrees with this one in most
+            # places, else the first config.
             known = [other for other, config in self.choices.items() if config in left]
             similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
             config = left[0] if similar is None else self.choices[similar]
@@ -171,7 +177,10 @@ class Tuned:
         self, configs: Sequence[KernelConfig], key: Key, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KernelConfig:
         file = self._file(key)
-        stored = None if file is None else _read(file)
+        stored = None
+        if file is not None:
+            with suppress(OSError, ValueError, TypeError, KeyError):  # missing, or damaged
+                stored = str(read_json(file)["config"])
         if known := next((config for config in configs if str(config) == stored), None):
             return known
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -199,7 +208,12 @@ class Tuned:
         logger.debug("kernel %s, %s, milliseconds: %s", self.name, self._in_words(key), times)
         fastest = min(found, key=lambda config: found[config])
         if file is not None:
-            _write(file, {"kernel": self.name, "operands": self._in_words(key), "config": str(fastest)})
+            choice = {"kernel": self.name, "operands": self._in_words(key), "config": str(fastest)}
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, choice)
+            except OSError as failed:  # a full disk, or a home folder that cannot be written
+                logger.debug("%s is not written: %s", file, in_one_line(failed))
         return fastest
 
     def _file(self, key: Key) -> Path | None:
@@ -246,34 +260,13 @@ def device_facts() -> tuple[str, ...]:
     return torch.cuda.get_device_name(), driver_version()
 
 
-def _read(file: Path) -> str | None:
-    """The config in a file of choices; None if there is none, or the file is damaged."""
-    try:
-        return str(read_json(file)["config"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(file: Path, choice: dict[str, str]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, choice)
-    except OSError as error:
-        logger.debug("%s is not written: %s", file, in_one_line(error))
-
-
 class UnsuitedError(ValueError):
     """The config does not suit these operands, such as one with tensor descriptors if there are none."""
 
 
-def _suits(config: KernelConfig, kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("HAS_TMA")) or not config.constants.get("TMA")
-
-
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a launch on the device, by Triton's benchmark, in a third of its usual time: a run has
-    two hundred of them before its first iteration.
-    """
+    """Median time of a launch on the device, by Triton's benchmark."""
+    # In a third of its usual time: a run has two hundred of them before its first iteration.
     benchmark = triton.runtime.driver.active.get_benchmarker()
     return float(benchmark(run, warmup=8, rep=32, quantiles=(0.5, 0.2, 0.8))[0])
 
@@ -290,7 +283,7 @@ def tuned(
     configs: Sequence[dict[str, int]],
     key: Sequence[str],
     trial: str | None = None,
-    set_blocks: Callable[[dict[str, Any]], None] | None = None,
+    blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
 ) -> Callable[[Any], Any]:
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
@@ -302,14 +295,15 @@ def tuned(
         trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
             leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
             output, in the first backward pass of a run.
-        set_blocks: sets block shapes of descriptors; called with all arguments before each launch with TMA=1.
+        blocks: block shapes of the descriptors, by name of the argument; called with all arguments before
+            each launch with TMA=1, whose values have two bytes.
     """
 
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
         chosen = [make_config(config) for config in (configs[:1] if INTERPRETED else configs)]
-        kernel = Tuned(function, chosen, key, trial, set_blocks)
+        kernel = Tuned(function, chosen, key, trial, blocks)
         TUNED[kernel.name] = kernel
         return kernel
 
@@ -332,9 +326,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles.
-
-    Part of the tuning keys, so that a process that first generates a few tokens does not train with their
-    config. Coarse, because every class is timed once.
-    """
+    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles."""
+    # Part of the tuning keys, so that a process that first generates a few tokens does not train with their
+    # config. Coarse, because every class is timed once.
     return sum(num_rows >= num_groups * size for size in (64, 512))

@@ -19,11 +19,11 @@ from moe_exp.layers.kernels.tiles import (
     activate,
     column_chunks,
     dot,
-    in_groups,
     linear_unit,
     load_where,
-    row_tile,
+    row_sources,
     row_tile_ends,
+    tile_place,
 )
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
@@ -67,19 +67,13 @@ def _finish(
     tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
 
 
-def _set_blocks(args: dict[str, Any]) -> None:
-    if args["w_tma"] is None:
-        return
-    width, depth = args["BLOCK_N"], args["BLOCK_K"] * 2 // args["x"].element_size()
-    args["w_tma"].block_shape = [1, width // 2, 2, depth] if args["GATED"] else [1, width, depth]
-    if args["x_tma"] is not None:
-        args["x_tma"].block_shape = [args["BLOCK_M"], depth]
-
-
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "width", "depth", "GATED", "KEEPS_HIDDEN", "HAS_TMA"],
-    set_blocks=_set_blocks,
+    blocks=lambda at: {
+        "x_tma": [at["BLOCK_M"], at["BLOCK_K"]],
+        "w_tma": [1, *([at["BLOCK_N"] // 2, 2] if at["GATED"] else [at["BLOCK_N"]]), at["BLOCK_K"]],
+    },
 )
 @jit
 def _kernel(
@@ -97,14 +91,9 @@ def _kernel(
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_F)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
-        expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
+        expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK_M, GROUP_M)
         rows, column = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_F
-        source = tl.minimum(rows, row_end - 1)
-        if token is not None:
-            source = tl.load(token + source)
-            is_token = source < num_tokens
-            source = tl.minimum(source, num_tokens - 1)
+        source, is_token = row_sources(token, rows, row_end, num_tokens)
         depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
         # Columns of gate and up alternate: both come from one product, and a pair of them is in one thread.

@@ -1,13 +1,10 @@
 """Gradients of the experts' matrices: sums over rows, either side of which may be gathered.
 
 One program computes one tile of one expert's matrix from all of its rows: no atomics, so results are bitwise
-reproducible. Experts differ in rows; tiles of the fullest come first, so that the last ones are short. Shape
-suffixes in `moe_exp.layers`.
+reproducible. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +51,11 @@ def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
     tl.store(order + places, mine, mask=mine < num_experts)
 
 
-def _set_blocks(args: dict[str, Any]) -> None:
-    depth = args["BLOCK_K"] * 2 // args["a"].element_size()
-    for descriptor, columns in (("a_tma", "BLOCK_M"), ("b_tma", "BLOCK_N")):
-        if args[descriptor] is not None:
-            args[descriptor].block_shape = [depth, args[columns]]
-
-
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "num_m", "num_n", "ADDS", "HAS_TMA"],
     trial="is_trial",
-    set_blocks=_set_blocks,
+    blocks=lambda at: {"a_tma": [at["BLOCK_K"], at["BLOCK_M"]], "b_tma": [at["BLOCK_K"], at["BLOCK_N"]]},
 )
 @jit
 def _kernel(
@@ -81,6 +71,7 @@ def _kernel(
     EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
     tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
     place, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+    # Tiles of the fullest expert come first, so that the last ones to run are short.
     expert = tl.load(order + place)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     if ADDS and first == end:
@@ -226,15 +217,9 @@ def _add_grad(
 
 
 def _launch(
-    dw_LMN: Tensor,
-    a: Tensor,
-    b: Tensor,
-    offsets_L1: Tensor,
-    a_index_R: Tensor | None,
-    b_index_R: Tensor | None,
-    *,
-    adds: bool,
+    dw_LMN: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, *indices: Tensor | None, adds: bool
 ) -> None:
+    a_index_R, b_index_R = indices
     num_experts, num_m, num_n = dw_LMN.shape
     num_rows = (a if a_index_R is None else a_index_R).size(0)
     if num_rows == 0:

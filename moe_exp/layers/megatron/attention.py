@@ -1,7 +1,11 @@
-"""The attention core of the local spec: causal, grouped queries, context parallel. No megatron import here.
+"""Attention core, norms and rotary embedding of the local spec. Causal, grouped queries, context parallel.
 
 Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this
 rank, d head size of queries and keys, v of values (differs from d only with multi-latent attention).
+
+Megatron's torch wrapper of norms refuses sequence parallelism. Its rotary embedding (arXiv:2104.09864) takes
+about 20 operations each way for queries and keys, a third of all that a layer without experts starts; on a
+GPU a small model waits for that. Here it takes three each way for queries, and as many for keys.
 """
 
 import importlib.util
@@ -15,6 +19,8 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
+
+from megatron.core.models.common.embeddings import rope_utils
 
 
 class KeyValueCache:
@@ -152,19 +158,18 @@ class CausalAttention(nn.Module):
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
-        return flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=query_bounds,
-            cu_seqlens_k=key_bounds,
-            max_seqlen_q=max(one.num_queries for one in documents.segments),
-            max_seqlen_k=max(one.num_keys for one in documents.segments),
-            dropout_p=self.dropout if self.training else 0.0,
-            softmax_scale=self.scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        most = {
+            "max_seqlen_q": max(one.num_queries for one in documents.segments),
+            "max_seqlen_k": max(one.num_keys for one in documents.segments),
+        }
+        bounds = {"cu_seqlens_q": query_bounds, "cu_seqlens_k": key_bounds}
+        return flash_attn_varlen_func(query, key, value, **bounds, **most, **self._flash_options())
+
+    def _flash_options(self) -> dict[str, Any]:
+        # Its faster backward accumulates the gradient of the queries atomically.
+        same_bits = torch.are_deterministic_algorithms_enabled()
+        dropout = self.dropout if self.training else 0.0
+        return {"dropout_p": dropout, "softmax_scale": self.scale, "causal": True, "deterministic": same_bits}
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()
@@ -174,17 +179,12 @@ class CausalAttention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""
         self._measure(query, key)
-        dropout = self.dropout if self.training else 0.0
         if self.use_flash:
             from flash_attn import flash_attn_func
 
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            # Its faster backward accumulates the gradient of the queries atomically.
-            same_bits = torch.are_deterministic_algorithms_enabled()
-            out = flash_attn_func(
-                q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True, deterministic=same_bits
-            )
-            return out.transpose(0, 1)
+            return flash_attn_func(q, k, v, **self._flash_options()).transpose(0, 1)
+        dropout = self.dropout if self.training else 0.0
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if q.size(2) == 1 and dropout == 0.0:
             # One query sees every key: treat a group's heads as its rows, so that no key has to be repeated.
@@ -192,7 +192,7 @@ class CausalAttention(nn.Module):
                 q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
             )
             return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
-        if q.size(1) != k.size(1) and not _takes_groups(q):
+        if q.size(1) != k.size(1) and not takes_groups(q):
             k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         square = q.size(2) == k.size(2)
         mask = None
@@ -228,7 +228,7 @@ class CausalAttention(nn.Module):
         return taken
 
 
-def _takes_groups(query: Tensor) -> bool:
+def takes_groups(query: Tensor) -> bool:
     """Whether torch takes fewer heads of keys than of queries without keeping all scores: on GPUs only its
     flash attention does, which needs two bytes per value and sm_80.
     """
@@ -260,3 +260,123 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int 
         largest = products.masked_fill_(later, -math.inf).amax((0, 3, 4))
         found = torch.maximum(found, largest.float())
     return found.flatten()
+
+
+def choose_norm(device_type: str) -> tuple[str, str]:
+    """The norm that runs, and the reason in words."""
+    reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
+    if device_type == "cuda":
+        has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
+        without = f"torch {torch.__version__} has no kernel for RMSNorm"
+        reason += f"; {'RMSNorm is one kernel each way' if has_kernel else without}"
+    return "torch", reason
+
+
+class Norm:
+    """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
+
+    With sequence parallelism a rank sees a part of the tokens, and Megatron sums the gradients of marked
+    parameters. A class with the signature of Megatron's norms, because specs are built from classes.
+
+    Args:
+        config: has `normalization`, `sequence_parallel` and `params_dtype`.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> nn.Module:
+        norm_class = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
+
+    y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels. Heads and weights are split
+    over tensor parallel ranks, which exchange their sums of squares (S*B numbers per rank) and the gradients
+    of these. Computed in at least fp32.
+
+    Args:
+        config: has `params_dtype`.
+        num_channels: H*d, of all ranks.
+        group: ranks that hold the other heads of the same tokens.
+    """
+
+    def __init__(self, config: Any, num_channels: int, *, eps: float, group: ProcessGroup):
+        super().__init__()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.weight = nn.Parameter(
+            torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device)
+        )
+        self.num_channels, self.eps, self.group = num_channels, eps, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes x [S, B, h, d]; the result has its shape and dtype."""
+        flat = x.flatten(-2)
+        if self.group.size() == 1:
+            return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        squares = wide.square().sum(-1)
+        # Gathered, then summed in rank order, so that every rank has the same bits.
+        total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
+        normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
+        return (normalized * self.weight).to(x.dtype).view_as(x)
+
+
+def install_rotary() -> bool:
+    """Makes Megatron call `rotate` for `apply_rope_fusion`; False if it calls Transformer Engine's kernel."""
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        rope_utils.fused_apply_rotary_pos_emb = rotate
+    return rope_utils.fused_apply_rotary_pos_emb is rotate
+
+
+def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Each pair (a, b) of values becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: [S, B, H, D].
+        angles: [S, 1 or B, 1, P] for the first P of the D values, equal for both of a pair; the others stay.
+        interleaved: pairs are neighbours, and not P / 2 apart.
+    """
+    # Cosine [..., P] and the sine of every pair [..., P / 2]; kept with the angles, which all layers share.
+    known = vars(angles).setdefault("cos_and_sin", {})
+    if x.dtype not in known:
+        # What is made in inference mode could not be used in training.
+        with torch.inference_mode(False):
+            known[x.dtype] = angles.cos().to(x.dtype), _pairs(angles, interleaved)[0].sin().to(x.dtype)
+    return _Rotate.apply(x, *known[x.dtype], interleaved)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return first, second
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotated(x, cos, sin, interleaved, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, ctx.interleaved, sign=-1), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, sign: int) -> Tensor:
+    """By the angle, or with sign -1 back."""
+    width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, turned = x[..., :width], out[..., :width]
+    torch.mul(source, cos, out=turned)
+    (a, b), (out_a, out_b) = _pairs(source, interleaved), _pairs(turned, interleaved)
+    out_a.addcmul_(b, sin, value=-sign)
+    out_b.addcmul_(a, sin, value=sign)
+    if width < x.size(-1):
+        out[..., width:] = x[..., width:]
+    return out

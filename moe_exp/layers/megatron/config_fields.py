@@ -1,7 +1,6 @@
 """Which fields of Megatron's TransformerConfig the MoE layer follows, refuses, or can ignore."""
 
 from dataclasses import MISSING, fields
-from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -67,14 +66,18 @@ def check_fields(config: TransformerConfig) -> None:
     This includes moe_ fields of newer Megatron versions that are not listed here and not at their default.
     """
     defaults = {field.name: field.default for field in fields(config)}
-    for name, (rule, fix) in REFUSED.items():
-        if _is_set(config, name, defaults.get(name)):
-            raise ValueError(f"{name}={getattr(config, name)}: {rule} in this MoE layer. Fix: {fix}.")
-    for name, default in defaults.items():
-        is_known = name in FOLLOWED or name in IRRELEVANT or name in REFUSED
-        if name.startswith("moe_") and not is_known and _is_set(config, name, default):
-            rule = "this MoE layer does not know the field"
-            raise ValueError(f"{name}={getattr(config, name)}: {rule}. Fix: leave it at {default}.")
+    unknown = [
+        name
+        for name in defaults
+        if name.startswith("moe_") and name not in FOLLOWED and name not in IRRELEVANT and name not in REFUSED
+    ]
+    for name in (*REFUSED, *unknown):
+        value, default = getattr(config, name, None), defaults.get(name)
+        if value is None or value is False or (default is not MISSING and value == default):
+            continue
+        rule, fix = REFUSED.get(name, ("this MoE layer does not know the field", f"leave it at {default}"))
+        rule += " in this MoE layer" if name in REFUSED else ""
+        raise ValueError(f"{name}={value}: {rule}. Fix: {fix}.")
 
 
 def check_attention(config: TransformerConfig) -> None:
@@ -83,8 +86,3 @@ def check_attention(config: TransformerConfig) -> None:
         if (value := getattr(config, name, usual)) != usual:
             rule = "attention and norm of this layer spec do not know the field"
             raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or use_te=True.")
-
-
-def _is_set(config: TransformerConfig, name: str, default: Any) -> bool:
-    value = getattr(config, name, None)
-    return value is not None and value is not False and (default is MISSING or value != default)

@@ -15,14 +15,12 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispa
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
-from moe_exp.layers.experts.fp8 import check_fp8
-from moe_exp.layers.experts.grouped_gemm import choose_backend
+from moe_exp.layers.experts.grouped_gemm import check_fp8, choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.phases import PhaseTimers
+from moe_exp.layers.moe_layer import MoELayer, PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.balance import GlobalFractions, L1Factor, QuantileBias
 from moe_exp.layers.statistics import MoEStatistics
@@ -48,7 +46,7 @@ def device_of_model() -> torch.device:
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
     """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
     states = {loss.needs.state for loss in balancing_losses(config)}
-    assignment = "sinkhorn" if "sinkhorn" in _kinds(config) else "topk"
+    assignment = "sinkhorn" if "sinkhorn" in config.moe_router_load_balancing_type else "topk"
     mine = RouterConfig(
         hidden_size=config.hidden_size,
         num_experts=config.num_moe_experts,
@@ -70,14 +68,10 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
     return replace(mine, **overrides)
 
 
-def _kinds(config: TransformerConfig) -> list[str]:
-    kinds = config.moe_router_load_balancing_type
-    return [kinds] if isinstance(kinds, str) else list(kinds)
-
-
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
     """The losses of a TransformerConfig, whose type and coefficient are single values or lists."""
-    kinds, coeffs = _kinds(config), config.moe_aux_loss_coeff
+    kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
     return tuple(
         AuxLoss(kind, float(coeff))
@@ -202,9 +196,7 @@ class MegatronExperts(Experts):
 
 
 def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
-    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`, as Megatron's
-    grouped experts do.
-    """
+    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`."""
     keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith("._extra_state")]
 
 
@@ -400,30 +392,18 @@ def latent_projections(
     """
     # Linear is always duplicated, TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    return (
-        _projection(linear, config, hidden, latent, config.init_method, device, **mode),
-        _projection(linear, config, latent, hidden, config.output_layer_init_method, device, **mode),
-    )
-
-
-def _projection(
-    linear: Any,
-    config: TransformerConfig,
-    inputs: int,
-    outputs: int,
-    init_method: Callable[[Tensor], Any],
-    device: torch.device,
-    **mode: Any,
-) -> Any:
     options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
-    with device:
-        projection = linear(inputs, outputs, config=config, init_method=init_method, **options, **mode)
-    if linear is Linear:  # it leaves the initial weights to torch
-        init_method(projection.weight)
-        if projection.bias is not None:
-            torch.nn.init.zeros_(projection.bias)
-    return projection
+    sizes = config.hidden_size, config.moe_latent_size
+    projections = []
+    for shape, init in ((sizes, config.init_method), (sizes[::-1], config.output_layer_init_method)):
+        with device:
+            projection = linear(*shape, config=config, init_method=init, **options, **mode)
+        if linear is Linear:  # it leaves the initial weights to torch
+            init(projection.weight)
+            if projection.bias is not None:
+                torch.nn.init.zeros_(projection.bias)
+        projections.append(projection)
+    return projections[0], projections[1]
 
 
 def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:

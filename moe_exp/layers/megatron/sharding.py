@@ -6,9 +6,6 @@ Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two 
 - `experts.X` with an expert axis before the axes of X. The gate is the first half of W.
 - with `singleton_local_shards`, set by Megatron-LM's training script: `experts.<index of the expert>.X` per
   expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
-
-It also writes and requires objects `linear_fc1._extra_state` and `linear_fc2._extra_state` per expert, empty
-except for Transformer Engine's fp8 scales.
 """
 
 from collections.abc import Mapping
@@ -75,6 +72,7 @@ def shard_experts(
             offsets, key = (*offsets, (len(offsets), expert, num_experts)), f"{prefix}experts"
         shape = tuple(size for _, _, size in offsets) or (1,)
         offset = tuple(index for _, index, _ in offsets) or (0,)
+        # Megatron writes and requires these objects, empty except for Transformer Engine's fp8 scales.
         for linear in ("linear_fc1", "linear_fc2"):
             extra = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
             state[f"{prefix}{expert}.{linear}._extra_state"] = extra

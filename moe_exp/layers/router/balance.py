@@ -3,16 +3,6 @@
 The state is in buffers of the router, where Megatron's finalize_model_grads and checkpoints look for them by
 name. A rule counts in each training forward pass and updates at the end of the global batch. Shape suffixes
 in `moe_exp.layers`; B bins.
-
-Quantile balancing: an expert's bias is the value that would have given it its share of the last batch. For
-each token, the cutoff is the (K+1)-th largest sum of score and bias. An expert would have been at the cutoff
-of token t with the bias cutoff_t - score_te, which is its bias plus the gap that `count_gaps` counts. The new
-bias is the K/E quantile of these values: with it a share K/E of the tokens lie above their cutoff. There is
-no step size and no coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
-
-Gaps are counted in bins, so sums over micro-batches and ranks are exact in any order. The bins are those of
-asinh(gap / 1e-5), narrow near 0, where the quantile is once the bias is right: 3% of the gap, whatever the
-scale of the scores.
 """
 
 import math
@@ -54,8 +44,7 @@ class BalanceRule:
 
 class SignBias(BalanceRule):
     """The bias of an expert rises by `bias_update_rate` if it has fewer slots than the mean and falls if it
-    has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. In
-    training, Megatron's finalize_model_grads does this.
+    has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
     """
 
     saved = ("expert_bias",)
@@ -69,14 +58,21 @@ class SignBias(BalanceRule):
         router.local_tokens_per_expert += decision.tokens_per_expert_E
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
+        # Outside Megatron, whose finalize_model_grads does this in training.
         counts_E = sum_over(router.local_tokens_per_expert, group)
         router.expert_bias += torch.sign(counts_E.mean() - counts_E) * router.config.bias_update_rate
         router.local_tokens_per_expert.zero_()
 
 
 class QuantileBias(BalanceRule):
-    """The bias that would have balanced the batch."""
+    """Quantile balancing: an expert's bias is the value that would have given it its share of the last batch,
+    without a step size or a coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
+    """
 
+    # For each token, the cutoff is the (K+1)-th largest sum of score and bias. An expert would have been at
+    # the cutoff of token t with the bias cutoff_t - score_te, which is its bias plus the gap that
+    # `count_gaps` counts. The new bias is the K/E quantile of these values: a share K/E of the tokens is
+    # above its cutoff.
     saved = ("expert_bias",)
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
@@ -136,7 +132,8 @@ class L1Factor(BalanceRule):
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         slots, tokens = sum_over(router.slots_and_tokens, group).double()
         router.l1_factor *= 1.2 ** torch.sign(slots - tokens * router.config.topk).float()
-        router.l1_factor.clamp_(1e-20, 1e20)  # of the smallest numbers of fp32 a fifth more is the same
+        # Of the smallest numbers of fp32 a fifth more is the same, so the factor could not grow again.
+        router.l1_factor.clamp_(1e-20, 1e20)
         router.slots_and_tokens.zero_()
 
 
@@ -152,6 +149,9 @@ def rules_of(config: RouterConfig) -> tuple[BalanceRule, ...]:
     return tuple(rules)
 
 
+# Gaps are counted in bins, so that sums over micro-batches and ranks are exact in any order. The bins are
+# those of asinh(gap / 1e-5), narrow near 0, where the quantile is once the bias is right: 3% of the gap,
+# whatever the scale of the scores.
 NUM_BINS = 1024
 _SCALE, _LARGEST = 1e-5, 64.0  # of a gap; a larger one is in the outermost bin
 _RANGE = math.asinh(_LARGEST / _SCALE)
@@ -171,10 +171,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """The bias plus the K/E quantile of each expert's gaps, with mean 0; `bias_E` if nothing is counted.
-
-    A constant added to all biases changes no choice.
-    """
+    """The bias plus the K/E quantile of each expert's gaps, with mean 0; `bias_E` if nothing is counted."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()
@@ -183,4 +180,5 @@ def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
     below_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
     place_E1 = (bin_E1 + (target_E1 - below_E1) / inside_E1) / (NUM_BINS // 2) - 1
     new_E = bias_E.double() + _SCALE * torch.sinh(place_E1.squeeze(1) * _RANGE)
+    # A constant added to all biases changes no choice.
     return torch.where(total_E1.squeeze(1) > 0, new_E - new_E.mean(), bias_E.double()).to(bias_E.dtype)

@@ -87,7 +87,8 @@ class RoutingDecision:
 
 
 def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
-    """Slots per expert, int64 [E]. torch.bincount would synchronize to learn the largest value."""
+    """Slots per expert, int64 [E]."""
+    # Not torch.bincount, which would synchronize to learn the largest value.
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
     return counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
 

@@ -20,11 +20,11 @@ def in_backward() -> bool:
 def is_counted_forward() -> bool:
     """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
 
-    Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
-    with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under hooks
-    on saved tensors: the first counts. Any other pass without gradients is an evaluation. A compiled layer
-    cannot see who calls it: under torch.compile every pass with gradients counts.
+    Under torch.compile every pass with gradients counts, as a compiled layer cannot see who calls it.
     """
+    # Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
+    # with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under
+    # hooks on saved tensors: the first counts. Any other pass without gradients is an evaluation.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled()
     return not (in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
@@ -34,8 +34,7 @@ class RoutingReplay:
     """Decisions of one router: one [T, K] tensor per forward pass, in order.
 
     Weights are always computed from the scores of the current pass, so gradients reach the router in a
-    replay, too. With recompute, the pass in backward reuses the decision of its forward pass: backward passes
-    come in the order of forward passes, as in Megatron's schedules.
+    replay, too.
 
     Args:
         recorded: decisions to replay; None records.
@@ -49,6 +48,8 @@ class RoutingReplay:
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
         """Called by the router with its own choice; returns the choice to use."""
+        # A recomputation reuses the decision of its forward pass: backward passes come in the order of
+        # forward passes, as in Megatron's schedules.
         if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
         if not self.is_replay:

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.config.checks.router import RouterConfig
 from moe_exp.config.choices import LOSSES
-from moe_exp.layers.kernel_choice import takes_kernels
+from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
@@ -33,9 +33,7 @@ class Router(nn.Module):
     are normalized over those.
 
     Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s): exact to
-    1e-6 in fp32 for any logits. If all of a token's logits are below -14, they equal softmax(z) (sigmoid) and
-    softmax(z / 2) (sqrtsoftplus), independent of a common shift; shifted upward they tend to 1/E and 1/K,
-    more slowly for sqrtsoftplus. Unnormalized weights are s itself and vanish with it; the bias is added to s
+    1e-6 in fp32 for any logits. Unnormalized weights are s itself and vanish with it; the bias is added to s
     itself and decides alone once all s have vanished.
 
     Args:
@@ -146,17 +144,10 @@ class Router(nn.Module):
             bias_E=self.expert_bias if config.expert_bias else None,
             valid_T=valid_T,
         )
-        return RoutingDecision(
-            expert_TK=sums.expert_TK,
-            weights_TK=sums.weights_TK,
-            scores_TE=None,
-            logits_TE=None,
-            tokens_per_expert_E=sums.tokens_per_expert_E,
-            kept_TK=kept_slots(None, valid_T, sums.expert_TK),
-            valid_T=valid_T,
-            sums=sums,
-            use_kernels=config.use_kernels,
-        )
+        kept_TK = kept_slots(None, valid_T, sums.expert_TK)
+        options: dict[str, Any] = {"valid_T": valid_T, "sums": sums, "use_kernels": config.use_kernels}
+        chosen = sums.expert_TK, sums.weights_TK
+        return RoutingDecision(*chosen, None, None, sums.tokens_per_expert_E, kept_TK, **options)
 
     def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
@@ -173,17 +164,10 @@ class Router(nn.Module):
             used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
         weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
         counts_E = count_kept(expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs)
-        return RoutingDecision(
-            expert_TK,
-            weights_TK,
-            scores_TE,
-            logits_TE,
-            counts_E,
-            kept_TK=kept_slots(used_TK, valid_T, expert_TK),
-            valid_T=valid_T,
-            use_kernels=config.use_kernels,
-            counted_TK=counted_TK,
-        )
+        kept_TK = kept_slots(used_TK, valid_T, expert_TK)
+        options: dict[str, Any] = {"valid_T": valid_T, "use_kernels": config.use_kernels}
+        options["counted_TK"] = counted_TK
+        return RoutingDecision(expert_TK, weights_TK, scores_TE, logits_TE, counts_E, kept_TK, **options)
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
@@ -229,6 +213,9 @@ class Router(nn.Module):
             raw_TE = logits_TE.relu()
             return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
         raw_TE, log_TE = scores_torch(logits_TE, score)
+        # If all of a token's logits are below -14, the scores are softmax(z) (sigmoid) and softmax(z / 2)
+        # (sqrtsoftplus), independent of a common shift; shifted upward they tend to 1/E, more slowly for
+        # sqrtsoftplus.
         return raw_TE, log_TE, log_TE.softmax(dim=-1)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
@@ -275,13 +262,8 @@ class Router(nn.Module):
             slots_N = torch.arange(num_tokens * config.topk, device=device)
             return (slots_N % config.num_experts).view(num_tokens, config.topk)
         if config.assignment == "zipf":
-            return zipf_experts(
-                num_tokens,
-                num_experts=config.num_experts,
-                topk=config.topk,
-                exponent=config.zipf_exponent,
-                device=device,
-            )
+            sizes = {"num_experts": config.num_experts, "topk": config.topk}
+            return zipf_experts(num_tokens, **sizes, exponent=config.zipf_exponent, device=device)
         if config.assignment == "sinkhorn":
             # Balanced over the batch only in training; in evaluation, tokens are routed independently.
             if self.training:
@@ -301,10 +283,11 @@ class Router(nn.Module):
 
 
 class _LinearIn(torch.autograd.Function):
-    """x W^T in `dtype`. Keeps `x` as it came, as others do: autograd would keep a copy in `dtype` as well."""
+    """x W^T in `dtype`."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+        # `x` as it came, as others keep it: autograd would keep a copy in `dtype` as well.
         ctx.save_for_backward(x_TD, weight_ED)
         # On NVIDIA's GPUs torch 2.8 and newer multiplies 16-bit numbers, whose products are exact in fp32,
         # with fp32 sums; under torch.compile only in later versions.

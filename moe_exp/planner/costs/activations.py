@@ -176,7 +176,7 @@ class _Account:
             block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
             masks = self._width * block * ends
         # Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
-        # of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
+        # of each layer, `layers.megatron.attention.rotate` for all layers but those that are computed again.
         positions = 0.0
         by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
         is_shared = self._is_fused or not (by_megatron or config.recompute == "full")

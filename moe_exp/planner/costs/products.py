@@ -54,7 +54,7 @@ def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) 
 
 
 def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """CROSS_ENTROPY, or what `token_loss.choose_cross_entropy` makes of `auto`; arguments as above."""
+    """CROSS_ENTROPY, or what `cross_entropy.choose_cross_entropy` makes of `auto`; arguments as above."""
     by_device = "triton" if runs_kernels and not on_cpu else "megatron"
     return priced(config, "cross_entropy", {"auto": by_device, "megatron": "megatron", "triton": "triton"})
 

@@ -11,7 +11,7 @@ from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import moe_options, transformer_config
 from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import check_machine
-from moe_exp.layers.experts.fp8 import RECIPES
+from moe_exp.layers.experts.grouped_gemm import RECIPES
 from moe_exp.planner.costs.products import fp8_kept, fp8_parts
 
 GOOD = {"preset": "reference", "gpus_per_node": "1", "mbsz": "8", "gbsz": "8"}

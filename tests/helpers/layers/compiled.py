@@ -193,8 +193,8 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
     from moe_exp.layers.kernels import tuning
 
     driver.set_active(_Driver(capability))
-    package._num_processors = lambda device: 132
-    package._has_tma = lambda x: capability >= 90
+    package.processors = lambda device: 132
+    package.has_tma = lambda x: capability >= 90
     current, started = [0], []
 
     @contextlib.contextmanager

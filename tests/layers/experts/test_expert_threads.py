@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from moe_exp.layers.experts.loop import _is_balanced, for_each_group
+from moe_exp.layers.experts.loop import for_each_group, is_balanced
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -93,4 +93,4 @@ def test_a_forked_child_has_threads_of_its_own(num_threads):
     ],
 )
 def test_balance_by_hand(rows_L, num_threads, expected):
-    assert _is_balanced(rows_L, num_threads) is expected
+    assert is_balanced(rows_L, num_threads) is expected

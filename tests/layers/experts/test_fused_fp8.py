@@ -22,7 +22,7 @@ from test_fused_experts import (
 
 from helpers.layers.kernel_device import needs_kernels
 from helpers.layers.tiny_moe import random
-from moe_exp.layers.experts import Experts, fp8
+from moe_exp.layers.experts import Experts, grouped_gemm
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.fp8 import products
@@ -133,11 +133,11 @@ def test_other_backends_have_no_fp8():
 
 
 def test_older_gpus_have_no_e4m3(monkeypatch):
-    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"^fp8=e4m3: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\.$"):
-        fp8.check_fp8_kernels("triton", "cuda")
-    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 9))
-    fp8.check_fp8_kernels("triton", "cuda")
+        grouped_gemm.check_fp8_kernels("triton", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    grouped_gemm.check_fp8_kernels("triton", "cuda")
 
 
 # The self-test at the start of a run

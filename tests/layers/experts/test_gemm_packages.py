@@ -14,8 +14,17 @@ import torch
 from test_grouped_gemm import SPLITS, assert_relative, inputs, reference
 
 from moe_exp.layers.experts import grouped_gemm
-from moe_exp.layers.experts.fp8 import RECIPES, check_fp8, pad_rows, padded_splits, unpad_rows
-from moe_exp.layers.experts.grouped_gemm import BACKENDS, PACKAGES, check_package, choose_backend
+from moe_exp.layers.experts.grouped_gemm import (
+    BACKENDS,
+    PACKAGES,
+    RECIPES,
+    check_fp8,
+    check_package,
+    choose_backend,
+    pad_rows,
+    padded_splits,
+    unpad_rows,
+)
 from moe_exp.layers.kernels import launch
 
 

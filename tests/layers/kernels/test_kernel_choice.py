@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
-from moe_exp.layers import kernel_choice as choice
 from moe_exp.layers.dispatcher import sort_slots
 from moe_exp.layers.dispatcher.row_order import RowOrder
-from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of, takes_kernels
+from moe_exp.layers.kernels import launch as choice
+from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of, takes_kernels
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, kernel_problem
 
 

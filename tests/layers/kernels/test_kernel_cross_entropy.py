@@ -8,12 +8,13 @@ from helpers.layers.kernel_device import DEVICE
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.cross_entropy import (
+    choose_cross_entropy,
     cross_entropy_gradient,
     cross_entropy_gradient_torch,
     cross_entropy_statistics,
     cross_entropy_statistics_torch,
+    token_losses,
 )
-from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 
 # Losses are fp32 whatever the logits are; the gradient is rounded to their dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

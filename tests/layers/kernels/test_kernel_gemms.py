@@ -214,7 +214,7 @@ def test_every_tile_is_computed_with_the_same_bits_whatever_the_margin(
 
 def test_programs_of_a_persistent_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
-    monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     monkeypatch.setattr(launch, "_num_free_processors", 0)
     for margin, programs in ((0, 132), (16, 116), (131, 1), (200, 1)):
         launch.leave_free(margin)

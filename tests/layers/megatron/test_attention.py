@@ -77,7 +77,7 @@ def test_flash_attention_gets_the_scale_and_the_dropout(softmax_scale, monkeypat
 @pytest.mark.parametrize("softmax_scale", [None, 0.3])
 @pytest.mark.parametrize("takes_groups", [True, False])
 def test_against_an_explicit_softmax(shape, softmax_scale, takes_groups, monkeypatch):
-    monkeypatch.setattr(attention_module, "_takes_groups", lambda query: takes_groups)
+    monkeypatch.setattr(attention_module, "takes_groups", lambda query: takes_groups)
     query, key, value, grad = inputs(*shape)
     scale = 1 / math.sqrt(shape[-1]) if softmax_scale is None else softmax_scale
     expected = explicit(query, key, value, scale)

@@ -19,9 +19,9 @@ from moe_exp.layers.activations import quick_gelu, squared_relu
 from moe_exp.layers.experts import SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
+from moe_exp.layers.megatron.attention import Norm
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import Linear, MegatronMoELayer, MegatronRouter
-from moe_exp.layers.megatron.norm import Norm
 from moe_exp.layers.router import RouterConfig
 from moe_exp.layers.spec import decoder_spec, latent_attention_spec, moe_submodule_spec
 

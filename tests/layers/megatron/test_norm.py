@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.megatron.norm import Norm, ProjectionNorm, choose_norm
+from moe_exp.layers.megatron.attention import Norm, ProjectionNorm, choose_norm
 
 
 def make(normalization: str, *, dtype=torch.float64, sequence_parallel=False, **kwargs) -> torch.nn.Module:

@@ -8,7 +8,7 @@ from helpers.relative_error import relative_error
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine.model import transformer_config
-from moe_exp.layers.megatron import rotary
+from moe_exp.layers.megatron import attention as rotary
 
 from megatron.core.models.common.embeddings import rope_utils
 

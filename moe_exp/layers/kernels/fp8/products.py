@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
-from moe_exp.layers.kernels.fp8.block_matmul import block_matmul, block_matmul_torch
-from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad, block_weight_grad_torch
+from moe_exp.layers.kernels.fp8.block import (
+    block_matmul,
+    block_matmul_torch,
+    block_weight_grad,
+    block_weight_grad_torch,
+)
 from moe_exp.layers.kernels.fp8.quantize import (
     quantize_blocks,
     quantize_blocks_torch,

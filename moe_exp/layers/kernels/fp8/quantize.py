@@ -39,7 +39,8 @@ def to_e4m3(x, scale, INTERPRET: tl.constexpr):
     """x / scale in e4m3, rounded to the nearest, ties to even."""
     x, scale = tl.broadcast(x, scale)
     x = tl.div_rn(x, scale)
-    if INTERPRET:  # the interpreter rounds otherwise, so it gets what needs no rounding
+    if INTERPRET:
+        # The interpreter rounds otherwise, so it gets what needs no rounding.
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000  # to 3 bits of the mantissa
@@ -84,6 +85,7 @@ def _columns_kernel(
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """128 rows of one expert and COLUMNS columns, written transposed, with zeros past its last row."""
+    # FP8 tensor cores want the dimension that is summed contiguous, here the rows: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
     if tile >= tl.max(tile_ends, 0):
@@ -209,8 +211,6 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Each column in blocks of 128 rows of one expert, which follow each other: e4m3 [B, M, 128] and fp32
     scales [B, M]. The rest of an expert's last block is zero; blocks after the last are undefined.
-
-    FP8 tensor cores want the dimension that is summed contiguous, here the rows: hence transposed.
 
     Args:
         x: [R, M] sorted by expert, or the source [T, M] of the rows.

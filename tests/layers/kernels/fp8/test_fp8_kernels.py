@@ -12,8 +12,7 @@ from helpers.layers.compiled import compiled, on_gpu
 from helpers.layers.kernel_device import DEVICE, needs_kernels
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.fp8 import products
-from moe_exp.layers.kernels.fp8.block_matmul import block_matmul
-from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad
+from moe_exp.layers.kernels.fp8.block import block_matmul, block_weight_grad
 from moe_exp.layers.kernels.fp8.quantize import (
     E4M3,
     quantize_blocks,
@@ -204,12 +203,12 @@ def spilled_bytes() -> dict[int, int]:
 @needs_kernels
 def test_hopper_multiplies_e4m3():
     kernels = compiled(products_in_e4m3, 90)
-    assert [kernel.name for kernel in kernels] == ["block_matmul", "block_weight_grad"]
+    assert [kernel.function for kernel in kernels] == ["block_matmul_kernel", "block_weight_grad_kernel"]
     for kernel in kernels:
         assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel.ptx
         assert kernel.instructions["cp.async"] > 0 and kernel.instructions["atomic"] == 0
         assert kernel.shared_bytes <= 99 * 1024  # those of sm_89, too
-        assert kernel.stack_bytes <= (spilled_bytes()[90] if "weight" in kernel.name else 0)
+        assert kernel.stack_bytes <= (spilled_bytes()[90] if "weight" in kernel.function else 0)
 
 
 @pytest.mark.slow
@@ -220,7 +219,7 @@ def test_every_kernel_is_compiled(capability):
     assert [kernel.function for kernel in kernels].count("block_matmul_kernel") == 2
     for kernel in kernels:
         assert kernel.shared_bytes <= 99 * 1024, kernel
-        spilled = spilled_bytes()[100] if capability == 100 and "weight" in kernel.name else 0
+        spilled = spilled_bytes()[100] if capability == 100 and "weight" in kernel.function else 0
         assert kernel.stack_bytes <= spilled, kernel
-    products = [kernel.instructions for kernel in kernels if kernel.name.startswith("block_")]
+    products = [kernel.instructions for kernel in kernels if kernel.function.startswith("block_")]
     assert len(products) == 3 and all(one["mma"] + one["wgmma"] + one["tcgen05"] for one in products)

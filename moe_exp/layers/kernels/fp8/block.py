@@ -1,8 +1,9 @@
-"""Grouped GEMM in e4m3: each row times the matrix of its expert. Shape suffixes in `moe_exp.layers`; C counts
-blocks of 128.
+"""Grouped GEMMs in e4m3: each row times the matrix of its expert, and the gradients of these matrices. Shape
+suffixes in `moe_exp.layers`; C counts blocks of 128.
 
 The tensor cores sum 128 products at a time; these sums are multiplied by their scales and added in fp32, as
 in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's keep about 14 bits of a sum in FP8.
+One program computes one tile from all rows of its expert: no atomics, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.fp8.quantize import BLOCK
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
 from moe_exp.layers.kernels.launch import jit, tl
-from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile_ends, tile_place
+from moe_exp.layers.kernels.weight_grad import weight_grad_torch
 
 # Not tuned: one tile, of which the products and the sums of a step are both in registers.
 LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 
 @jit
-def _kernel(
+def _matmul_kernel(
     x, x_scale, w, w_scale, y, bias, weights, offsets, num_experts, width, depth, BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -31,8 +33,7 @@ def _kernel(
     tile = tl.program_id(0)
     if tile >= num_m * num_n:
         return
-    tile_m, tile_n = in_groups(tile, num_m, num_n, 8)
-    expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK)
+    expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK, 8)
     expert, each = expert.to(tl.int64), tl.arange(0, BLOCK)
     rows, columns = row + each, tile_n * BLOCK + each
     source, of_w = tl.minimum(rows, row_end - 1).to(tl.int64), tl.minimum(columns, width - 1)
@@ -107,9 +108,94 @@ def block_matmul(
     if num_rows:
         offsets_L1, bias_LO, weights_R = launch.contiguous(offsets_L1, bias_LO, weights_R)
         most_tiles = (launch.cdiv(num_rows, BLOCK) + num_experts) * launch.cdiv(width, BLOCK)
-        _kernel[(most_tiles,)](
+        _matmul_kernel[(most_tiles,)](
             x_RI, x_scale_RC, w_LOI, w_scale_LCC, y_RO, bias_LO, weights_R, offsets_L1, num_experts, width,
             depth, BLOCK=BLOCK, EVEN_K=depth % BLOCK == 0, BLOCK_E=launch.power_of_2(num_experts),
             INTERPRET=launch.INTERPRETED, **LAUNCH,
         )  # fmt: skip
     return y_RO
+
+
+@jit
+def _weight_grad_kernel(
+    a, a_scale, b, b_scale, dw, offsets, num_experts, size_m, size_n, stride_dl, stride_dm,
+    BLOCK: tl.constexpr, ADDS: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """dw[e] = a[rows of e]^T @ b[rows of e], or added to: a [B, M, 128], b [B, N, 128], dw [L, M, N]."""
+    tiles_m, tiles_n = tl.cdiv(size_m, BLOCK), tl.cdiv(size_n, BLOCK)
+    expert, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
+    ends, experts = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E), tl.arange(0, BLOCK_E)
+    first = tl.sum(tl.where(experts == expert - 1, ends, 0), 0)
+    end = tl.sum(tl.where(experts == expert, ends, 0), 0)
+    if ADDS and first == end:
+        return
+    tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, 8)
+    each = tl.arange(0, BLOCK)
+    m, n = tile_m * BLOCK + each, tile_n * BLOCK + each
+    of_a = first.to(tl.int64) * size_m + tl.minimum(m, size_m - 1)
+    of_b = first.to(tl.int64) * size_n + tl.minimum(n, size_n - 1)
+    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for _ in range(first, end):
+        x = tl.load(a + of_a[:, None] * BLOCK + each[None, :])
+        y = tl.load(b + of_b[None, :] * BLOCK + each[:, None])
+        product = dot(x, y, tl.zeros_like(total), "ieee", INTERPRET)
+        total += product * tl.load(a_scale + of_a)[:, None] * tl.load(b_scale + of_b)[None, :]
+        of_a += size_m
+        of_b += size_n
+    block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm + n[None, :]
+    mask = (m < size_m)[:, None] & (n < size_n)[None, :]
+    if ADDS:
+        total += tl.load(block, mask=mask, other=0.0)
+    tl.store(block, total.to(dw.dtype.element_ty), mask=mask)
+
+
+def block_weight_grad_torch(
+    out_LMN: Tensor,
+    a_BMR: Tensor,
+    a_scale_BM: Tensor,
+    b_BNR: Tensor,
+    b_scale_BN: Tensor,
+    offsets_L1: Tensor,
+    adds: bool,
+) -> None:
+    a, b = (
+        (q.float() * scale.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
+        for q, scale in ((a_BMR, a_scale_BM), (b_BNR, b_scale_BN))
+    )
+    rows_L = (offsets_L1.diff() + BLOCK - 1) // BLOCK * BLOCK
+    padded_L1 = torch.nn.functional.pad(rows_L.cumsum(0), (1, 0))
+    sums_LMN = weight_grad_torch(a, b, padded_L1)
+    if adds:
+        out_LMN += sums_LMN
+    else:
+        out_LMN.copy_(sums_LMN)
+
+
+@launch.compilable("fp8_block_weight_grad", lambda *_: None, mutates=["out_LMN"])
+def block_weight_grad(
+    out_LMN: Tensor,
+    a_BMR: Tensor,
+    a_scale_BM: Tensor,
+    b_BNR: Tensor,
+    b_scale_BN: Tensor,
+    offsets_L1: Tensor,
+    adds: bool,
+) -> None:
+    """Writes the sum over the rows of every expert, dw_e = sum_r a_r^T b_r, into `out`.
+
+    Args:
+        out_LMN: the result, any dtype, last dimension contiguous.
+        a_BMR, a_scale_BM: from `quantize_columns`.
+        b_BNR, b_scale_BN: the same.
+        adds: add to `out`, which stays unchanged for an expert without rows; else these get zeros.
+    """
+    if not launch.runs_kernel(a_BMR):
+        return block_weight_grad_torch(out_LMN, a_BMR, a_scale_BM, b_BNR, b_scale_BN, offsets_L1, adds)
+    num_experts, size_m, size_n = out_LMN.shape
+    (offsets_L1,) = launch.contiguous(offsets_L1)
+    _weight_grad_kernel[(num_experts * launch.cdiv(size_m, BLOCK) * launch.cdiv(size_n, BLOCK),)](
+        a_BMR, a_scale_BM, b_BNR, b_scale_BN, out_LMN, offsets_L1, num_experts, size_m, size_n,
+        out_LMN.stride(0), out_LMN.stride(1), BLOCK=BLOCK, ADDS=adds, BLOCK_E=launch.power_of_2(num_experts),
+        INTERPRET=launch.INTERPRETED, **LAUNCH,
+    )  # fmt: skip
+    return None
