@@ -152,7 +152,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
     if config.preflight:
-        from moe_exp.launch.preflight.report import passes
+        from moe_exp.launch.preflight.node import passes
 
         if not passes(config):
             return FAILED

@@ -10,6 +10,7 @@ No torch: it is the launcher's process.
 """
 
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
@@ -32,12 +34,18 @@ from moe_exp.launch.preflight.verdicts import (
     Finding,
     NodeVerdict,
     Verdict,
+    add_to_list,
     blame_pairs,
+    findings_lines,
     judge,
+    print_report,
     rounds_of_pairs,
 )
 from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.runs.records import append_event
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.nodes.exclude import EXCLUDE_NODES
 
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
@@ -82,7 +90,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             rule = f"{here['host']} came after the others had stopped waiting"
             raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: start the job again.")
         if len(came) < config.nnodes:
-            return _not_there(config, came, planned_hosts(config.nnodes, hosts))
+            return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
         doors = {node: (other["address"], other["port"]) for node, other in came.items()}
         lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
@@ -109,7 +117,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
 _WENT_AWAY = Finding("failed", "went away during the checks")
 
 
-def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
+def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
     """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
@@ -198,3 +206,38 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
         with contextlib.suppress(OSError), socket.create_server(("", config.rendezvous_port)):
             return
         time.sleep(0.1)
+
+
+def passes(config: Config) -> bool:
+    """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
+
+    Node 0 prints the table, adds bad nodes to the list of the job, and writes the event `preflight`. Slow
+    nodes are warnings, failing ones end the job.
+    """
+    start = time.monotonic()
+    try:
+        verdict = preflight(config)
+    except ValueError as error:
+        complain(str(error))
+        return False
+    if config.node_rank == 0:
+        print_report(verdict, num_ranks=config.world_size)
+        path = Path(os.environ.get("EXCLUDE_FILE") or Path(config.run_dir) / EXCLUDE_NODES).expanduser()
+        if added := add_to_list(verdict, path):
+            complain(f"{path}: added {', '.join(added)}")
+        folder = RunFolder.of(config)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        hosts = [node.host for node in verdict.to_exclude()]
+        details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
+        details |= {"findings": findings_lines(verdict), "exclude": hosts}
+        iteration = max(folder.checkpoint_iterations(), default=0)
+        append_event(folder.metrics, "preflight", iteration, **details)
+        wait_for_port(config)
+    if verdict.grade != "failed":
+        return True
+    for line in findings_lines(verdict):
+        if line.startswith("failed"):
+            complain(f"preflight {line}")
+    fix = "start the job without it, or set PREFLIGHT=0 to train all the same"
+    complain(f"no training: a node has failed the preflight. Fix: {fix}.")
+    return False

@@ -15,12 +15,20 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import bytes_text
-from moe_exp.launch.preflight.host_facts import gpu_findings
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
-GRADES = ("ok", "warning", "slow", "failed")
+from moe_exp.host.files import bytes_text
+from moe_exp.host.progress import table_console
+from moe_exp.launch.preflight.host_facts import gpu_findings
+from moe_exp.watch.nodes.exclude import exclude
+
+_COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
+GRADES = tuple(_COLOURS)  # from the best to the worst
 
 _SPREADS = 5.0
 _LATENCY_FACTOR = 3.0
@@ -323,3 +331,50 @@ def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
         blamed.append(node)
         left = {pair for pair in left if node not in pair}
     return sorted(blamed), sorted(left)
+
+
+def print_report(verdict: Verdict, *, num_ranks: int) -> None:
+    console = table_console()
+    names = {name for node in verdict.nodes for name, number in node.numbers.items() if number is not None}
+    shown = [speed for speed in SPEEDS if speed.name in names]
+    title = f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("node", "host", "verdict", *(f"{speed.name} {speed.unit}" for speed in shown)):
+        table.add_column(name)
+    for node in verdict.nodes:
+        numbers = [node.numbers.get(speed.name) for speed in shown]
+        cells = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        grade = f"[{_COLOURS[node.grade]}]{node.grade}[/]"
+        table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
+    console.print(table)
+    if len(verdict.nodes) == 1 and num_ranks > 1:
+        line = (
+            "One node: ranks are compared with each other, and a node that is slow as a whole does not show."
+        )
+        console.print(line, soft_wrap=True)
+    if verdict.all_ranks:
+        units = {"all_reduce": "GB/s", "all_to_all": "GB/s", "latency_us": "us"}
+        found = {key: verdict.all_ranks[key] for key in units if key in verdict.all_ranks}
+        words = {"all_reduce": "all-reduce", "all_to_all": "all-to-all", "latency_us": "latency"}
+        rates = [f"{words[key]} {number:.3g} {units[key]}" for key, number in found.items()]
+        console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
+    for line in findings_lines(verdict):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def findings_lines(verdict: Verdict) -> list[str]:
+    """One line per finding, the worst first: grade, host, text."""
+    found = [
+        (finding.grade, f"{node.host or 'unknown host'} (node {node.node})", finding.text)
+        for node in verdict.nodes
+        for finding in node.findings
+    ]
+    found += [(link.grade, "link", link.text) for link in verdict.links]
+    found.sort(key=lambda line: -GRADES.index(line[0]))
+    return [f"{grade}: {where}: {text}" for grade, where, text in found]
+
+
+def add_to_list(verdict: Verdict, path: Path) -> list[str]:
+    """Adds bad nodes to a list of excluded nodes; returns those that are new."""
+    bad = [(node.host, f"preflight: {node.reason}") for node in verdict.to_exclude() if node.host]
+    return [host for host, reason in bad if exclude(path, host, reason)]
