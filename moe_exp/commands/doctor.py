@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe_exp.commands.parsers import command, flag
 from moe_exp.host.devices import count_gpus, num_cores
 
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
@@ -218,16 +219,16 @@ def check_documents() -> int:
     return 0 if all(leak.is_tight for leak in leaks) else 1
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("doctor", help="show versions and devices, and what is missing")
-    kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
-    parser.add_argument("--kernels", action="store_true", help=kernels)
-    documents = "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so"
-    parser.add_argument("--leak-test", action="store_true", help=documents)
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+@command(
+    "doctor",
+    "show versions and devices, and what is missing",
+    flag("--kernels", "compare every Triton kernel with plain torch instead; exit code 1 where one fails"),
+    flag(
+        "--leak-test",
+        "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so",
+    ),
+)
+def run_doctor(arguments: argparse.Namespace) -> int:
     if not (arguments.kernels or arguments.leak_test):
         return main()
     if refused := _refused(unmet_requirements()):

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import add_command, add_json, print_json
-from moe_exp.commands.plan.settings import (
+from moe_exp.commands.parsers import JSON, Argument, Run, arg, command, print_json
+from moe_exp.commands.plan import (
     FAILURE_FLAGS,
-    add_settings,
+    KEPT,
+    PLANNED,
     check_new_file,
     loaded,
     refuse,
@@ -32,58 +33,31 @@ _OF_COST = ("tokens", "price", *FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
-def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
-        parser = add_command(subparsers, name, run, about, argument_default=argparse.SUPPRESS)
-        add_settings(parser)
-        return parser
+def _of_layout(
+    name: str, about: str, *arguments: Argument
+) -> Callable[[Callable[[argparse.Namespace, Loaded], None]], Run]:
+    """Declares a command that shows one layout, which has to be able to run."""
 
-    def add_of_layout(
-        name: str, about: str, show: Callable[[argparse.Namespace, Loaded], None]
-    ) -> argparse.ArgumentParser:
-        def run(arguments: argparse.Namespace) -> None:
-            refuse(arguments, *_OF_COST)
-            planned = loaded(arguments)
+    def declare(show: Callable[[argparse.Namespace, Loaded], None]) -> Run:
+        @command(f"plan {name}", about, *PLANNED, *arguments, argument_default=KEPT)
+        def run(given: argparse.Namespace) -> None:
+            refuse(given, *_OF_COST)
+            planned = loaded(given)
             if problems := check_config(planned[0]):
                 raise ConfigError(problems)
-            show(arguments, planned)
+            show(given, planned)
 
-        return add(name, about, run)
+        return run
 
-    about = "draw an iteration: what every pipeline stage computes when, and when it waits"
-    explain = add_of_layout("explain", about, _explain)
-    explain.add_argument("--svg", type=Path, metavar="FILE", default=None, help="also write a picture")
-    about = "list the parts of a layer: operations, intensity, time, and what bounds them"
-    add_of_layout("roofline", about, _roofline)
-    about = "find the best layout on several kinds of devices, and its price"
-    devices = add("compare-hardware", about, _devices)
-    about = f"devices to compare (default: {','.join(_COMPARED)})"
-    devices.add_argument("--devices", metavar="A,B", default=",".join(_COMPARED), help=about)
-    about = "prices of an hour of a device, in any currency: H100=2.1,B200=4"
-    devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
-    nearest = add_of_layout("nearest", "list the published runs that are most like these settings", _nearest)
-    nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
-    about = "list known devices, their figures and the sources of these"
-    hardware = add_command(subparsers, "hardware", _hardware, about, argument_default=argparse.SUPPRESS)
-    hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
-    add_json(hardware)
+    return declare
 
 
-def _hardware(arguments: argparse.Namespace) -> None:
-    from moe_exp.planner.tables import PlanPrinter
-
-    refuse_settings(arguments)
-    profiles = hardware_profiles()
-    if arguments.name:
-        name = load_hardware(arguments.name).name
-        profiles = {name: profiles[name]}
-    if arguments.json:
-        print_json(profiles)
-    else:
-        PlanPrinter(sys.stdout).hardware(profiles)
-
-
-def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
+@_of_layout(
+    "explain",
+    "draw an iteration: what every pipeline stage computes when, and when it waits",
+    arg("--svg FILE", "also write a picture", Path, default=None),
+)
+def run_explain(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.timing import time_of
@@ -107,7 +81,8 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
         write_atomically(arguments.svg, as_svg(of))
 
 
-def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
+@_of_layout("roofline", "list the parts of a layer: operations, intensity, time, and what bounds them")
+def run_roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.layer_time import roofline
 
@@ -132,7 +107,15 @@ def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
     _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
 
 
-def _devices(arguments: argparse.Namespace) -> None:
+@command(
+    "plan compare-hardware",
+    "find the best layout on several kinds of devices, and its price",
+    *PLANNED,
+    arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
+    arg("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4", default=""),
+    argument_default=KEPT,
+)
+def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
     from moe_exp.planner.estimate import speed_of
     from moe_exp.planner.prediction import CONSTANTS, load_constants
@@ -198,7 +181,12 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         yield name.strip(), price
 
 
-def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
+@_of_layout(
+    "nearest",
+    "list the published runs that are most like these settings",
+    arg("--top N", "runs to show (default: 10)", default=10),
+)
+def run_nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
     from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views.nearest import nearest_runs
 
@@ -231,6 +219,27 @@ def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
         for one in found
     )
     _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
+
+
+@command(
+    "plan hardware",
+    "list known devices, their figures and the sources of these",
+    arg("name", "of one device (default: all)", nargs="?", default=""),
+    JSON,
+    argument_default=KEPT,
+)
+def run_hardware(arguments: argparse.Namespace) -> None:
+    from moe_exp.planner.tables import PlanPrinter
+
+    refuse_settings(arguments)
+    profiles = hardware_profiles()
+    if arguments.name:
+        name = load_hardware(arguments.name).name
+        profiles = {name: profiles[name]}
+    if arguments.json:
+        print_json(profiles)
+    else:
+        PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
