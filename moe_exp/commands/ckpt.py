@@ -301,13 +301,12 @@ _DTYPE = arg("--dtype", "of the weights (default: as they are)", choices=("fp32"
     _DTYPE,
     flag("--drop-mtp", "leave out the layers for multi-token prediction"),
     repeated("--ignore-field NAME", "field of config.json that is known to change nothing; may be repeated"),
-    description=(
-        "Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env"
-        " for the run that continues from it. One tensor is in memory at a time. Every tensor has to be"
-        " used; nothing is written otherwise."
-    ),
 )
 def run_from_hf(arguments: argparse.Namespace) -> None:
+    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for the
+    run that continues from it. One tensor is in memory at a time. Every tensor has to be used; nothing is
+    written otherwise.
+    """
     from moe_exp.checkpoint.hf.importing import from_hf
 
     options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
@@ -340,13 +339,12 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
         "take generation_config.json, token ids and max_position_embeddings of this Hugging Face folder",
         Path,
     ),
-    description=(
-        "Writes safetensors files, their index, config, generation config, tokenizer and a model card."
-        " The architecture is the one of transformers that computes what the model computes; where there"
-        " is none, it says what is in the way."
-    ),
 )
 def run_to_hf(arguments: argparse.Namespace) -> None:
+    """Writes safetensors files, their index, config, generation config, tokenizer and a model card. The
+    architecture is the one of transformers that computes what the model computes; where there is none, it
+    says what is in the way.
+    """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text
 

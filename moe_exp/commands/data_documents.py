@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.commands.data import TEXT_DOCUMENTS, either, execution, execution_of, under_way
-from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.commands.parsers import arg, command, flag, group, memory_bytes, repeated
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import print_sources, resolve_source
@@ -53,12 +52,11 @@ _SOURCE = (
     arg("--bandwidth MB/S", "for the estimate of --dry-run (default: 50)", float, default=50),
     flag("--dry-run", "print files, bytes, free disk and time, and write nothing"),
     flag("--start-over", "fetch everything again, at the newest commit of the revision"),
-    description=(
-        "Fetches and checks a dataset's files. Called again, it resumes where it stopped; when all is"
-        " there it asks nobody."
-    ),
 )
 def run_download(arguments: argparse.Namespace) -> None:
+    """Fetches and checks a dataset's files. Called again, it resumes where it stopped; when all is there it
+    asks nobody.
+    """
     for name in ("max_workers", "retries", "bandwidth"):
         if (value := getattr(arguments, name)) <= 0:
             raise input_error(f"{name}={value}", "has to be positive", "leave it out")
@@ -134,13 +132,12 @@ def run_download(arguments: argparse.Namespace) -> None:
             int,
         ),
     ),
-    description=(
-        "Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into"
-        f" DATA_DIR/NAME_shuffled. Called again, it resumes where it stopped. Exit code {UNDER_WAY}:"
-        " SLURM jobs are under way; the last continues to the shuffle."
-    ),
 )
 def run_prepare(arguments: argparse.Namespace) -> int:
+    """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
+    DATA_DIR/NAME_shuffled. Called again, it resumes where it stopped. Exit code 75: SLURM jobs are under way;
+    the last continues to the shuffle.
+    """
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle.shuffle import shuffle_summary
@@ -199,14 +196,13 @@ _HOW = (
             "tasks, on as many cores or machines (default: 1, this process); resume with the same number"
         ),
     ),
-    description=(
-        "Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result"
-        " depends on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or"
-        " the machine. An interrupted call continues when it is repeated."
-    ),
 )
 def run_shuffle(arguments: argparse.Namespace) -> int:
     # before numpy: no matrices here, and its idle threads spin
+    """Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result depends
+    on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or the machine. An
+    interrupted call continues when it is repeated.
+    """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from moe_exp.data.shuffle.shuffle import (
         check_shuffle,
@@ -254,12 +250,11 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
         required=True,
     ),
     *_HOW,
-    description=(
-        "Merges the shards of a folder into one file, beside the folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl."
-        " That is the file for preprocess_data.py --input."
-    ),
 )
 def run_merge(arguments: argparse.Namespace) -> None:
+    """Merges the shards of a folder into one file, beside the folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl.
+    That is the file for preprocess_data.py --input.
+    """
     from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
 
     input_dir, given = arguments.input_dir.absolute(), Path(arguments.output_file_name)

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from moe_exp.commands.data import TEXT_DOCUMENTS, execution, execution_of, under_way
-from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.commands.parsers import (
     JSON,
     arg,
@@ -83,12 +82,11 @@ _START_OVER = flag("--start-over", "make it again, and replace what is there")
         flag("--split-sentences", argparse.SUPPRESS),
         about="parts, order and progress are as they should be without them",
     ),
-    description=(
-        "Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers and --tasks; a run that"
-        f" was killed continues. Exit code {UNDER_WAY}: SLURM jobs are under way."
-    ),
 )
 def run_tokenize(arguments: argparse.Namespace) -> int:
+    """Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers and --tasks; a run that
+    was killed continues. Exit code 75: SLURM jobs are under way.
+    """
     started = time.monotonic()
     if arguments.split_sentences:
         rule = "sentences are for BERT's pairs; a GPT model reads documents"
@@ -148,11 +146,9 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
-    description=(
-        "Trains a byte-level BPE. Texts are streamed; memory grows with the number of different words."
-    ),
 )
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
+    """Trains a byte-level BPE. Texts are streamed; memory grows with the number of different words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)
@@ -188,13 +184,12 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
             int,
         ),
     ),
-    description=(
-        "Downloads, filters, shuffles and tokenizes every source of a mixture.yaml (docs/corpus.md),"
-        " computes their weights, and writes DATA_DIR/NAME with token files and datasheet.md. Called"
-        f" again, it resumes where it stopped. Exit code {UNDER_WAY}: SLURM jobs are under way."
-    ),
 )
 def run_mix(arguments: argparse.Namespace) -> int:
+    """Downloads, filters, shuffles and tokenizes every source of a mixture.yaml (docs/corpus.md), computes
+    their weights, and writes DATA_DIR/NAME with token files and datasheet.md. Called again, it resumes where
+    it stopped. Exit code 75: SLURM jobs are under way.
+    """
     from moe_exp.data.mixture.mix import Mixing, mix, read_mixture
     from moe_exp.data.prepare import plan
 
@@ -228,13 +223,12 @@ def run_mix(arguments: argparse.Namespace) -> int:
     "copy what a step has made to an object store (s3://, gs://, hf://)",
     arg("path", "folder with manifest.json, or prefix of token files", Path),
     arg("url", "folder at the store, as in s3://bucket/corpus"),
-    description=(
-        "Copies the files of a finished step, and its manifest last: without it they are not complete."
-        " Called again, it continues with the files that are not there. Training reads token files from"
-        " there: TRAIN_DATA=URL/PREFIX."
-    ),
 )
 def run_push(arguments: argparse.Namespace) -> None:
+    """Copies the files of a finished step, and its manifest last: without it they are not complete. Called
+    again, it continues with the files that are not there. Training reads token files from there:
+    TRAIN_DATA=URL/PREFIX.
+    """
     from moe_exp.data.copies import push
 
     print(f"complete: {push(arguments.path, arguments.url)}")
@@ -245,12 +239,11 @@ def run_push(arguments: argparse.Namespace) -> None:
     "copy it back",
     arg("url", "folder at the store, or prefix of token files there"),
     arg("folder", "gets the files", Path),
-    description=(
-        "Copies what `push` has made into a folder, and compares every hash. Called again, it continues"
-        " where it stopped."
-    ),
 )
 def run_pull(arguments: argparse.Namespace) -> None:
+    """Copies what `push` has made into a folder, and compares every hash. Called again, it continues where it
+    stopped.
+    """
     from moe_exp.data.copies import pull
 
     paths = pull(arguments.url, arguments.folder)

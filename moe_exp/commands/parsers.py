@@ -120,11 +120,12 @@ def command(path: str, about: str, *arguments: Argument, **options: Any) -> Call
     Args:
         about: line for the list of commands.
         arguments: of the command, in the order of its help.
-        options: of its parser.
+        options: of its parser; its description is the docstring of the function.
     """
 
     def declare(run: Run) -> Run:
-        _declared[path] = _Declared(about, arguments, options, run)
+        described = {"description": " ".join(run.__doc__.split())} if run.__doc__ else {}
+        _declared[path] = _Declared(about, arguments, described | options, run)
         return run
 
     return declare

@@ -56,10 +56,8 @@ KEPT = argparse.SUPPRESS
     "estimate memory, time and cost of a run, and search for the best layout",
     *_GOODPUT,
     *PLANNED,
-    description=(
-        "Without a command: what the run costs that moe-exp train would start with the same variables and"
-        " flags."
-    ),
+    description="Without a command: what the run costs that moe-exp train would start with the same variables"
+    " and flags.",
     usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
 )
 @command(
@@ -98,14 +96,13 @@ def run_plan(arguments: argparse.Namespace) -> None:
     ),
     arg("--rank N", "place of the layout to export (default: 1); with --explain that one", default=1),
     *PLANNED,
-    description=(
-        "TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,"
-        " --mbsz 1,2."
-    ),
     usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
     argument_default=KEPT,
 )
 def run_search(arguments: argparse.Namespace) -> int:
+    """TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,
+    --mbsz 1,2.
+    """
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
     from moe_exp.planner.search.topology import explain, search

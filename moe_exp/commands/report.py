@@ -39,13 +39,11 @@ _NOT_WITH = {
     flag("--once", "with --watch: one picture"),
     arg("--project", "of wandb, for `report wandb`", default=""),
     arg("--entity", "user or team on wandb (default: yours)", default=""),
-    description=(
-        "Reads run folders, also of runs that are still running, and writes one HTML file that opens"
-        " from disk. `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site"
-        " instead."
-    ),
 )
 def run_report(arguments: argparse.Namespace) -> None:
+    """Reads run folders, also of runs that are still running, and writes one HTML file that opens from disk.
+    `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site instead.
+    """
     to_wandb = arguments.runs[0] == "wandb"
     kind = "wandb" if to_wandb else "--watch" if arguments.watch else "a page"
     problems = [

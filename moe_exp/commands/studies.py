@@ -46,13 +46,12 @@ _VARIANT = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4;
     arg("--timeout", "seconds after which a run is ended, and the next begins (default: none)", default="0"),
     flag("--dry-run", "print the models, their sizes and the expected time, start and write nothing"),
     add_arguments,
-    description=(
-        "Trains models one after another under the same budget, and writes what each has come to. The"
-        " dense model gets the MLP width that matches the MoE. The same command again continues with what"
-        " is left; RUN_NAME names the comparison."
-    ),
 )
 def run_compare(arguments: argparse.Namespace) -> int:
+    """Trains models one after another under the same budget, and writes what each has come to. The dense
+    model gets the MLP width that matches the MoE. The same command again continues with what is left;
+    RUN_NAME names the comparison.
+    """
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
 
@@ -83,13 +82,12 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("--timeout", "seconds after which a run is ended (default: none)", default="0"),
     flag("--dry-run", "print the rungs, start and write nothing"),
     add_arguments,
-    description=(
-        "Trains variants at several sizes with equal FLOPs per rung, fits the loss over compute of each,"
-        " and reports the effective speedup over the baseline with intervals. The last rung is predicted"
-        " before it runs. The same command again continues with what is left; RUN_NAME names the ladder."
-    ),
 )
 def run_ladder(arguments: argparse.Namespace) -> int:
+    """Trains variants at several sizes with equal FLOPs per rung, fits the loss over compute of each, and
+    reports the effective speedup over the baseline with intervals. The last rung is predicted before it runs.
+    The same command again continues with what is left; RUN_NAME names the ladder.
+    """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
 
@@ -127,13 +125,12 @@ def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any],
     flag("--retry-failed", "run those, too, that have failed, run out of memory or of time before"),
     lambda parser: add_arguments(parser, SweepSettings),
     add_arguments,
-    description=(
-        "Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...), and writes what was measured"
-        " beside what was predicted. Every flag is also an environment variable: --tps is TPS. The same"
-        " command again continues with what is left."
-    ),
 )
 def run_sweep(arguments: argparse.Namespace) -> int:
+    """Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...), and writes what was measured beside
+    what was predicted. Every flag is also an environment variable: --tps is TPS. The same command again
+    continues with what is left.
+    """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
 
@@ -184,13 +181,11 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
     "coordinate check: initial outputs and their changes by training, over width and experts",
     arg("--steps", "iterations of each model (default: 10)", default=10),
     *_of_mup(repeats=12),
-    description=(
-        "Trains small models of several sizes for a few steps on one micro-batch, and fits how the"
-        " outputs of each part and their changes depend on the size. Under muP they do not. Exit code 1"
-        " if they do."
-    ),
 )
 def run_mup_check(arguments: argparse.Namespace) -> int:
+    """Trains small models of several sizes for a few steps on one micro-batch, and fits how the outputs of
+    each part and their changes depend on the size. Under muP they do not. Exit code 1 if they do.
+    """
     from moe_exp.host.progress import progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
 
@@ -226,13 +221,12 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
     arg("--jobs", "models trained at a time (default: 1)", default=1),
     arg("--out", "folder (default: mup_transfer)", default="mup_transfer"),
     *_of_mup(repeats=3),
-    description=(
-        "Trains models of several sizes with several learning rates, and compares the best of each size."
-        " The same command again continues with what is left. Exit code 1 if the best rate moves by more"
-        " than a factor of 1.5."
-    ),
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
+    """Trains models of several sizes with several learning rates, and compares the best of each size. The
+    same command again continues with what is left. Exit code 1 if the best rate moves by more than a factor
+    of 1.5.
+    """
     from moe_exp.host.files import write_atomically
     from moe_exp.studies.child_runs import held
     from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, losses_of, moved, optimum, run_key

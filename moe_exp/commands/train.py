@@ -24,12 +24,11 @@ from moe_exp.launch.slurm.settings import SlurmSettings
         default="",
     ),
     add_arguments,
-    description=(
-        "Trains a model. The same command again resumes the run. Every setting is a flag and an"
-        " environment variable: --num-experts is NUM_EXPERTS."
-    ),
 )
 def run_train(arguments: argparse.Namespace) -> int:
+    """Trains a model. The same command again resumes the run. Every setting is a flag and an environment
+    variable: --num-experts is NUM_EXPERTS.
+    """
     from moe_exp.launch.launch import train
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
@@ -44,12 +43,11 @@ def run_train(arguments: argparse.Namespace) -> int:
     flag("--dry-run", "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"),
     lambda parser: add_arguments(parser, SlurmSettings),
     add_arguments,
-    description=(
-        "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each"
-        " other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT."
-    ),
 )
 def run_slurm(arguments: argparse.Namespace) -> int:
+    """Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each
+    other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT.
+    """
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.loading import main_settings
     from moe_exp.config.settings_file import warn_of_misspelt

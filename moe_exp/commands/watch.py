@@ -45,11 +45,9 @@ LAUNCH_SETTINGS = (
     arg("--exclude-file FILE", "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)", Path),
     flag("--no-exclude", "add no nodes to the list"),
     JSON,
-    description=(
-        "Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails."
-    ),
 )
 def run_preflight(arguments: argparse.Namespace) -> int:
+    """Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails."""
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
     from moe_exp.launch.preflight.verdicts import add_to_list, findings_lines, print_report
@@ -160,13 +158,12 @@ def run_blame(arguments: argparse.Namespace) -> None:
         arg("--webhook-file FILE", "its first line is the address of a webhook (default: of WATCH_WEBHOOK)"),
         arg("--alert-file FILE", "add messages to this file"),
     ),
-    description=(
-        "Looks whether a job of each run is running or waiting, whether it moves, when it will end, when"
-        " its disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command"
-        " cannot be right."
-    ),
 )
 def run_watchdog(arguments: argparse.Namespace) -> int:
+    """Looks whether a job of each run is running or waiting, whether it moves, when it will end, when its
+    disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command cannot be
+    right.
+    """
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
     from moe_exp.watch.watchdog.watchdog import print_checks, watch_forever, watchdog_of
@@ -197,12 +194,11 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     "show where each rank of a run is, and which ranks differ",
     arg("folder RUN|DIR", "run folder, or a folder in RUN/hang", Path),
     flag("--full", "with the stacks of every group of ranks"),
-    description=(
-        "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
-        " the run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there."
-    ),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
+    """Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder; the
+    run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there.
+    """
     from moe_exp.watch.hangs.stacks import stacks_of
 
     summary, folder = stacks_of(arguments.folder)

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +78,19 @@ def train(
             resuming = f"--resume {shlex.quote(str(own.path))}"
             fix = f"set another RUN_NAME for a new run, or continue with {resuming}"
             raise ConfigError([problem("config", flags["config"], rule, fix)])
-        names, given = set(given_values(given, os.environ)), _without_usual(config, given, sources)
+        names, given = set(given_values(given, os.environ)), without_usual(config, given, sources)
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         start = start_of(config)
+        # what does not keep a run from starting
+        warnings = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
+        warnings += data_warnings(config)
         if dry_run:
-            return _dry_run(config, given, sources, start)
-        _warn(_warnings(config, start))
+            return _dry_run(config, given, sources, start, warnings)
+        _warn(warnings)
         _report_changes(config)
         if vocabulary and config.node_rank == 0:
             print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
@@ -124,7 +126,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return {**flags, **places, "config": str(RunFolder(path).config)}
 
 
-def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
+def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
     """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
@@ -208,13 +210,13 @@ def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     return module_arguments({**flags, **rendezvous})
 
 
-def _warnings(config: Config, start: Start) -> list[str]:
-    """Warnings that do not prevent a run from starting."""
-    warnings = (schedule_warnings(config, start), disk_warnings(config), memory_warnings(config))
-    return [*chain(*warnings), *data_warnings(config)]
-
-
-def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
+def _dry_run(
+    config: Config,
+    flags: Mapping[str, Any],
+    sources: Mapping[str, str],
+    start: Start,
+    warnings: Iterable[str],
+) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     problems = check_files(config, with_space=False)
@@ -222,7 +224,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     room = () if run_folder_problems(config) else disk_problems(config)
-    _warn([*check_machine(config), *room, *_warnings(config, start)])
+    _warn([*check_machine(config), *room, *warnings])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)
@@ -246,23 +248,20 @@ def dry_run_text(
     """Merged settings with their sources (none: default), the torchrun command and the start-up report;
     `sources`: of settings that are neither in `flags` nor from the environment; they win over those.
     """
-    lines = []
+    lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
-        source = sources.get(name) or _source(name, value, config.preset, flags)
+        default = of_preset.get(name, Config.model_fields[name].default)
+        follows = name in ("warmup_iters", "decay_iters") and value != default
+        if flags.get(name) is not None:
+            source = "command line"
+        elif os.environ.get(name.upper()):
+            source = "environment"
+        else:
+            source = "from TRAIN_ITERS" if follows else f"preset {config.preset}" if name in of_preset else ""
+        source = sources.get(name) or source
         setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
     report = [startup_report(config), learning_rate_text(config, start), *group_lines(config)]
     return "\n".join([*lines, "", folder, command, "", *report])
-
-
-def _source(name: str, value: object, preset: str, flags: Mapping[str, Any]) -> str:
-    if flags.get(name) is not None:
-        return "command line"
-    if os.environ.get(name.upper()):
-        return "environment"
-    default = preset_values(preset).get(name, Config.model_fields[name].default)
-    if name in ("warmup_iters", "decay_iters") and value != default:
-        return "from TRAIN_ITERS"
-    return f"preset {preset}" if name in preset_values(preset) else ""

@@ -124,7 +124,11 @@ def run_job(
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         stillness = _Stillness(alive_file(str(code_file)))
         before, orphans = set(children_of(os.getpid())), _Orphans()
-        while (code := _wait(agent)) is None or orphans.are_left(code, before):
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(timeout=0.2)
+            if (code := agent.returncode) is not None and not orphans.are_left(code, before):
+                break
             pids = [agent.pid] if code is None else orphans.pids
             if received.count(signal.SIGINT) > 1 or (received and config is None):
                 _kill_job(pids)
@@ -166,13 +170,6 @@ class _Stillness:
         return self._seconds
 
 
-def _wait(agent: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return agent.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        return None
-
-
 class _Orphans:
     """The ranks of a killed agent; SIGTERM makes them save, and the launcher waits for their exit code."""
 
@@ -186,7 +183,11 @@ class _Orphans:
             return False
         if self._deadline is None:
             self._deadline = time.monotonic() + _SAVE_SECONDS
-        self.pids = [pid for pid in children_of(os.getpid()) if pid not in before and not _is_reaped(pid)]
+        self.pids = []
+        for pid in children_of(os.getpid()):
+            with suppress(ChildProcessError):  # it has been reaped already
+                if pid not in before and os.waitpid(pid, os.WNOHANG)[0] != pid:
+                    self.pids.append(pid)
         if not self.pids:
             return False
         late = time.monotonic() - self._deadline
@@ -196,14 +197,6 @@ class _Orphans:
             complain(f"processes {', '.join(map(str, self.pids))} do not end, although they were killed")
             return False
         time.sleep(0.2)
-        return True
-
-
-def _is_reaped(pid: int) -> bool:
-    """Reaps a child if it has ended."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
         return True
 
 

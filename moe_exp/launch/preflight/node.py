@@ -132,7 +132,10 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
-        environ = {**child_environment(config, key), **_NCCL, RESULTS_FOLDER: name}
+        # A hung collective has to raise in the waiting rank; torch would end the process instead.
+        nccl = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environ = {**child_environment(config, key), **nccl, **quiet, RESULTS_FOLDER: name}
         (folder / SETTINGS).write_text(config.model_dump_json())
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
             timed_out = _run(torchrun_command(config, [], MODULE), environ, log)
@@ -145,11 +148,6 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
         if found["step"] != "done" and not found.get("error"):
             found |= {"error": why, "died": True}
     return reports
-
-
-# A hung collective has to raise in the waiting rank; torch would end the process instead.
-_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-_NCCL["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 
 def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
@@ -175,9 +173,9 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
     if config.node_rank:
         yield
         return
-    units = config.nnodes if config.nnodes > 1 else config.world_size
     links = 0
-    if config.world_size > 1:
+    if config.world_size > 1:  # join, all ranks and their end; inside the node; pairs of nodes, or of ranks
+        units = config.nnodes if config.nnodes > 1 else config.world_size
         links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
 
     def num_done() -> int:
@@ -235,9 +233,7 @@ def passes(config: Config) -> bool:
         wait_for_port(config)
     if verdict.grade != "failed":
         return True
-    for line in findings_lines(verdict):
-        if line.startswith("failed"):
-            complain(f"preflight {line}")
+    complain(*(f"preflight {line}" for line in findings_lines(verdict) if line.startswith("failed")))
     fix = "start the job without it, or set PREFLIGHT=0 to train all the same"
     complain(f"no training: a node has failed the preflight. Fix: {fix}.")
     return False

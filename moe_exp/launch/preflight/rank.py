@@ -22,8 +22,15 @@ from torch.distributed.rendezvous import rendezvous
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
-from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
-from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
+from moe_exp.launch.preflight.checks import (
+    DTYPES,
+    LinkError,
+    bytes_to_fill,
+    check_matmul,
+    check_memory,
+    measure_group,
+    process_group,
+)
 from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
 from moe_exp.launch.preflight.verdicts import rounds_of_pairs
 
@@ -144,7 +151,9 @@ class _Links:
                 return found
         except Exception as error:
             self._store.add("failures", 1)
-            return described(error)
+            # damaged data is graver than everything else: no answer, a broken connection
+            kind = "wrong" if isinstance(error, LinkError) else "error"
+            return {kind: " ".join(str(error).split())[:300]}
 
     def have_failed(self) -> bool:
         """Whether any rank's group has failed; called by every rank after the last measurement."""

@@ -47,6 +47,11 @@ class Finding:
     is_its_fault: bool = True  # jobs should avoid the node; False for instance for a full shared disk
 
 
+def worst(findings: Iterable[Finding]) -> str:
+    """The worst grade of findings; `ok` if there are none."""
+    return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
+
+
 @dataclass
 class NodeVerdict:
     node: int
@@ -57,19 +62,18 @@ class NodeVerdict:
     @property
     def grade(self) -> str:
         """The worst of its findings."""
-        return max((finding.grade for finding in self.findings), key=GRADES.index, default="ok")
+        return worst(self.findings)
 
     @property
     def own_grade(self) -> str:
         """The worst of its own faults; jobs should avoid the node if it is slow or failed."""
-        grades = (finding.grade for finding in self.findings if finding.is_its_fault)
-        return max(grades, key=GRADES.index, default="ok")
+        return worst(finding for finding in self.findings if finding.is_its_fault)
 
     @property
     def reason(self) -> str:
         """The worst of its own faults, in a line."""
-        own = (finding for finding in self.findings if finding.is_its_fault)
-        return "; ".join(finding.text for finding in own if finding.grade == self.own_grade)
+        own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
+        return "; ".join(finding.text for finding in own if finding.grade == grade)
 
 
 @dataclass
@@ -87,8 +91,7 @@ class Verdict:
 
     @property
     def grade(self) -> str:
-        grades = [*(node.grade for node in self.nodes), *(link.grade for link in self.links)]
-        return max(grades, key=GRADES.index, default="ok")
+        return worst([*(one for node in self.nodes for one in node.findings), *self.links])
 
     def to_exclude(self) -> list[NodeVerdict]:
         """Nodes that jobs should avoid.
@@ -104,10 +107,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """With grades, for --json and the event."""
         nodes = [asdict(node) | {"grade": node.grade} for node in self.nodes]
-        links = [asdict(link) for link in self.links]
         excluded = [node.host for node in self.to_exclude()]
-        found = {"grade": self.grade, "nodes": nodes, "links": links, "all_ranks": self.all_ranks}
-        return found | {"exclude": excluded}
+        return {"grade": self.grade} | asdict(self) | {"nodes": nodes, "exclude": excluded}
 
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
@@ -335,8 +336,8 @@ def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
 
 def print_report(verdict: Verdict, *, num_ranks: int) -> None:
     console = table_console()
-    names = {name for node in verdict.nodes for name, number in node.numbers.items() if number is not None}
-    shown = [speed for speed in SPEEDS if speed.name in names]
+    # columns of what was measured on some node
+    shown = [one for one in SPEEDS if any(node.numbers.get(one.name) is not None for node in verdict.nodes)]
     title = f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("node", "host", "verdict", *(f"{speed.name} {speed.unit}" for speed in shown)):
@@ -348,15 +349,12 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
     console.print(table)
     if len(verdict.nodes) == 1 and num_ranks > 1:
-        line = (
-            "One node: ranks are compared with each other, and a node that is slow as a whole does not show."
-        )
-        console.print(line, soft_wrap=True)
-    if verdict.all_ranks:
-        units = {"all_reduce": "GB/s", "all_to_all": "GB/s", "latency_us": "us"}
-        found = {key: verdict.all_ranks[key] for key in units if key in verdict.all_ranks}
-        words = {"all_reduce": "all-reduce", "all_to_all": "all-to-all", "latency_us": "latency"}
-        rates = [f"{words[key]} {number:.3g} {units[key]}" for key, number in found.items()]
+        what = "ranks are compared with each other, and a node that is slow as a whole does not show"
+        console.print(f"One node: {what}.", soft_wrap=True)
+    if found := verdict.all_ranks:
+        words = {"all_reduce": "all-reduce {:.3g} GB/s", "all_to_all": "all-to-all {:.3g} GB/s"}
+        words["latency_us"] = "latency {:.3g} us"
+        rates = [text.format(found[key]) for key, text in words.items() if key in found]
         console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
