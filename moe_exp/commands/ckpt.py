@@ -20,6 +20,7 @@ from moe_exp.commands.parsers import (
     memory_bytes,
     print_json,
     repeated,
+    takes,
 )
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 declare_group("ckpt", "inspect, verify, rewrite, average, compare and remove checkpoints")
 
 
-@command(
-    "ckpt info",
-    "show what a checkpoint holds, without reading tensors",
+@command("ckpt info", "show what a checkpoint holds, without reading tensors")
+@takes(
     _PATH,
     arg("--tensors PATTERN", "list tensors, all or those like '*router*'", nargs="?", const="*"),
     _ITERATION,
@@ -67,14 +67,8 @@ def run_info(arguments: argparse.Namespace) -> None:
     info.print_tensors(tensors)
 
 
-@command(
-    "ckpt verify",
-    "verify checksums, structure and optimizer state of a checkpoint",
-    _PATH,
-    flag("--finite", "also look for values that are not finite"),
-    _ITERATION,
-    JSON,
-)
+@command("ckpt verify", "verify checksums, structure and optimizer state of a checkpoint")
+@takes(_PATH, flag("--finite", "also look for values that are not finite"), _ITERATION, JSON)
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.soundness import Verification
@@ -104,9 +98,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return int(bool(texts))
 
 
-@command(
-    "ckpt reshape",
-    "rewrite a checkpoint with other keys, another dtype or the weights only",
+@command("ckpt reshape", "rewrite a checkpoint with other keys, another dtype or the weights only")
+@takes(
     arg("source", _CHECKPOINT, Path),
     arg("target", "the checkpoints folder that is made", Path),
     *(arg(f"--{name}", argparse.SUPPRESS) for name in _SIZES),
@@ -139,9 +132,8 @@ def run_reshape(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-@command(
-    "ckpt average",
-    "average the weights of checkpoints, in place of a decay of the learning rate",
+@command("ckpt average", "average the weights of checkpoints, in place of a decay of the learning rate")
+@takes(
     arg(
         "sources source",
         "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first",
@@ -184,9 +176,8 @@ def run_average(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-@command(
-    "ckpt diff",
-    "compare two checkpoints name by name, in any layout and format",
+@command("ckpt diff", "compare two checkpoints name by name, in any layout and format")
+@takes(
     arg("a", _CHECKPOINT, Path),
     arg("b", "the other one, which differences are relative to", Path),
     flag("--optimizer", "compare the state of the optimizer, too"),
@@ -222,9 +213,8 @@ def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     return is_within
 
 
-@command(
-    "ckpt prune",
-    "remove old checkpoints of a run",
+@command("ckpt prune", "remove old checkpoints of a run")
+@takes(
     arg("path", "a checkpoints folder or a run folder", Path),
     arg("--keep-last N", "keep the newest N", int, required=True),
     arg("--keep-every N", "keep those whose iteration is a multiple of N", default=0),
@@ -249,9 +239,8 @@ def run_prune(arguments: argparse.Namespace) -> None:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
 
 
-@command(
-    "ckpt shrink",
-    "rewrite torch.save files that store more than their tensors",
+@command("ckpt shrink", "rewrite torch.save files that store more than their tensors")
+@takes(
     arg("path", "a torch.save file, or a folder to search for such files", Path),
     arg("--pattern GLOB", "names of files in a folder (default: *.pt *.pth *.bin)", action="append"),
     flag("--no-recursive", "leave out folders in the folder"),
@@ -293,9 +282,8 @@ declare_group("convert", "convert checkpoints from and to Hugging Face format")
 _DTYPE = arg("--dtype", "of the weights (default: as they are)", choices=("fp32", "bf16", "fp16"))
 
 
-@command(
-    "convert from-hf",
-    "convert a Hugging Face folder to a checkpoint for training",
+@command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
+@takes(
     arg("source SRC", "folder with config.json and safetensors files", Path),
     arg("target DST", "checkpoints folder to make", Path),
     _DTYPE,
@@ -315,9 +303,8 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
     print(*(f"Note: {note}" for note in done.notes), f"Train on from it:\n  {done.command}", sep="\n")
 
 
-@command(
-    "convert to-hf",
-    "convert a checkpoint to a Hugging Face folder",
+@command("convert to-hf", "convert a checkpoint to a Hugging Face folder")
+@takes(
     arg("source SRC", "run folder, checkpoints folder, or that of one iteration; any layout", Path),
     arg("target DST", "folder to make", Path),
     _DTYPE,

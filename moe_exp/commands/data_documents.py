@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.commands.data import TEXT_DOCUMENTS, either, execution, execution_of, under_way
-from moe_exp.commands.parsers import arg, command, flag, group, memory_bytes, repeated
+from moe_exp.commands.parsers import arg, command, flag, group, memory_bytes, repeated, takes
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import print_sources, resolve_source
 from moe_exp.data.kinds import KINDS, TextRule, input_error
@@ -42,9 +42,8 @@ _SOURCE = (
 )
 
 
-@command(
-    "data download",
-    "download the files of a dataset from the hub (HF_ENDPOINT, HF_TOKEN)",
+@command("data download", "download the files of a dataset from the hub (HF_ENDPOINT, HF_TOKEN)")
+@takes(
     *_SOURCE,
     arg("--output-dir FOLDER", "(default: data/<name>_raw)", Path),
     arg("--max-workers N", "files at the same time (default: 8)", default=8),
@@ -73,9 +72,8 @@ def run_download(arguments: argparse.Namespace) -> None:
         print(f"{source.name}: {len(paths)} files are complete in {folder}")
 
 
-@command(
-    "data prepare",
-    "download, convert and shuffle a dataset into shards",
+@command("data prepare", "download, convert and shuffle a dataset into shards")
+@takes(
     *_SOURCE,
     arg("--list", "print the datasets that have a name, and end", action=_List, nargs=0),
     flag("--dry-run", "print files, disk and time, and write nothing"),
@@ -173,9 +171,8 @@ _HOW = (
 )
 
 
-@command(
-    "data shuffle",
-    "shuffle documents into shards and a validation file",
+@command("data shuffle", "shuffle documents into shards and a validation file")
+@takes(
     arg("inputs INPUT", f"files, or folders of them: {KINDS}", Path, nargs="+"),
     arg("--output", "folder to make (default: that of the input, or its file's name, with _shuffled)", Path),
     arg("--name", "what the file names begin with (default: the output's name without _shuffled)"),
@@ -235,9 +232,8 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    "data merge",
-    "merge shards into one JSONL file, without the validation file",
+@command("data merge", "merge shards into one JSONL file, without the validation file")
+@takes(
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
     arg(
         "--valid_file_name --valid-file-name",

@@ -22,6 +22,7 @@ from moe_exp.commands.parsers import (
     one_of,
     print_json,
     repeated,
+    takes,
 )
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
@@ -42,9 +43,8 @@ _SKIP_BAD = flag("--skip-bad", "skip and count bad lines instead of stopping at 
 _START_OVER = flag("--start-over", "make it again, and replace what is there")
 
 
-@command(
-    "data tokenize",
-    "files of documents to Megatron's .bin/.idx, or token files of shards into one",
+@command("data tokenize", "files of documents to Megatron's .bin/.idx, or token files of shards into one")
+@takes(
     one_of(
         arg("--input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
         arg("--merge PREFIX", "token files of shards, in order, to join into --output-prefix", nargs="+"),
@@ -130,9 +130,8 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     return code
 
 
-@command(
-    "data train-tokenizer",
-    "a byte-level BPE from files of documents, as a folder for AutoTokenizer",
+@command("data train-tokenizer", "a byte-level BPE from files of documents, as a folder for AutoTokenizer")
+@takes(
     arg("input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
     arg("--vocab-size", "tokens, special ones and the 256 bytes included", int, required=True),
     arg("--out", "folder", required=True),
@@ -160,9 +159,8 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(str(arguments.out))}")
 
 
-@command(
-    "data mix",
-    "prepare and tokenize the sources of a mixture, with weights and a datasheet",
+@command("data mix", "prepare and tokenize the sources of a mixture, with weights and a datasheet")
+@takes(
     arg("mixture", "mixture.yaml", Path),
     arg("--name", "of the mixture (default: the file's name)"),
     arg("--data-dir FOLDER", "(default: data)", Path, default=Path("data")),
@@ -218,9 +216,8 @@ def run_mix(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    "data push",
-    "copy what a step has made to an object store (s3://, gs://, hf://)",
+@command("data push", "copy what a step has made to an object store (s3://, gs://, hf://)")
+@takes(
     arg("path", "folder with manifest.json, or prefix of token files", Path),
     arg("url", "folder at the store, as in s3://bucket/corpus"),
 )
@@ -234,11 +231,9 @@ def run_push(arguments: argparse.Namespace) -> None:
     print(f"complete: {push(arguments.path, arguments.url)}")
 
 
-@command(
-    "data pull",
-    "copy it back",
-    arg("url", "folder at the store, or prefix of token files there"),
-    arg("folder", "gets the files", Path),
+@command("data pull", "copy it back")
+@takes(
+    arg("url", "folder at the store, or prefix of token files there"), arg("folder", "gets the files", Path)
 )
 def run_pull(arguments: argparse.Namespace) -> None:
     """Copies what `push` has made into a folder, and compares every hash. Called again, it continues where it
@@ -250,9 +245,8 @@ def run_pull(arguments: argparse.Namespace) -> None:
     print(f"{len(paths)} files are complete in {arguments.folder}")
 
 
-@command(
-    "data inspect",
-    "describe token files or JSONL files: counts, lengths, duplicates, samples",
+@command("data inspect", "describe token files or JSONL files: counts, lengths, duplicates, samples")
+@takes(
     arg("path", "prefix of .bin and .idx, a JSONL file, or a folder of such", Path),
     arg("--tokenizer", "tokenizer.json or a folder with it, to show samples as text", Path),
     arg("--samples", "documents to show (default: 3)", default=3),
@@ -272,9 +266,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     (print_json if arguments.json else print_inspection)(report)
 
 
-@command(
-    "data verify",
-    "compare files with their manifest, or with another corpus",
+@command("data verify", "compare files with their manifest, or with another corpus")
+@takes(
     arg("path", "a folder, prefix or file that moe-exp data has made", Path),
     arg("--against OTHER", "compare the documents with those of OTHER instead, in whatever order", Path),
     arg("--text-field", "field of JSONL with the text, with --against (default: text)", default="text"),

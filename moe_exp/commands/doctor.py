@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moe_exp.commands.parsers import command, flag
+from moe_exp.commands.parsers import command, flag, takes
 from moe_exp.host.devices import count_gpus, num_cores
 
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
@@ -68,9 +68,9 @@ _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 def installed_version(package: str) -> str | None:
     """The installed version of distribution `package`, or None."""
-    for name in filter(None, (package, _OTHER_NAMES.get(package))):
+    for name in (package, _OTHER_NAMES.get(package)):
         with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name) if name else None
     return None
 
 
@@ -108,13 +108,13 @@ def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
         from packaging.requirements import Requirement
     except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
         return [line for line in requirements(extras) if installed_version(_distribution(line)) is None]
-    return [
-        line
-        for line, requirement in ((line, Requirement(line)) for line in requirements(extras))
-        if (version := installed_version(requirement.name)) is None
-        or not requirement.specifier.contains(version, prereleases=True)
-        or not _importable(requirement.name)
-    ]
+
+    def is_met(requirement: Requirement) -> bool:
+        version = installed_version(requirement.name)
+        fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+        return fits and _importable(requirement.name)
+
+    return [line for line in requirements(extras) if not is_met(Requirement(line))]
 
 
 def _distribution(requirement: str) -> str:
@@ -170,7 +170,8 @@ def check_kernels() -> int:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    if on_cpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -185,21 +186,20 @@ def check_kernels() -> int:
         try:
             for check in doctor_checks(device):
                 now, result = time.monotonic(), "failed" if check.problem else "ok"
-                seconds, error = f"{now - start:.1f}", f"{check.error:.1e}"
-                found = (check.kernel, check.dtype, check.num_configs, seconds, error, result, check.shape)
-                print(row(*found), flush=True)
+                head = (check.kernel, check.dtype, check.num_configs, f"{now - start:.1f}")
+                print(row(*head, f"{check.error:.1e}", result, check.shape), flush=True)
                 problems += [check.line(device)] if check.problem else []
                 start = now
         except RuntimeError as error:  # of the device, after which nothing runs on it any more
             print(error)
             return 1
-    if device.type == "cpu":
+    if on_cpu:
         print(
             "\nNo GPU: the kernels were interpreted on the CPU, in their first config and with small widths."
             " Not checked: what a GPU's compiler makes of them, tensor descriptors, the other configs."
         )
     print(*problems, sep="\n", end="\n" if problems else "")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 def check_documents() -> int:
@@ -213,15 +213,14 @@ def check_documents() -> int:
         leaks = list(find_leaks())
     title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"
     _print_table(title, HEADER, [leak.row for leak in leaks])
-    for leak in leaks:
-        if not leak.is_tight:
-            print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
-    return 0 if all(leak.is_tight for leak in leaks) else 1
+    loose = [leak for leak in leaks if not leak.is_tight]
+    for leak in loose:
+        print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
+    return int(bool(loose))
 
 
-@command(
-    "doctor",
-    "show versions and devices, and what is missing",
+@command("doctor", "show versions and devices, and what is missing")
+@takes(
     flag("--kernels", "compare every Triton kernel with plain torch instead; exit code 1 where one fails"),
     flag(
         "--leak-test",
@@ -254,9 +253,9 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
 def version_rows() -> list[list[str]]:
     """Python, moe-exp and every required package with its version."""
-    names = [_distribution(line) for line in requirements()]
-    moe_exp = installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"
-    rows = [["python", f"{platform.python_version()} ({sys.executable})"], ["moe-exp", moe_exp]]
+    names = map(_distribution, requirements())
+    own = ["moe-exp", installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"]
+    rows = [["python", f"{platform.python_version()} ({sys.executable})"], own]
     return rows + [[name, installed_version(name) or "missing"] for name in names]
 
 
@@ -280,11 +279,10 @@ def device_rows() -> list[list[str]]:
 
 def optional_rows() -> list[list[str]]:
     """Every optional package: version, or what its absence costs and how to install it."""
-    rows = []
-    for package, cost, install in OPTIONAL:
-        version = installed_version(package)
-        rows.append([package, version, "", ""] if version else [package, "missing", cost, install])
-    return rows
+    return [
+        [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
+        for package, *rest in OPTIONAL
+    ]
 
 
 def backend_rows() -> list[list[str]]:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_exp.commands.parsers import arg, command, flag, positive, repeated
+from moe_exp.commands.parsers import arg, command, flag, positive, repeated, takes
 from moe_exp.config import setting_error
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ _DOCUMENT_MASK = arg(
 )
 
 
-@command(
-    "score",
-    "compute the logits of token ids",
+@command("score", "compute the logits of token ids")
+@takes(
     *_MODEL,
     arg("--tokens IDS.npy", "integers [B, S]", required=True),
     arg("--out LOGITS.npy", "float32 [B, S, VOCAB_SIZE], for the token after each", required=True),
@@ -81,9 +80,8 @@ def run_score(arguments: argparse.Namespace) -> int:
             plan.partial.unlink(missing_ok=True)
 
 
-@command(
-    "eval",
-    "measure loss, perplexity and bits per byte on held-out tokens",
+@command("eval", "measure loss, perplexity and bits per byte on held-out tokens")
+@takes(
     *_MODEL,
     arg(
         "--data PREFIX",
@@ -132,9 +130,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     return _run_ranks(plan_evaluation(request), request, print_evaluated)
 
 
-@command(
-    "generate",
-    "continue a prompt with the model of a checkpoint",
+@command("generate", "continue a prompt with the model of a checkpoint")
+@takes(
     *_MODEL,
     repeated("--prompt", "text to continue; may be given several times"),
     repeated("--prompt-file FILE", "a file with a prompt, or - for standard input"),

@@ -111,21 +111,31 @@ class _Declared:
     run: Run | None = None  # None: one of the commands below it has to be named
 
 
+_taken: dict[Run, tuple[Argument, ...]] = {}
 _declared: dict[str, _Declared] = {}  # by the words after `moe-exp`, in the order of the help
 
 
-def command(path: str, about: str, *arguments: Argument, **options: Any) -> Callable[[Run], Run]:
+def takes(*arguments: Argument) -> Callable[[Run], Run]:
+    """Gives a function that runs a command the arguments of it, in the order of the help."""
+
+    def declare(run: Run) -> Run:
+        _taken[run] = arguments
+        return run
+
+    return declare
+
+
+def command(path: str, about: str, **options: Any) -> Callable[[Run], Run]:
     """Declares `moe-exp PATH`, which runs the decorated function.
 
     Args:
         about: line for the list of commands.
-        arguments: of the command, in the order of its help.
         options: of its parser; its description is the docstring of the function.
     """
 
     def declare(run: Run) -> Run:
         described = {"description": " ".join(run.__doc__.split())} if run.__doc__ else {}
-        _declared[path] = _Declared(about, arguments, described | options, run)
+        _declared[path] = _Declared(about, _taken.get(run, ()), described | options, run)
         return run
 
     return declare

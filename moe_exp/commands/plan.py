@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json
+from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json, takes
 from moe_exp.config import Config, ConfigError, add_arguments, problem, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU, Hardware, load_hardware
 
@@ -54,19 +54,12 @@ KEPT = argparse.SUPPRESS
 @command(
     "plan",
     "estimate memory, time and cost of a run, and search for the best layout",
-    *_GOODPUT,
-    *PLANNED,
     description="Without a command: what the run costs that moe-exp train would start with the same variables"
     " and flags.",
     usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
 )
-@command(
-    "plan run",
-    "estimate memory, time and cost of a run (the default command)",
-    *_GOODPUT,
-    *PLANNED,
-    argument_default=KEPT,
-)
+@command("plan run", "estimate memory, time and cost of a run (the default command)", argument_default=KEPT)
+@takes(*_GOODPUT, *PLANNED)
 def run_plan(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
 
@@ -87,6 +80,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
 @command(
     "plan search",
     "rank the layouts of a model on a number of GPUs",
+    usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
+    argument_default=KEPT,
+)
+@takes(
     arg("--top N", "layouts to show (default: 10)", default=10),
     arg("--explain TP=4,PP=12", "why this layout is rejected, or what it loses", default=""),
     arg(
@@ -96,8 +93,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
     ),
     arg("--rank N", "place of the layout to export (default: 1); with --explain that one", default=1),
     *PLANNED,
-    usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
-    argument_default=KEPT,
 )
 def run_search(arguments: argparse.Namespace) -> int:
     """TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,
@@ -198,9 +193,8 @@ def _doubt(chosen: Candidate, found: Search) -> str:
     return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
 
 
-@command(
-    "plan calibrate",
-    "fit the constants of predictions to measured runs",
+@command("plan calibrate", "fit the constants of predictions to measured runs", argument_default=KEPT)
+@takes(
     arg("--runs CSV", "measured runs", Path, required=True),
     arg("--out FILE", "profile to write, for --profile", Path, required=True),
     arg(
@@ -209,7 +203,6 @@ def _doubt(chosen: Candidate, found: Search) -> str:
         Path,
         default=None,
     ),
-    argument_default=KEPT,
 )
 def run_calibrate(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
@@ -229,13 +222,11 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: written, for moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
 
 
-@command(
-    "plan predict",
-    "predict memory and time of the runs in a CSV",
+@command("plan predict", "predict memory and time of the runs in a CSV", argument_default=KEPT)
+@takes(
     arg("--runs CSV", "runs; columns of results may be absent or empty", Path, required=True),
     arg("--out CSV", "predictions to write: row_id,mem_gb,sec_per_it,oom", Path, required=True),
     _PROFILE,
-    argument_default=KEPT,
 )
 def run_predict(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically

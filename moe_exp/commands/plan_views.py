@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.parsers import JSON, Argument, Run, arg, command, print_json
+from moe_exp.commands.parsers import JSON, Argument, Run, arg, command, print_json, takes
 from moe_exp.commands.plan import (
     FAILURE_FLAGS,
     KEPT,
@@ -39,7 +39,8 @@ def _of_layout(
     """Declares a command that shows one layout, which has to be able to run."""
 
     def declare(show: Callable[[argparse.Namespace, Loaded], None]) -> Run:
-        @command(f"plan {name}", about, *PLANNED, *arguments, argument_default=KEPT)
+        @command(f"plan {name}", about, argument_default=KEPT)
+        @takes(*PLANNED, *arguments)
         def run(given: argparse.Namespace) -> None:
             refuse(given, *_OF_COST)
             planned = loaded(given)
@@ -110,10 +111,12 @@ def run_roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
 @command(
     "plan compare-hardware",
     "find the best layout on several kinds of devices, and its price",
+    argument_default=KEPT,
+)
+@takes(
     *PLANNED,
     arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
     arg("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4", default=""),
-    argument_default=KEPT,
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
@@ -221,13 +224,8 @@ def run_nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
     _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
 
 
-@command(
-    "plan hardware",
-    "list known devices, their figures and the sources of these",
-    arg("name", "of one device (default: all)", nargs="?", default=""),
-    JSON,
-    argument_default=KEPT,
-)
+@command("plan hardware", "list known devices, their figures and the sources of these", argument_default=KEPT)
+@takes(arg("name", "of one device (default: all)", nargs="?", default=""), JSON)
 def run_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from glob import glob, has_magic
 from pathlib import Path
 
-from moe_exp.commands.parsers import arg, command, flag
+from moe_exp.commands.parsers import arg, command, flag, takes
 from moe_exp.config import ConfigError, problem, setting_error
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
@@ -22,9 +22,8 @@ _NOT_WITH = {
 }
 
 
-@command(
-    "report",
-    "compare runs in one HTML page, or in Markdown for a pull request",
+@command("report", "compare runs in one HTML page, or in Markdown for a pull request")
+@takes(
     arg("runs RUN", "run folders, RUN_DIR/RUN_NAME, or patterns in quotes such as 'runs/*'", nargs="+"),
     arg("--format", "html: a page (default); md: a short table in Markdown", choices=("html", "md")),
     arg("--out FILE", "default: report.html, or with --format md the standard output", Path),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.parsers import Argument, arg, command, declare_group, flag, repeated
+from moe_exp.commands.parsers import Argument, arg, command, declare_group, flag, repeated, takes
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.config.loading import with_file
 from moe_exp.studies.sweep.settings import SweepSettings
@@ -18,9 +18,8 @@ from moe_exp.studies.sweep.settings import SweepSettings
 _VARIANT = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4; may be given more than once"
 
 
-@command(
-    "compare",
-    "train dense and MoE models under the same budget, and write a report",
+@command("compare", "train dense and MoE models under the same budget, and write a report")
+@takes(
     arg(
         "--runs",
         "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two --variant)",
@@ -65,9 +64,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return run_comparison(comparison)
 
 
-@command(
-    "ladder",
-    "train dense and MoE models at several sizes, fit scaling laws, and predict the largest",
+@command("ladder", "train dense and MoE models at several sizes, fit scaling laws, and predict the largest")
+@takes(
     arg(
         "definition", "YAML file with the rungs, or a name of the package's own (default: --sizes)", nargs="?"
     ),
@@ -118,9 +116,8 @@ def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any],
     return {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}, values
 
 
-@command(
-    "sweep",
-    "run a few iterations of many layouts, and write a table of memory and time",
+@command("sweep", "run a few iterations of many layouts, and write a table of memory and time")
+@takes(
     flag("--dry-run", "print the cases with what is predicted, start and write nothing"),
     flag("--retry-failed", "run those, too, that have failed, run out of memory or of time before"),
     lambda parser: add_arguments(parser, SweepSettings),
@@ -177,11 +174,9 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 
 
 @command(
-    "mup check",
-    "coordinate check: initial outputs and their changes by training, over width and experts",
-    arg("--steps", "iterations of each model (default: 10)", default=10),
-    *_of_mup(repeats=12),
+    "mup check", "coordinate check: initial outputs and their changes by training, over width and experts"
 )
+@takes(arg("--steps", "iterations of each model (default: 10)", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Trains small models of several sizes for a few steps on one micro-batch, and fits how the outputs of
     each part and their changes depend on the size. Under muP they do not. Exit code 1 if they do.
@@ -214,9 +209,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
     return 0 if ended_flat else 1
 
 
-@command(
-    "mup transfer",
-    "the best learning rate of models of several sizes, and by how much it moves",
+@command("mup transfer", "the best learning rate of models of several sizes, and by how much it moves")
+@takes(
     arg("--lrs", "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)", default=""),
     arg("--jobs", "models trained at a time (default: 1)", default=1),
     arg("--out", "folder (default: mup_transfer)", default="mup_transfer"),

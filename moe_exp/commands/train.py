@@ -7,16 +7,15 @@ import os
 import shlex
 import sys
 
-from moe_exp.commands.parsers import arg, command, flag
+from moe_exp.commands.parsers import arg, command, flag, takes
 from moe_exp.config import Config, ConfigError, add_arguments
 from moe_exp.host.exit_codes import BAD_INPUT
 from moe_exp.host.processes import own_command
 from moe_exp.launch.slurm.settings import SlurmSettings
 
 
-@command(
-    "train",
-    "train a model, or resume a run",
+@command("train", "train a model, or resume a run")
+@takes(
     flag("--dry-run", "print settings, torchrun command and parameter report, start nothing"),
     arg(
         "--resume RUN_FOLDER",
@@ -37,9 +36,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=typed)
 
 
-@command(
-    "slurm",
-    "submit a training run as a chain of SLURM jobs",
+@command("slurm", "submit a training run as a chain of SLURM jobs")
+@takes(
     flag("--dry-run", "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"),
     lambda parser: add_arguments(parser, SlurmSettings),
     add_arguments,

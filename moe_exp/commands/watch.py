@@ -21,6 +21,7 @@ from moe_exp.commands.parsers import (
     positive_options,
     print_json,
     repeated,
+    takes,
 )
 from moe_exp.config import add_arguments
 
@@ -36,6 +37,8 @@ LAUNCH_SETTINGS = (
 @command(
     "watch preflight",
     "check the nodes of a job before it starts; call it on every node with the settings of the launch",
+)
+@takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
     arg(
         "--hosts LIST",
@@ -68,9 +71,8 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     return int(verdict.grade == "failed")
 
 
-@command(
-    "watch exclude",
-    "show or change the list of nodes that jobs must avoid",
+@command("watch exclude", "show or change the list of nodes that jobs must avoid")
+@takes(
     arg("file FILE", "the list, RUN_DIR/exclude_nodes.txt of your runs", Path),
     flag("--slurm", "print --exclude=a,b for sbatch, or nothing"),
     arg("--add HOST", "put hosts on it", nargs="+", default=[]),
@@ -98,9 +100,8 @@ def run_exclude(arguments: argparse.Namespace) -> None:
         print(f"{host:<24}  {reason}")
 
 
-@command(
-    "watch blame",
-    "name the node, rank and device that caused the errors in logs, and what to do",
+@command("watch blame", "name the node, rank and device that caused the errors in logs, and what to do")
+@takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or the folder of a run", Path, nargs="+"),
     arg("--exclude FILE", "add hosts whose hardware, driver or link fails to this list", Path),
     JSON,
@@ -126,9 +127,8 @@ def run_blame(arguments: argparse.Namespace) -> None:
         print(f"{host} should get no jobs: {reason}{where}")
 
 
-@command(
-    "watch run",
-    "monitor runs, from cron or as a daemon, and send alerts",
+@command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
+@takes(
     arg("run_dirs RUN_DIR", "folder of a run; with --slurm-name also of one that is queued", Path, nargs="+"),
     repeated("--slurm-name NAME", "--job-name of its jobs; once per RUN_DIR, in their order"),
     arg("--slurm-user NAME", "whose jobs (default: yours)", default=""),
@@ -189,9 +189,8 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     return int(not all(look.is_well for look in checks))
 
 
-@command(
-    "watch stacks",
-    "show where each rank of a run is, and which ranks differ",
+@command("watch stacks", "show where each rank of a run is, and which ranks differ")
+@takes(
     arg("folder RUN|DIR", "run folder, or a folder in RUN/hang", Path),
     flag("--full", "with the stacks of every group of ranks"),
 )
@@ -205,9 +204,8 @@ def run_stacks(arguments: argparse.Namespace) -> None:
     print(summary.whole if arguments.full else summary.short, f"all stacks: {folder}", sep="\n")
 
 
-@command(
-    "watch diff",
-    "compare two checkpoints, or the dumps of two ranks or runs, name by name",
+@command("watch diff", "compare two checkpoints, or the dumps of two ranks or runs, name by name")
+@takes(
     arg(
         "a",
         "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)",
@@ -251,9 +249,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
     return int(not is_within or not found.tensors)
 
 
-@command(
-    "watch storage",
-    "recommend a save interval, and estimate the disk that a run needs",
+@command("watch storage", "recommend a save interval, and estimate the disk that a run needs")
+@takes(
     arg("run_folder RUN", "a run folder, or a settings file: YAML, or lines NAME=value", Path),
     arg("--mtbf HOURS", "mean time between failures of one node (default: by the run's events)", float),
     arg("--nodes N", "that fail independently (default: NNODES of the run)", int),

@@ -1,5 +1,5 @@
-"""Tests of a rank: of its device, by matrix products with known results and by memory that is read back; of the
-links to others, by messages, all-reduce and all-to-all.
+"""Tests of a rank: of its device, by matrix products with known results and by memory that is read back; of
+its links to others, by messages, all-reduce and all-to-all.
 """
 
 import math

@@ -1,11 +1,5 @@
 """The preflight of one node, called on every node by its launcher or by `moe-exp watch preflight`.
 
-1. The nodes meet (`roll_call.py`): if some do not join within PREFLIGHT_TIMEOUT, only they are named.
-2. Each connects to the others (`unreached`): unreachable nodes are named before process groups hang on them.
-3. Clocks, disks, shared memory, versions, nvidia-smi, kernel messages (`host_facts.py`).
-4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes its own file.
-5. The nodes exchange their results, and each reaches the same verdict (`verdicts.py`).
-
 No torch: it is the launcher's process.
 """
 
@@ -68,6 +62,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = None
+        # The nodes meet: if some do not come within PREFLIGHT_TIMEOUT, only they are named.
         try:
             if config.node_rank == 0:
                 server = Server(config.rendezvous_port, config.nnodes)
@@ -91,6 +86,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: start the job again.")
         if len(came) < config.nnodes:
             return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
+        # Each connects to the others: what is out of reach is named before process groups hang on it.
         doors = {node: (other["address"], other["port"]) for node, other in came.items()}
         lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
@@ -101,11 +97,13 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             failed = {(min(pair), max(pair)): reason for pair, reason in pairs.items()}
             blame_pairs(verdict, failed, "has no connection")
             return verdict
+        # What each finds out by itself, then its ranks under torchrun (rank.py): arithmetic, memory, links.
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
         report = {"host": here["host"], "clock": clock, "gpus": gpus, "gpu_problem": gpu_problem}
         report |= host_facts(Path(config.run_dir))
         report["ranks"] = run_ranks(config, came[0]["key"])
+        # With the results of all, each node reaches the same verdict.
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
     verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
