@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.parsers import JSON, Argument, Run, arg, command, print_json, takes
+from moe_exp.commands.parsers import JSON, arg, command, print_json, takes
 from moe_exp.commands.plan import (
     FAILURE_FLAGS,
     KEPT,
@@ -33,40 +33,30 @@ _OF_COST = ("tokens", "price", *FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
-def _of_layout(
-    name: str, about: str, *arguments: Argument
-) -> Callable[[Callable[[argparse.Namespace, Loaded], None]], Run]:
-    """Declares a command that shows one layout, which has to be able to run."""
-
-    def declare(show: Callable[[argparse.Namespace, Loaded], None]) -> Run:
-        @command(f"plan {name}", about, argument_default=KEPT)
-        @takes(*PLANNED, *arguments)
-        def run(given: argparse.Namespace) -> None:
-            refuse(given, *_OF_COST)
-            planned = loaded(given)
-            if problems := check_config(planned[0]):
-                raise ConfigError(problems)
-            show(given, planned)
-
-        return run
-
-    return declare
+def _one_layout(arguments: argparse.Namespace) -> Loaded:
+    """Settings, device and constants of one layout, which has to be able to run."""
+    refuse(arguments, *_OF_COST)
+    planned = loaded(arguments)
+    if problems := check_config(planned[0]):
+        raise ConfigError(problems)
+    return planned
 
 
-@_of_layout(
-    "explain",
+@command(
+    "plan explain",
     "draw an iteration: what every pipeline stage computes when, and when it waits",
-    arg("--svg FILE", "also write a picture", Path, default=None),
+    argument_default=KEPT,
 )
-def run_explain(arguments: argparse.Namespace, planned: Loaded) -> None:
+@takes(*PLANNED, arg("--svg FILE", "also write a picture", Path, default=None))
+def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.timing import time_of
     from moe_exp.planner.views.timeline import as_svg, as_text, timeline
 
+    config, hardware, constants = _one_layout(arguments)
     if arguments.svg:
         check_new_file("svg", arguments.svg)
-    config, hardware, constants = planned
     job = Job.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
     shown = 1 + max(event.microbatch for event in of.events)
@@ -82,12 +72,17 @@ def run_explain(arguments: argparse.Namespace, planned: Loaded) -> None:
         write_atomically(arguments.svg, as_svg(of))
 
 
-@_of_layout("roofline", "list the parts of a layer: operations, intensity, time, and what bounds them")
-def run_roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
+@command(
+    "plan roofline",
+    "list the parts of a layer: operations, intensity, time, and what bounds them",
+    argument_default=KEPT,
+)
+@takes(*PLANNED)
+def run_roofline(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.costs.job import Job
     from moe_exp.planner.costs.layer_time import roofline
 
-    config, hardware, constants = planned
+    config, hardware, constants = _one_layout(arguments)
     parts = roofline(Job.of(config), hardware, constants.time)
     if arguments.json:
         print_json([asdict(part) | {"peak_share": part.peak_share} for part in parts])
@@ -184,15 +179,13 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         yield name.strip(), price
 
 
-@_of_layout(
-    "nearest",
-    "list the published runs that are most like these settings",
-    arg("--top N", "runs to show (default: 10)", default=10),
-)
-def run_nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
+@command("plan nearest", "list the published runs that are most like these settings", argument_default=KEPT)
+@takes(*PLANNED, arg("--top N", "runs to show (default: 10)", default=10))
+def run_nearest(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views.nearest import nearest_runs
 
+    planned = _one_layout(arguments)
     if arguments.top < 1:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
     found = nearest_runs(*planned, arguments.top)

@@ -97,10 +97,8 @@ def _devices(c: Config) -> Iterator[str]:
 
 def training_problem() -> str:
     """A line if this Python lacks the packages of the extra `train`, else ""."""
-    missing = [
-        name for name in ("torch", "megatron", "safetensors") if importlib.util.find_spec(name) is None
-    ]
-    if not missing:
+    needed = ("torch", "megatron", "safetensors")
+    if not (missing := [name for name in needed if importlib.util.find_spec(name) is None]):
         return ""
     rule = f"lacks {', '.join(missing)}, which training needs"
     fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
@@ -285,10 +283,10 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
 
 
 def _vocabulary_fix(c: Config, size: int) -> str:
-    if not c.load_dir and not RunFolder.of(c).checkpoints.exists():
-        return f"set VOCAB_SIZE to at least {size}"
-    fix = "use the tokenizer that the checkpoint was trained with"
-    return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
+    if c.load_dir or RunFolder.of(c).checkpoints.exists():  # its embeddings have VOCAB_SIZE rows
+        fix = "use the tokenizer that the checkpoint was trained with"
+        return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
+    return f"set VOCAB_SIZE to at least {size}"
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
@@ -315,12 +313,10 @@ def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
         yield c.problem("remote_dir", "is no URL", "give one such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        rule = "the hub makes a commit of every file"
-        yield c.problem("remote_dir", rule, "give an s3:// or gs:// URL")
+        yield c.problem("remote_dir", "the hub makes a commit of every file", "give an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
-            if line := ahead_problem(c):
-                yield line
+            yield from filter(None, [ahead_problem(c)])
         except (ValueError, ConnectionError) as error:
             yield f"REMOTE_DIR={error}"
 
@@ -379,13 +375,10 @@ def _data_dir(c: Config) -> Iterator[str]:
 def memory_warnings(config: Config) -> list[str]:
     """Warns if the planner expects that a rank needs more memory than this host's GPUs have."""
     profile = profile_of(device_name()) if count_gpus() else ""
-    if not profile:
-        return []
-    try:
-        expected = predict(Job.of(config), load_hardware(profile))
-    except ValueError:  # settings that the planner does not know
-        return []
-    if not expected.oom:
+    expected = None
+    with suppress(ValueError):  # settings that the planner does not know
+        expected = predict(Job.of(config), load_hardware(profile)) if profile else None
+    if not expected or not expected.oom:
         return []
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
     rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"

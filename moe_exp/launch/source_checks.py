@@ -156,9 +156,8 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
         limit = asked or (1 if num_sources > 1 else _WORTHWHILE_EPOCHS)
         if there and read > _ROUNDING * limit * there:
             rule = f"this run reads it {read / there:.2f} times"
-            fix = "train for fewer iterations, add data" + (
-                ", or lower its weight" if num_sources > 1 else ""
-            )
+            fix = "train for fewer iterations, add data"
+            fix += ", or lower its weight" if num_sources > 1 else ""
             if asked:
                 rule += f", and its mixture says max_epochs={asked:g}"
                 fix += f"; for max_epochs, repeat data mix with total_tokens={total:.4g}"
@@ -183,26 +182,22 @@ def _tokens_of_sources(config: Config, total: int) -> tuple[Counter[str], int]:
 def _max_epochs(prefix: str) -> float | None:
     """The limit that `moe-exp data mix` was given for these token files, if it has made them."""
     path = Path(prefix).with_name("mixture.json")
-    if not path.is_file():
-        return None
-    try:
-        facts = read_json(path)
+    with suppress(KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
+        facts = read_json(path) if path.is_file() else {}
         prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
-        found = limits.get(Path(prefix).name, {}).get("max_epochs")
-        return None if found is None else float(found)
-    except (KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
-        return None
+        return float(limits[Path(prefix).name]["max_epochs"])
+    return None
 
 
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
-    name = validation_setting(config) if config.valid_data else "train_data"
-    share = (0.0, 1.0) if config.valid_data else share
+    name, part = "train_data", f" for validation by SPLIT={config.split}"
+    if config.valid_data:
+        name, part, share = validation_setting(config), "", (0.0, 1.0)
     if share is None or not config.eval_interval:
         return
     for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            part = "" if config.valid_data else f" for validation by SPLIT={config.split}"
             rule = f"has one document{part}: its loss says little about other texts"
             yield problem(name, prefix, rule, "hold out more documents")
