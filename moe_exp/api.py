@@ -146,7 +146,9 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         from moe_exp.training.loop import train_here
 
         return Run(train_here(folder).path)
+    # the folder is known before the launch, also if it fails
     run = Run(RunFolder.of(load_config(folder)).path)
+    # the ranks are other processes: they leave the lines of their errors in a file
     with tempfile.NamedTemporaryFile("r") as file:
         os.environ[REASONS_FILE] = file.name
         try:
@@ -244,6 +246,7 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
     settings = [run._settings for run in runs]
     groups = []
     for group in grouped_by_seed(settings):
+        # runs with the same seed are not a sample over seeds: one line each
         has_seeds = len({str(settings[index].get("seed")) for index in group}) == len(group)
         groups += [group] if has_seeds else [[index] for index in group]
     first = [runs[group[0]] for group in groups]

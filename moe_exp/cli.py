@@ -70,6 +70,7 @@ def parser_of(*names: str) -> ExactParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
     if "data" in names:
         declare_steps()
+    # only the module of the command that was named: `moe-exp CMD --help` answers at once
     for name in [name for name in COMMANDS if name in names] or COMMANDS:
         importlib.import_module(f"moe_exp.commands.{COMMANDS[name]}")
         add_parser(commands, name)

@@ -46,6 +46,7 @@ def run_info(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.format import folders
     from moe_exp.checkpoint.tools import info
 
+    # with --iteration only that one is shown
     checkpoints = folders.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
         folder = info.chosen(arguments.path, arguments.iteration)
@@ -78,6 +79,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if not work.has_checksums and not arguments.json:
         why = "has no manifest.json, so there are no checksums of its files to compare"
         print(f"{work.folder}: {why}", flush=True)
+    # the first of a cause at once, the others as a number: a damaged file may give thousands
     for cause, text in work.findings():
         texts.append(text)
         num_of_cause[cause] += 1
@@ -253,6 +255,7 @@ def run_shrink(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
 
     path, found = arguments.path, []
+    # a common mistake: name the commands that make such checkpoints smaller
     if path.is_dir() and holds_checkpoints(path):
         rule = "holds distributed checkpoints, whose files store nothing but their tensors"
         fix = f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer"

@@ -209,6 +209,7 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     )
 
     first = arguments.inputs[0].absolute()
+    # the name of the output comes from the last part that is no pattern
     while glob.has_magic(first.name) and not first.exists():
         first = first.parent
     suffix = ending(first.name) or first.suffix
@@ -254,6 +255,7 @@ def run_merge(arguments: argparse.Namespace) -> None:
     from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
 
     input_dir, given = arguments.input_dir.absolute(), Path(arguments.output_file_name)
+    # a bare name goes beside the folder, a path where it says
     output = given if given.name != arguments.output_file_name else input_dir.parent / given
     if arguments.dry_run:
         options = {name: getattr(arguments, name) for name in ("valid_file_name", "text_field")}

@@ -110,6 +110,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer_type, prepend_bos=arguments.prepend_bos, **options)
     tokenizer.log_left_out()
     execution, code = execution_of(arguments), 0
+    # find the inputs of all keys first: tokenizing one may take hours
     files = {key: find_inputs(arguments.input, text_field=key) for key in arguments.json_keys}
     for json_key in arguments.json_keys:
         inputs, output = files[json_key], tokenized_prefix(arguments.output_prefix, json_key)

@@ -139,6 +139,7 @@ def _importable(package: str) -> bool:
 def main() -> int:
     """Prints the report; returns 0 when a run on this machine's processors is possible, else 1."""
     unmet = unmet_requirements()
+    # the tables need rich, and the devices torch
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
         _print_table("Versions", ["package", "version"], version_rows())
         _print_table("Devices", ["device", "what"], device_rows())

@@ -41,6 +41,7 @@ def guarded(
     try:
         return work() or 0
     except ModuleNotFoundError as error:
+        # our own module that is missing is a defect, not something to install
         if error.name is None or error.name.startswith("moe_exp"):
             raise
         fix = f"{install_command(extras or 'train')}, or activate the environment that has it"

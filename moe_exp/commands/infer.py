@@ -71,6 +71,7 @@ def run_score(arguments: argparse.Namespace) -> int:
 
     request = _request(ScoreRequest, arguments)
     plan = plan_scoring(request)
+    # made by another call, which removes it itself
     is_other_calls = plan.partial.exists()
     try:
         return _run_ranks(plan, request, score)
@@ -184,6 +185,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
         name: getattr(arguments, name) for name in (*_SIZES, "gpus_per_node", "threads_per_rank")
     }
     for name, default in _NODES.items():
+        # only these are read from the environment: every node of a cluster has its own
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)
         if isinstance(default, int) and not text.isdigit():
             raise setting_error(name, text, "must be a whole number", f"give --{name.replace('_', '-')}")

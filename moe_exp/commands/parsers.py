@@ -13,6 +13,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NoReturn
 
 from moe_exp.host.exit_codes import printable
@@ -37,6 +38,7 @@ class ExactParser(argparse.ArgumentParser):
         """Exits with 2 after the message; names the nearest command or value for one that does not exist."""
         found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
         if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
+            # argparse would list all of the choices
             message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: error: {printable(message)}{end} Help: {self.prog} --help\n")
@@ -227,130 +229,94 @@ def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
                 add_help(subparser, f"{path} {name}".strip())
 
 
-# The commands that people use most, by subcommand.
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "train": (
-        "moe-exp train                                        # PRESET=cpu on an embedded corpus",
-        "moe-exp train --train-data folder/of/text --num-experts 16 --topk 2 --dry-run",
-        "moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings",
-        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr   # a run with settings of another",
-    ),
-    "data list": ("moe-exp data list",),
-    "data download": ("moe-exp data download fineweb_edu_10bt --dry-run",),
-    "data prepare": (
-        "moe-exp data prepare fineweb_edu_10bt --dry-run        # size, time and disk",
-        "moe-exp data prepare fineweb_edu_10bt --workers 16",
-        "moe-exp data prepare my_crawl --filter gopher-quality --filter pii --dedup --near-dedup",
-    ),
-    "data shuffle": (
-        "moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8",
-        "moe-exp data shuffle 'notes/**/*.md' --output data/notes --text-documents block",
-        "moe-exp data shuffle data/web --tasks 512 --executor slurm --partition cpu",
-    ),
-    "data mix": (
-        "moe-exp data mix mixture.yaml --dry-run    # size, time and disk of each source",
-        "moe-exp data mix mixture.yaml --workers 16",
-    ),
-    "data push": (
-        "moe-exp data push data/mine_text_document s3://bucket/corpus    # token files",
-        "moe-exp data push data/mine_shuffled s3://bucket/mine_shuffled",
-    ),
-    "data pull": ("moe-exp data pull s3://bucket/corpus data/corpus",),
-    "data merge": (
-        "moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine",
-    ),
-    "data tokenize": (
-        "moe-exp data tokenize --input mine.jsonl --output-prefix mine --tokenizer-model tok --append-eod",
-        "moe-exp data tokenize --input mine_shuffled --output-prefix mine --tokenizer-model tok --dry-run",
-        "moe-exp data tokenize --input big_shuffled --output-prefix big --tokenizer-model tok --append-eod"
-        " --tasks 512 --executor slurm --partition cpu",
-    ),
-    "data train-tokenizer": (
-        "moe-exp data train-tokenizer data/mine.jsonl --out data/tok --vocab-size 8192",
-    ),
-    "data inspect": ("moe-exp data inspect data/mine_text_document",),
-    "data verify": ("moe-exp data verify data/mine_shuffled",),
-    "ckpt info": ("moe-exp ckpt info runs/NAME",),
-    "ckpt verify": ("moe-exp ckpt verify runs/NAME",),
-    "ckpt reshape": ("moe-exp ckpt reshape runs/NAME new/checkpoints --weights-only --dtype bf16",),
-    "ckpt diff": ("moe-exp ckpt diff runs/ONE runs/OTHER",),
-    "ckpt average": (
-        "moe-exp ckpt average runs/NAME runs/NAME_mean --last 4",
-        "moe-exp ckpt average runs/NAME runs/NAME_mean --last 8 --weights 1-sqrt",
-    ),
-    "ckpt prune": ("moe-exp ckpt prune runs/NAME --keep-last 3 --dry-run",),
-    "ckpt shrink": ("moe-exp ckpt shrink old/checkpoints --dry-run",),
-    "compare": (
-        "moe-exp compare                                      # dense against MoE at equal FLOPs",
-        "moe-exp compare --repeats 3 --train-iters 500",
-        "moe-exp compare --variant e8:num_experts=8 --variant e32:num_experts=32 --dry-run",
-    ),
-    "ladder": (
-        "moe-exp ladder --sizes 16,24,32,48          # scaling laws and effective speedup of dmoe over dense",
-        "moe-exp ladder my_ladder.yaml --repeats 5 --dry-run",
-    ),
-    "mup check": (
-        "moe-exp mup check                                    # are outputs the same size at every width?",
-        "moe-exp mup check --parametrization standard --experts 4,8,16",
-    ),
-    "mup transfer": ("moe-exp mup transfer --widths 32,64,128 --lrs 0.004,0.008,0.016,0.032,0.064",),
-    "convert from-hf": ("moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3",),
-    "convert to-hf": ("moe-exp convert to-hf runs/NAME exported",),
-    "plan": (
-        "moe-exp plan --preset qwen3-30b-a3b --gpus 64 --gpu H100-80GB --ep 8 --tokens 1T",
-        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024",
-        "moe-exp plan hardware",
-    ),
-    "plan run": ("moe-exp plan run --preset mixtral-8x7b --gpus 128 --pp 8 --ep 8 --mbsz 1",),
-    "plan search": (
-        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024",
-        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --explain TP=4,PP=8,EP=8",
-        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --export topology.env",
-    ),
-    "plan calibrate": ("moe-exp plan calibrate --runs runs.csv --out profile.json",),
-    "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),
-    "plan hardware": ("moe-exp plan hardware",),
-    "plan explain": (
-        "moe-exp plan explain --preset qwen3-30b-a3b --gpus 32 --gpu H100 --pp 4 --ep 8 --svg step.svg",
-    ),
-    "plan roofline": ("moe-exp plan roofline --preset mixtral-8x7b --gpus 64 --gpu B200 --ep 8",),
-    "plan compare-hardware": (
-        "moe-exp plan compare-hardware --preset qwen3-30b-a3b --gpus 64 --gbsz 1024 --prices H100=2,B200=4",
-    ),
-    "plan nearest": ("moe-exp plan nearest --preset qwen3-30b-a3b --gpus 64 --gpu H100 --ep 8",),
-    "report": (
-        "moe-exp report runs/dense runs/moe                   # report.html; 'runs/*' for all runs",
-        "moe-exp report runs/moe --watch                      # follow a run in the terminal",
-        "moe-exp report runs/dense runs/moe --format md",
-    ),
-    "slurm": (
-        "moe-exp slurm --nnodes 16 --gpus-per-node 8 --time-limit 24:00:00 --num-jobs 5 --dry-run",
-        "moe-exp slurm --nnodes 16 --gpus-per-node 8 --preset qwen3-30b-a3b --ep 8 --partition gpu",
-    ),
-    "sweep": (
-        "moe-exp sweep --dry-run                              # the layouts that would run",
-        "moe-exp sweep --gpus 4 --tps 1,2 --eps 1,2,4",
-        "moe-exp sweep --retry-failed",
-    ),
-    "score": ("moe-exp score --checkpoint runs/NAME --tokens ids.npy --out logits.npy",),
-    "eval": (
-        "moe-exp eval --checkpoint runs/NAME                  # the run's own validation data",
-        "moe-exp eval --checkpoint runs/NAME --data data/other_text_document --experts",
-        "moe-exp eval --checkpoint checkpoints/qwen3 --data-of runs/NAME   # another model on the same data",
-    ),
-    "generate": (
-        'moe-exp generate --checkpoint runs/NAME --prompt "def main("',
-        "moe-exp generate --checkpoint runs/NAME --prompt-file prompts.txt --temperature 0.8 --json",
-    ),
-    "watch preflight": ("moe-exp watch preflight --nnodes 1 --gpus-per-node 8",),
-    "watch exclude": ("moe-exp watch exclude runs/exclude_nodes.txt --add node17 --reason 'Xid 79'",),
-    "watch blame": ("moe-exp watch blame runs/NAME",),
-    "watch run": (
-        "moe-exp watch run runs/NAME                          # once, as from cron",
-        "moe-exp watch run runs/NAME --every 300 --alert-file alerts.txt",
-    ),
-    "watch stacks": ("moe-exp watch stacks runs/NAME",),
-    "watch diff": ("moe-exp watch diff runs/ONE runs/OTHER",),
-    "watch storage": ("moe-exp watch storage runs",),
-    "doctor": ("moe-exp doctor", "moe-exp doctor --kernels"),
-}
+def _path_of(example: str) -> str:
+    """The command of an example: `train`, `ckpt info`."""
+    first, second = [*example.split(), ""][1:3]
+    has_commands = first in ("data", "ckpt", "mup", "convert", "plan", "watch") and second[:1].isalpha()
+    return f"{first} {second}" if has_commands else first
+
+
+# The commands that people use most, for `--help`.
+_LINES = """
+moe-exp train                                        # PRESET=cpu on an embedded corpus
+moe-exp train --train-data folder/of/text --num-experts 16 --topk 2 --dry-run
+moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings
+moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr   # a run with settings of another
+moe-exp data list
+moe-exp data download fineweb_edu_10bt --dry-run
+moe-exp data prepare fineweb_edu_10bt --dry-run        # size, time and disk
+moe-exp data prepare fineweb_edu_10bt --workers 16
+moe-exp data prepare my_crawl --filter gopher-quality --filter pii --dedup --near-dedup
+moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8
+moe-exp data shuffle 'notes/**/*.md' --output data/notes --text-documents block
+moe-exp data shuffle data/web --tasks 512 --executor slurm --partition cpu
+moe-exp data mix mixture.yaml --dry-run    # size, time and disk of each source
+moe-exp data mix mixture.yaml --workers 16
+moe-exp data push data/mine_text_document s3://bucket/corpus    # token files
+moe-exp data push data/mine_shuffled s3://bucket/mine_shuffled
+moe-exp data pull s3://bucket/corpus data/corpus
+moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine
+moe-exp data tokenize --input mine.jsonl --output-prefix mine --tokenizer-model tok --append-eod
+moe-exp data tokenize --input mine_shuffled --output-prefix mine --tokenizer-model tok --dry-run
+moe-exp data tokenize --input big_shuffled --output-prefix big --tokenizer-model tok --append-eod \
+--tasks 512 --executor slurm --partition cpu
+moe-exp data train-tokenizer data/mine.jsonl --out data/tok --vocab-size 8192
+moe-exp data inspect data/mine_text_document
+moe-exp data verify data/mine_shuffled
+moe-exp ckpt info runs/NAME
+moe-exp ckpt verify runs/NAME
+moe-exp ckpt reshape runs/NAME new/checkpoints --weights-only --dtype bf16
+moe-exp ckpt diff runs/ONE runs/OTHER
+moe-exp ckpt average runs/NAME runs/NAME_mean --last 4
+moe-exp ckpt average runs/NAME runs/NAME_mean --last 8 --weights 1-sqrt
+moe-exp ckpt prune runs/NAME --keep-last 3 --dry-run
+moe-exp ckpt shrink old/checkpoints --dry-run
+moe-exp compare                                      # dense against MoE at equal FLOPs
+moe-exp compare --repeats 3 --train-iters 500
+moe-exp compare --variant e8:num_experts=8 --variant e32:num_experts=32 --dry-run
+moe-exp ladder --sizes 16,24,32,48          # scaling laws and effective speedup of dmoe over dense
+moe-exp ladder my_ladder.yaml --repeats 5 --dry-run
+moe-exp mup check                                    # are outputs the same size at every width?
+moe-exp mup check --parametrization standard --experts 4,8,16
+moe-exp mup transfer --widths 32,64,128 --lrs 0.004,0.008,0.016,0.032,0.064
+moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3
+moe-exp convert to-hf runs/NAME exported
+moe-exp plan --preset qwen3-30b-a3b --gpus 64 --gpu H100-80GB --ep 8 --tokens 1T
+moe-exp plan run --preset mixtral-8x7b --gpus 128 --pp 8 --ep 8 --mbsz 1
+moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024
+moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --explain TP=4,PP=8,EP=8
+moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --export topology.env
+moe-exp plan calibrate --runs runs.csv --out profile.json
+moe-exp plan predict --runs runs.csv --out predicted.csv
+moe-exp plan hardware
+moe-exp plan explain --preset qwen3-30b-a3b --gpus 32 --gpu H100 --pp 4 --ep 8 --svg step.svg
+moe-exp plan roofline --preset mixtral-8x7b --gpus 64 --gpu B200 --ep 8
+moe-exp plan compare-hardware --preset qwen3-30b-a3b --gpus 64 --gbsz 1024 --prices H100=2,B200=4
+moe-exp plan nearest --preset qwen3-30b-a3b --gpus 64 --gpu H100 --ep 8
+moe-exp report runs/dense runs/moe                   # report.html; 'runs/*' for all runs
+moe-exp report runs/moe --watch                      # follow a run in the terminal
+moe-exp report runs/dense runs/moe --format md
+moe-exp slurm --nnodes 16 --gpus-per-node 8 --time-limit 24:00:00 --num-jobs 5 --dry-run
+moe-exp slurm --nnodes 16 --gpus-per-node 8 --preset qwen3-30b-a3b --ep 8 --partition gpu
+moe-exp sweep --dry-run                              # the layouts that would run
+moe-exp sweep --gpus 4 --tps 1,2 --eps 1,2,4
+moe-exp sweep --retry-failed
+moe-exp score --checkpoint runs/NAME --tokens ids.npy --out logits.npy
+moe-exp eval --checkpoint runs/NAME                  # the run's own validation data
+moe-exp eval --checkpoint runs/NAME --data data/other_text_document --experts
+moe-exp eval --checkpoint checkpoints/qwen3 --data-of runs/NAME   # another model on the same data
+moe-exp generate --checkpoint runs/NAME --prompt "def main("
+moe-exp generate --checkpoint runs/NAME --prompt-file prompts.txt --temperature 0.8 --json
+moe-exp watch preflight --nnodes 1 --gpus-per-node 8
+moe-exp watch exclude runs/exclude_nodes.txt --add node17 --reason 'Xid 79'
+moe-exp watch blame runs/NAME
+moe-exp watch run runs/NAME                          # once, as from cron
+moe-exp watch run runs/NAME --every 300 --alert-file alerts.txt
+moe-exp watch stacks runs/NAME
+moe-exp watch diff runs/ONE runs/OTHER
+moe-exp watch storage runs
+moe-exp doctor
+moe-exp doctor --kernels
+""".strip().splitlines()
+EXAMPLES = {path: tuple(examples) for path, examples in groupby(_LINES, _path_of)}
+EXAMPLES["plan"] += (EXAMPLES["plan search"][0], EXAMPLES["plan hardware"][0])

@@ -188,6 +188,7 @@ def _doubt(chosen: Candidate, found: Search) -> str:
         return ""
     left, error = prediction.margin_bytes / 2**30, prediction.memory_error * prediction.peak_bytes / 2**30
     rule = f"the exported layout leaves {left:.1f} GiB, less than the error to expect ({error:.1f} GiB)"
+    # the best layout that fits by more than the planner's error
     safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
     other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
     return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
@@ -290,6 +291,7 @@ def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config,
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
     flags = _settings(arguments, hardware)
+    # a layout in the environment or in the file is what the search is asked to replace; a flag fixes it
     asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
     fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
     from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}

@@ -150,6 +150,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
             found.append((row, best))
             advance(1)
     last = float("inf")
+    # by price where there is one, else by time; what fits nowhere comes last
     found.sort(key=lambda one: (one[0]["price_per_trillion"] or last, one[0]["hours_per_trillion"] or last))
     if arguments.json:
         print_json([row for row, _ in found])

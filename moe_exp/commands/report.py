@@ -106,6 +106,7 @@ def _expanded(texts: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     problems = []
     for text in texts:
+        # a folder may have a bracket in its name
         if not has_magic(text) or Path(text).exists():
             found.append(Path(text))
             continue

@@ -96,6 +96,7 @@ def run_ladder(arguments: argparse.Namespace) -> int:
     if problems := executor.problems():
         raise ConfigError(problems)
     given |= {"runs": arguments.runs, "baseline": arguments.baseline}
+    # None: as in the definition
     given["variants"] = tuple(arguments.variant) if arguments.variant else None
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
     chosen = with_options(definition, **given)
@@ -280,6 +281,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
             raise ConfigError([problem(name, value, "must be 1 or more", "leave it out")])
     names = ("widths", "experts", "granularities")
     axes = models_of_axes(base, *(_numbers(name, getattr(arguments, name)) for name in names))
+    # one corpus for all models, prepared before the first of them starts
     data = base.train_data
     if not data:
         from moe_exp.data.embedded import ensure_embedded_corpus

@@ -60,6 +60,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     config = load_config(flags)
     verdict = preflight(config, hosts=arguments.hosts)
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
+    # the nodes reach the same verdict, and one of them writes it down
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:
         print_json(verdict.as_json())
@@ -182,6 +183,7 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
         return int(bool(failed))
     checks = watchdog.check()
     print_checks(checks, quiet=arguments.quiet)
+    # an unknown run is probably a typo: a daemon would wait for it forever
     if any(check.is_unknown for check in checks):
         return BAD_INPUT
     if arguments.every:
@@ -272,6 +274,7 @@ def run_storage(arguments: argparse.Namespace) -> int:
     measured = replace(found.measured, **given)
     advice = save_advice(found.config.save_interval, measured, num_nodes=num_nodes, **failures)
     place = arguments.run_folder
+    # of settings alone: where the run would be
     place = place if place.is_dir() else existing_place(RunFolder.of(found.config).path)
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:

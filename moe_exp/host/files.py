@@ -51,6 +51,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end of the block, atomically."""
+    # beside it: a rename is atomic only inside one file system
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -134,6 +135,7 @@ def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames in `folder` durable, if the file system can."""
+    # an fsync of the file alone does not keep its name
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,6 +28,7 @@ def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, as
     """torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
+    # summed here in the order of the ranks, not along the way as in a ring
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)
     work = dist.all_to_all_single(parts.view(-1), x.contiguous().view(-1), group=group, async_op=async_op)
     pending = _Sum(out, parts, work)

@@ -205,6 +205,7 @@ class Store:
             advance(start)
             while start < known.bytes:
                 end = min(start + 4 * _PART_BYTES, known.bytes)
+                # four parts at a time: memory stays small, and a stopped call loses little
                 begins = range(start, end, _PART_BYTES)
                 for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
                     file.write(data)
@@ -212,6 +213,7 @@ class Store:
                 start = end
             file.flush()
             os.fsync(file.fileno())
+        # its parts may be of two versions
         if self.find(name) != known:
             partial.unlink()
             rule = "is another file than when the copy began"
@@ -294,6 +296,7 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     A call that was stopped continues with the files that are not there. What another manifest there lists is
     replaced; it is removed first, as a mixture of both would look complete.
     """
+    # content that an interrupted call had started to publish: the same one continues, another starts over
     begun = f"{manifest}.partial"
     there = store.some([*files, manifest, begun])
     sizes = {name: path.stat().st_size for name, path in files.items()}

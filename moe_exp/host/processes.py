@@ -78,6 +78,7 @@ class QuickExit:
     def _exit(self) -> None:
         if self.code is None:
             return
+        # os._exit below does not flush them
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a log on a full disk, a stream that was closed
                 stream.flush()
@@ -125,6 +126,7 @@ def worker_context(module: str) -> ForkServerContext | SpawnContext:
 def free_port() -> int:
     """A free TCP port below the ephemeral range, so that no connection takes it by chance."""
     while True:
+        # not from the seeded generator: two runs with one seed would take the same
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe:
             try:

@@ -83,6 +83,7 @@ class Queue:
     def scheduled_seconds(self) -> float | None:
         """Time left to the run in all of its jobs; None if one has no limit."""
         times = [job.left_seconds for job in self.running]
+        # a line of an array stands for several jobs, one after another
         times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
         known = [one for one in times if one is not None]
         return sum(known) if len(known) == len(times) else None

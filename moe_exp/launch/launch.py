@@ -71,6 +71,7 @@ def train(
         given = with_file(flags, os.environ)
         config = load_config(given)
         sources = {name: str(settings_path(flags["config"])) for name in given if flags.get(name) is None}
+        # --config with the run's own config.yaml would silently continue that run
         own = RunFolder.of(config)
         is_old = sources and not resume and own.config.exists()
         if is_old and own.config.samefile(settings_path(flags["config"])):
@@ -166,11 +167,13 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
+    # with the port as `rank_arguments` gives it to them
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
     with HangWatch(config, folder) as watch:
         code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
+    # variables that a suggested command needs to be the same run, but for those that differ per node
     settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()

@@ -208,6 +208,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
     """Data loader workers pass batches in shared memory, of which containers have 64 MB by default."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
+    # of seq_len + 1 tokens a sample, each an int64
     microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # plus the current one
     needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
     place = os.statvfs(_SHARED_MEMORY)
@@ -231,6 +232,7 @@ def data_problems(c: Config) -> Iterator[str]:
             return  # reported by check_config
     if needs_preparation(c):
         yield from text_problems(c)
+    # name, blend, sequence length, and the shares for training and validation that have to be long enough
     of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
         ("train_data", c.train_data, c.seq_len, shares),
         (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
@@ -329,6 +331,7 @@ def _load_dir(c: Config) -> Iterator[str]:
             yield f"LOAD_DIR={error}"
         return
     folder = Path(c.load_dir).expanduser()
+    # a checkpoints folder, a run folder, the folder of one iteration
     names = (LATEST, f"checkpoints/{LATEST}", "metadata.json")
     if c.load_dir and not any((folder / name).is_file() for name in names):
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
@@ -409,6 +412,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
+    # the next save: at a multiple of SAVE_INTERVAL, or at the end
     next_save = c.train_iters
     if c.save_interval:
         next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)

@@ -80,9 +80,11 @@ def _source(config: Config) -> _Source | None:
     own = RunFolder.of(config).checkpoints
     if any(own.glob(f"iter_*{REPLACED}")):
         return None  # of a run that was killed while it saved: the ranks first tidy up
+    # a run continues from its own checkpoints; LOAD_DIR is for its first start
     place = own if usable(own) else Path(config.load_dir).expanduser() if config.load_dir else None
     if place is None:
         return _Source(None, {}, {})
+    # a LOAD_DIR at a store is copied only at the start, and without torch no checkpoint can be read
     if (place != own and is_url(config.load_dir)) or importlib.util.find_spec("torch") is None:
         return None
     from moe_exp.checkpoint.format.torch_dist import read_common
@@ -167,6 +169,7 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
 def _tokens_of_sources(config: Config, total: int) -> tuple[Counter[str], int]:
     """Tokens of `total` that are read of each prefix, in all stages; and the sources of the largest blend."""
     stages = stages_of(config)
+    # a stage may begin after the last iteration of this run
     firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
     tokens, num_sources = Counter[str](), 0
     for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):

@@ -35,6 +35,7 @@ def disk(path: Path) -> dict[str, Any]:
     """Path, free bytes, and why a file cannot be written there and read back, or ''."""
     if not path.is_dir():
         return {"path": str(path), "free_bytes": None, "problem": "is not there"}
+    # random bytes: zeros could come from a hole in the file
     content, problem = os.urandom(1 << 16), ""
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moe_exp_preflight_") as file:
@@ -85,6 +86,7 @@ def expanded_hosts(text: str) -> list[str]:
             hosts.append(entry.strip())
             continue
         for part in match["numbers"].split(","):
+            # 01-03 keeps its leading zeros
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1)
             hosts += [f"{match['head']}{number:0{len(first)}d}{match['tail']}" for number in numbers]
@@ -120,6 +122,7 @@ THROTTLING = {
 def query_gpus() -> tuple[list[dict[str, str]], str]:
     """FIELDS of each GPU from nvidia-smi, except those an older driver rejects, and the error or ''."""
     fields = list(FIELDS)
+    # each round leaves out, or renames, the one field that this driver does not know
     for _ in FIELDS:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:

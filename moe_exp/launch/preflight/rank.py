@@ -106,6 +106,7 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
         return
     results.begin("join")
     store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
+    # the ranks meet at torch's store, which answers even if a collective does not
     links = _Links(store, results, rank, _device(local_rank), config.world_size)
     # ranks of each node; with one node, each rank by itself
     size = config.gpus_per_node if config.nnodes > 1 else 1
@@ -122,6 +123,7 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
         name = f"pair {min(mine, partner)}-{max(mine, partner)}"
         found = links.measure(f"pairs {number}", name, ranks, twin)
         results.values["pairs"].append({"partner": partner, **found})
+    # a collective over a broken link would only hang, and name nobody
     if not links.have_failed():
         results.values["all_ranks"] = links.measure("all ranks", "all ranks", range(config.world_size))
 

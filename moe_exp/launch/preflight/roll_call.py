@@ -87,6 +87,7 @@ class Server:
             thread.start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
+        # a connection may be anybody's: it counts as a node once it has joined
         node = None
         with connection, connection.makefile("rw", encoding="utf-8") as lines:
             try:
@@ -125,6 +126,7 @@ class Server:
     def _meet(self, node: int, question: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
             meeting = self._meetings.setdefault(question["what"], _Meeting())
+            # counted from the first that comes; a late node finds itself missing in the answer
             meeting.deadline = meeting.deadline or time.monotonic() + question["seconds"]
             if meeting.result is None:
                 meeting.values[node] = question["value"]
@@ -151,6 +153,7 @@ class Nodes:
         self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
+        # to tell two nodes with the same NODE_RANK apart
         host_name = socket.gethostname()
         answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": host_name}, seconds)
         if "error" in answer:
@@ -267,6 +270,7 @@ def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
     place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:
         return [peer for peer in order if peer != node]
+    # log2(n) peers on each side, over which every pair of nodes is connected
     steps = [2**power for power in range(count.bit_length()) if 2**power < count]
     return sorted({order[(place + sign * step) % count] for step in steps for sign in (1, -1)} - {node})
 

@@ -1,13 +1,4 @@
-"""Decides from the nodes' measurements which are slow or broken; same result on every node. No torch.
-
-A number is compared with the median of the other nodes' (leave one out: a bad node does not affect its own
-reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than five times the
-others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal distribution)
-or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named. Latency scatters more and
-is slow from 3 / PREFLIGHT_SLOW times as much. A collective over all nodes is as slow as its slowest node,
-without naming it, so nodes are measured in pairs; their rates are the best over a node's partners, since a
-slow partner is not its fault.
-"""
+"""Decides from the nodes' measurements which are slow or broken; same result on every node. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +21,12 @@ from moe_exp.watch.nodes.exclude import exclude
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
 GRADES = tuple(_COLOURS)  # from the best to the worst
 
+# A number is compared with the median of the other nodes' (leave one out: a bad node does not affect its own
+# reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than _SPREADS times
+# the others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal
+# distribution) or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named.
 _SPREADS = 5.0
+# Latency scatters more.
 _LATENCY_FACTOR = 3.0
 _LATENCY_SLACK_US = 200.0
 CLOCK_SECONDS = 1.0  # beyond it clocks differ
@@ -125,6 +121,8 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
         for named in verdict.nodes:
             if (found := versions[named.node]) != usual:
                 named.findings.append(Finding("warning", f"{name} {found}, most nodes have {usual}", False))
+    # A collective over all nodes is as slow as its slowest node, without naming it: nodes are measured in
+    # pairs.
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
     together = [rank["all_ranks"] for rank in all_ranks if "all_ranks" in rank]
@@ -208,6 +206,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
     """Adds findings on failed pairs to the nodes common to them, else to the link."""
     hosts = {named.node: named.host for named in verdict.nodes}
+    # a broken node fails with every partner; in the remaining pairs either end may be at fault
     blamed, left = culprits(failed)
     for named in verdict.nodes:
         if named.node in blamed:
@@ -229,6 +228,7 @@ class _Speed:
     is_time: bool = False
 
 
+# the best over a node's partners, since a slow partner is not its fault
 def _best(key: str, best: Callable[..., float]) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda rank: best((pair[key] for pair in rank["pairs"] if key in pair), default=None)
 

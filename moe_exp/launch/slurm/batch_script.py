@@ -60,6 +60,7 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
     head.append("# Settings of the run; what is not here has its default.")
+    # quoted here, as the body of the script is constant
     head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 

@@ -162,6 +162,7 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
     if not limit:
         fix = "give MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
         yield problem("time_limit", settings.time_limit, "is no time limit of SLURM's", fix)
+    # warned at its start, a job would save and exit at once, and so would all that follow
     elif settings.signal_seconds >= min(limit, _LONGEST_WARNING + 1):
         rule = f"must be shorter than TIME_LIMIT={settings.time_limit}, and at most {_LONGEST_WARNING}"
         fix = "give twice the time that a checkpoint takes"

@@ -113,6 +113,7 @@ def submit(job: RunJob) -> list[str]:
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
     submitted = RunFolder(job.run_folder).submitted
+    # two chains of one run would overwrite each other's checkpoints
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
@@ -136,6 +137,7 @@ def submit(job: RunJob) -> list[str]:
             with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
     except ValueError:
+        # the jobs submitted so far would be a chain that ends too early
         if ids:
             subprocess.run(["scancel", *ids], capture_output=True)
         raise
