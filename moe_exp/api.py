@@ -235,8 +235,8 @@ def plan(
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings as `moe-exp train` reads them from the command line; None counts as not given."""
-    texts = {name: str(value) for name, value in settings.items() if value is not None}
-    return {name: text.lower() if isinstance(settings[name], bool) else text for name, text in texts.items()}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:

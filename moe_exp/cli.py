@@ -1,7 +1,5 @@
 """The `moe-exp` command. Each subcommand is a few lines that call the library."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """`moe-exp data ...`: what its commands share, and `main` of the scripts that are one of them."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """`moe-exp data list`, `download`, `prepare`, `shuffle`, `merge`: from documents to shards."""
 
-from __future__ import annotations
-
 import argparse
 import glob
 import os

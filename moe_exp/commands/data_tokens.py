@@ -2,8 +2,6 @@
 `push`, `pull`, `inspect` and `verify`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

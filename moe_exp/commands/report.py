@@ -1,7 +1,5 @@
 """`moe-exp report RUN [RUN ...]`: runs side by side, as HTML, Markdown, in the terminal or on wandb."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

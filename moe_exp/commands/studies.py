@@ -1,7 +1,5 @@
 """`moe-exp compare`, `ladder`, `mup` and `sweep`: studies of many runs."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

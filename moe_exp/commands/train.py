@@ -1,7 +1,5 @@
 """`moe-exp train` and `moe-exp slurm`: a run on this machine, or as a chain of jobs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

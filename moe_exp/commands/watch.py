@@ -1,7 +1,5 @@
 """`moe-exp watch ...`: keeps an unattended run alive, and finds out what went wrong."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -159,7 +159,7 @@ def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
         return False
     except subprocess.TimeoutExpired:
         return True
-    finally:
+    finally:  # also after Ctrl-C: nothing of it may outlive the launcher
         if torchrun.poll() is None:
             for pid in [torchrun.pid, *children_of(torchrun.pid)]:
                 send_signal(pid, signal.SIGKILL)

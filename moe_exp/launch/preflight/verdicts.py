@@ -264,8 +264,17 @@ def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: fl
                     is_note = len(reports) == 1 and place[2] == "cpu"  # ranks share a node's cores
                     grade = "warning" if is_note else "slow"
                     named.findings.append(Finding(grade, f"rank {place[1]} ({place[2]}): {text}"))
+    # findings of the same rank and grade become one: a line of the table is a rank
     for named in verdict.nodes:
-        named.findings = _gathered(named.findings)
+        kept: dict[tuple[str, str], Finding] = {}
+        for finding in named.findings:
+            where, separator, text = finding.text.partition("): ")
+            key = (finding.grade, where if separator and where.startswith("rank ") else finding.text)
+            if before := kept.get(key):
+                is_its_fault = before.is_its_fault or finding.is_its_fault
+                finding = Finding(finding.grade, f"{before.text}, {text}", is_its_fault)
+            kept[key] = finding
+        named.findings = list(kept.values())
 
 
 def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float) -> str:
@@ -282,19 +291,6 @@ def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float)
         return ""
     share = f"{value / usual:.0%} of the others' {usual:.3g}"
     return f"{speed.name} {value:.3g} {speed.unit}, {share}"
-
-
-def _gathered(findings: Sequence[Finding]) -> list[Finding]:
-    """Merges findings of the same rank and grade, so that a line of the table is a rank."""
-    kept: dict[tuple[str, str], Finding] = {}
-    for finding in findings:
-        where, separator, text = finding.text.partition("): ")
-        key = (finding.grade, where if separator and where.startswith("rank ") else finding.text)
-        if before := kept.get(key):
-            is_its_fault = before.is_its_fault or finding.is_its_fault
-            finding = Finding(finding.grade, f"{before.text}, {text}", is_its_fault)
-        kept[key] = finding
-    return list(kept.values())
 
 
 Pair = tuple[int, int]
