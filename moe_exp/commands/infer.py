@@ -155,12 +155,6 @@ def run_generate(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.generate import GenerateRequest, Sampling, plan_generation, print_generated
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    texts = {"prompts": _prompts(arguments), "stops": tuple(stop for stop in arguments.stop if stop)}
-    request = _request(GenerateRequest, arguments, sampling=sampling, **texts, as_json=arguments.json)
-    return _run_ranks(plan_generation(request), request, print_generated)
-
-
-def _prompts(arguments: argparse.Namespace) -> tuple[str, ...]:
     prompts = list(arguments.prompt)
     for name in arguments.prompt_file:
         try:
@@ -174,7 +168,10 @@ def _prompts(arguments: argparse.Namespace) -> tuple[str, ...]:
             raise setting_error("prompt_file", name, rule, "convert it") from None
     if not prompts:
         raise setting_error("prompt", "", "there is none", "give --prompt TEXT, or --prompt-file FILE")
-    return tuple(prompts)
+    # an empty text would end every answer before it begins
+    texts = {"prompts": tuple(prompts), "stops": tuple(filter(None, arguments.stop))}
+    request = _request(GenerateRequest, arguments, sampling=sampling, **texts, as_json=arguments.json)
+    return _run_ranks(plan_generation(request), request, print_generated)
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:

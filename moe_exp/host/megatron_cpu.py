@@ -1,9 +1,9 @@
 """Lets megatron-core run on a host where torch has no CUDA device; does nothing if it has one.
 
 `moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device the
-name `torch` inside Megatron's modules is a stand-in, CUDA literals in its code become those for the CPU, and a
-few functions are replaced by name. torch itself is unchanged for all others, except for one private method on
-Tensor and Module (`_KEYWORD`).
+name `torch` inside Megatron's modules is a stand-in, CUDA literals in its code become those for the CPU, and
+a few functions are replaced by name. torch itself is unchanged for all others, except for one private method
+on Tensor and Module (`_KEYWORD`).
 """
 
 import builtins

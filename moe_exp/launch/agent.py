@@ -3,15 +3,8 @@
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-Differences from torchrun:
-
-- Signals are only passed on to the ranks, which save and exit.
-- After a failure the ranks restart on every node, up to --max-restarts times per job, by
-  `rendezvous.RestartRendezvous`.
-- Ranks that request it (exit code START_AGAIN, see host/devices.py) restart too, which is no failure.
-- Node 0 writes failures to the run's metrics.jsonl, as the events `rank_failed` and `restart`.
-
-docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
+Unlike torchrun, it only passes signals on to the ranks, restarts them on every node after a failure, up to
+--max-restarts times per job, or if they ask for it, and writes that to the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
 import gc

@@ -150,7 +150,15 @@ def data_warnings(config: Config) -> list[str]:
 
 def _repeated(config: Config, share: Share) -> Iterator[str]:
     total = config.seq_len * samples_left(config, 0, config.train_iters)
-    tokens, num_sources = _tokens_of_sources(config, total)
+    stages = stages_of(config)
+    # a stage may begin after the last iteration of this run
+    firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
+    tokens, num_sources = Counter[str](), 0  # read of each prefix in all stages; in the largest blend
+    for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):
+        blend = [] if names_text(stage.train_data) else parse_blend(stage.train_data)
+        num_sources = max(num_sources, len(blend))
+        for weight, prefix in blend:
+            tokens[prefix] += round((end - begin) * weight / sum(weight for weight, _ in blend))
     for prefix, read in tokens.items():
         there = part_tokens(TokenFiles(prefix), share, by_sequence=config.data_order == "megatron")
         asked = _max_epochs(prefix)
@@ -164,22 +172,6 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
                 rule += f", and its mixture says max_epochs={asked:g}"
                 fix += f"; for max_epochs, repeat data mix with total_tokens={total:.4g}"
             yield problem("train_data", prefix, rule, fix)
-
-
-def _tokens_of_sources(config: Config, total: int) -> tuple[Counter[str], int]:
-    """Tokens of `total` that are read of each prefix, in all stages; and the sources of the largest blend."""
-    stages = stages_of(config)
-    # a stage may begin after the last iteration of this run
-    firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
-    tokens, num_sources = Counter[str](), 0
-    for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):
-        if names_text(stage.train_data):
-            continue
-        blend = parse_blend(stage.train_data)
-        num_sources = max(num_sources, len(blend))
-        for weight, prefix in blend:
-            tokens[prefix] += round((end - begin) * weight / sum(weight for weight, _ in blend))
-    return tokens, num_sources
 
 
 def _max_epochs(prefix: str) -> float | None:

@@ -136,7 +136,18 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
         environ = {**child_environment(config, key), **nccl, **quiet, RESULTS_FOLDER: name}
         (folder / SETTINGS).write_text(config.model_dump_json())
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
-            timed_out = _run(torchrun_command(config, [], MODULE), environ, log)
+            torchrun = subprocess.Popen(
+                torchrun_command(config, [], MODULE), env=environ, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    torchrun.wait(_RANKS_SECONDS)
+            finally:  # also after Ctrl-C: nothing of it may outlive the launcher
+                if timed_out := torchrun.poll() is None:
+                    for pid in [torchrun.pid, *children_of(torchrun.pid)]:
+                        send_signal(pid, signal.SIGKILL)
+                    torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reports = [_read_rank(folder, rank) for rank in ranks]
     errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
@@ -146,24 +157,6 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
         if found["step"] != "done" and not found.get("error"):
             found |= {"error": why, "died": True}
     return reports
-
-
-def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
-    """Whether it timed out."""
-    torchrun = subprocess.Popen(
-        command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        preexec_fn=end_with_parent,
-    )  # fmt: skip
-    try:
-        torchrun.wait(_RANKS_SECONDS)
-        return False
-    except subprocess.TimeoutExpired:
-        return True
-    finally:  # also after Ctrl-C: nothing of it may outlive the launcher
-        if torchrun.poll() is None:
-            for pid in [torchrun.pid, *children_of(torchrun.pid)]:
-                send_signal(pid, signal.SIGKILL)
-            torchrun.wait()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,13 @@ def listener(port: int, backlog: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
     return socket.create_server(("", port), backlog=backlog)
+
+
+def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, Any]]:
+    """Connections and where they come from, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            yield listener.accept()
 
 
 def close_listener(listener: socket.socket) -> None:
@@ -76,11 +83,7 @@ class Server:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
+        for connection, address in connections(self._listener):
             peer = address[0].removeprefix("::ffff:")
             thread = threading.Thread(target=self._serve, args=(connection, peer), daemon=True)
             self._threads.append(thread)
@@ -233,11 +236,7 @@ class Door:
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection, _ in connections(self._listener):
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_KNOCK_SECONDS)
                 connection.sendall(connection.recv(1))
