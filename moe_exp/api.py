@@ -261,6 +261,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     int, also where all values are null or too large for int64.
     """
     pandas = _package("pandas", extra="analysis")
+    # known columns first and always, so that a frame of a young run has them, too
     names = dict.fromkeys([*keys, *(key for record in records for key in record)])
     frame = pandas.DataFrame(list(records), columns=[name for name in names if name != "kind"])
     for name in frame:

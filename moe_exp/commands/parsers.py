@@ -20,7 +20,7 @@ from moe_exp.host.exit_codes import printable
 
 Argument = Callable[[Any], object]  # adds itself to a parser, or to a group of one
 Kind = Callable[[str], Any]
-Run = Callable[[argparse.Namespace], int | None]
+Handler = Callable[[argparse.Namespace], int | None]
 
 _MOST_COLUMNS = 110
 _EXAMPLES = "examples:"
@@ -110,24 +110,24 @@ class _Declared:
     about: str
     arguments: Sequence[Argument] = ()
     options: Mapping[str, Any] | None = None  # of the parser
-    run: Run | None = None  # None: one of the commands below it has to be named
+    run: Handler | None = None  # None: one of the commands below it has to be named
 
 
-_taken: dict[Run, tuple[Argument, ...]] = {}
+_taken: dict[Handler, tuple[Argument, ...]] = {}
 _declared: dict[str, _Declared] = {}  # by the words after `moe-exp`, in the order of the help
 
 
-def takes(*arguments: Argument) -> Callable[[Run], Run]:
+def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
     """Gives a function that runs a command the arguments of it, in the order of the help."""
 
-    def declare(run: Run) -> Run:
+    def declare(run: Handler) -> Handler:
         _taken[run] = arguments
         return run
 
     return declare
 
 
-def command(path: str, about: str, **options: Any) -> Callable[[Run], Run]:
+def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
     """Declares `moe-exp PATH`, which runs the decorated function.
 
     Args:
@@ -135,7 +135,7 @@ def command(path: str, about: str, **options: Any) -> Callable[[Run], Run]:
         options: of its parser; its description is the docstring of the function.
     """
 
-    def declare(run: Run) -> Run:
+    def declare(run: Handler) -> Handler:
         described = {"description": " ".join(run.__doc__.split())} if run.__doc__ else {}
         _declared[path] = _Declared(about, _taken.get(run, ()), described | options, run)
         return run

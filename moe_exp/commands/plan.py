@@ -62,6 +62,7 @@ KEPT = argparse.SUPPRESS
 @takes(*_GOODPUT, *PLANNED)
 def run_plan(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
+    from moe_exp.planner.search.layout_text import parse_budget
 
     failures = positive_options(arguments, *FAILURE_FLAGS)
     if failures and "mtbf_hours" not in failures:
@@ -70,7 +71,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     if failures:  # as `goodput_of` takes them
         failures = {"node_mtbf_hours": failures.pop("mtbf_hours"), "restart_minutes": 15.0} | failures
     config, hardware, constants = loaded(arguments)
-    plan = plan_run(config, hardware, constants, **budget(arguments), failures=failures)
+    budget = parse_budget(arguments.tokens, arguments.price)
+    plan = plan_run(config, hardware, constants, **budget, failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:
@@ -99,7 +101,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     --mbsz 1,2.
     """
     from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.search.layout_text import parse_fixed, parse_wanted
+    from moe_exp.planner.search.layout_text import parse_budget, parse_fixed, parse_wanted
     from moe_exp.planner.search.topology import explain, search
     from moe_exp.planner.tables import PlanPrinter, describe_explanation, describe_search
 
@@ -114,7 +116,7 @@ def run_search(arguments: argparse.Namespace) -> int:
         check_new_file("export", Path(arguments.export))
     refuse(arguments, *FAILURE_FLAGS)
     hardware, constants = hardware_and_constants(arguments)
-    cost_flags = budget(arguments)
+    cost_flags = parse_budget(arguments.tokens, arguments.price)
     config, fixed = searched(arguments, hardware)
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
@@ -300,6 +302,7 @@ def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config,
         if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
             rule = "searched all the same, a flag would fix it"
             print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
+    # so that a layout in the environment does not narrow the search
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node  # also with PRESET=cpu
@@ -323,13 +326,6 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
     from moe_exp.data.tokens.manifests import with_document_tokens
 
     return with_document_tokens(config, config.train_data)
-
-
-def budget(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Token budget and price, as `estimate.cost_of` takes them."""
-    from moe_exp.planner.search.layout_text import parse_budget
-
-    return parse_budget(arguments.tokens, arguments.price)
 
 
 def refuse_settings(arguments: argparse.Namespace) -> None:

@@ -257,6 +257,7 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
+# A function of the module: `losses_of` calls it in other processes.
 def trained_loss(config: Config) -> float:
     """Mean loss of the last tenth of a run; inf if it diverged."""
     from moe_exp.training.proxy import Proxy

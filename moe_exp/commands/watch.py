@@ -81,6 +81,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 def run_exclude(arguments: argparse.Namespace) -> None:
     from moe_exp.watch.nodes import exclude as nodes
 
+    # before anything is written
     for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
             raise ValueError(f"--add {host}: --remove names it, too. Fix: name it once.")
@@ -229,6 +230,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
             fix = f"name one of them, as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: {fix}.")
+    # dumps of one iteration, of a rank or of all
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.training.dumps import compare_dumps
 

@@ -2,8 +2,7 @@
 
 Credentials and the server's address are those of the packages: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
 GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, and what fsspec's own configuration says. Requests that fail are
-repeated, a file is fetched in parts. Such a store has no rename: a set of files is complete when the one that
-lists the others is there, so that one is written last.
+repeated, a file is fetched in parts.
 """
 
 import contextlib
@@ -286,7 +285,8 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-# Sets of files
+# Sets of files. A store has no rename: a set is complete when the file that lists the others is there, so
+# that one is written last.
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:

@@ -25,6 +25,7 @@ def own_command() -> list[str]:
     beside, on_path = Path(sys.executable).with_name("moe-exp"), shutil.which("moe-exp")
     if on_path and (Path(on_path) == beside or not beside.is_file()):
         return ["moe-exp"]
+    # another environment's moe-exp is on PATH, or none: the path of this one's
     words = [str(beside)] if beside.is_file() else [sys.executable, "-m", "moe_exp"]
     if Path(words[0]).is_relative_to(Path.cwd()):
         words[0] = os.path.relpath(words[0])

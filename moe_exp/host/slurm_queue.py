@@ -105,6 +105,7 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
         QueueError: it refuses, or takes longer than a minute.
     """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
+    # by id where the ids are known, else by name
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
     return parse_queue(_squeue(*chosen, "--format=%i|%T|%S|%l|%L|%r"))

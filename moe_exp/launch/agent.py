@@ -4,7 +4,8 @@
         -m moe_exp.train --num-experts 16
 
 Unlike torchrun, it only passes signals on to the ranks, restarts them on every node after a failure, up to
---max-restarts times per job, or if they ask for it, and writes that to the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
+--max-restarts times per job, or if they ask for it, and writes that to the run's metrics.jsonl.
+docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
 import gc

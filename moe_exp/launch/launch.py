@@ -109,6 +109,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     ConfigError if it is no run folder, or `flags` name another one.
     """
     path = expanded(folder)
+    # `.` or `..` as the name of a run: its real one
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
@@ -170,6 +171,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     # with the port as `rank_arguments` gives it to them
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
     with HangWatch(config, folder) as watch:
+        # from here on this process only watches
         code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
@@ -222,6 +224,7 @@ def _dry_run(
 ) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources, start), flush=True)
+    # a dry run may be for another machine: what is missing here is said, after everything else
     problems = check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:

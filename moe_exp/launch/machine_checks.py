@@ -112,6 +112,7 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and not has_te:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield c.problem("impl", "transformer_engine is not installed", fix)
+    # auto is no entry: it takes one that can run here
     backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
     if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
@@ -383,6 +384,7 @@ def memory_warnings(config: Config) -> list[str]:
         expected = predict(Job.of(config), load_hardware(profile)) if profile else None
     if not expected or not expected.oom:
         return []
+    # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
     rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"
     fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"

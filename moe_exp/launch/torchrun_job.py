@@ -134,6 +134,7 @@ def run_job(
             # only a second Ctrl-C: schedulers send other signals several times
             if received.count(signal.SIGINT) > 1 or (received and config is None):
                 _kill_job(pids)
+            # each signal once, in the order in which they came
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
                     unsaved = "ends, and saves nothing with SAVE_AT_END=false"

@@ -100,6 +100,7 @@ def own_name(environ: Mapping[str, str] = os.environ) -> str:
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
     """Host names by NODE_RANK from `given` or SLURM_JOB_NODELIST, in SLURM's form; empty if unknown."""
+    # a list of another length belongs to another job, or has a typo: no names rather than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
 
@@ -158,6 +159,7 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
             yield "warning", f"{where}: damaged memory waits for a reset of the GPU to be taken out of use"
         if (lifetime := _number(gpu.get("ecc.errors.uncorrected.aggregate.total"))) > 0 >= errors:
             yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) in its life"
+        # a bit mask as text, or [N/A]
         reasons = gpu.get("clocks_event_reasons.active", "")
         bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
         if found := [name for bit, name in THROTTLING.items() if bits & bit]:

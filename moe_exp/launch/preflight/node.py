@@ -150,6 +150,7 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
                     torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reports = [_read_rank(folder, rank) for rank in ranks]
+    # the first error of a rank; torchrun's summary at the end names no cause
     errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
     last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
     why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"

@@ -1,8 +1,7 @@
 """How the nodes of a job meet before torch is loaded: node 0 answers on MASTER_PORT, in lines of JSON.
 
 The one operation is `meet`: each node gives a value and gets those of all that came, the same on every node.
-Nodes that are late become known, while a collective would only hang. The port is free again for torchrun once
-all have joined. No torch: the nodes' launchers call this.
+No torch: the nodes' launchers call this.
 """
 
 import contextlib
@@ -77,6 +76,7 @@ class Server:
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until the nodes have disconnected, so that all have their answers."""
+        # torchrun takes the port next; nodes that have joined keep their connections
         self.stop_listening()
         deadline = time.monotonic() + seconds
         for thread in list(self._threads):
@@ -134,6 +134,7 @@ class Server:
             if meeting.result is None:
                 meeting.values[node] = question["value"]
             self._changed.notify_all()
+            # a node that is late, or has gone, is left out and becomes known: a collective would only hang
             while meeting.result is None:
                 left = meeting.deadline - time.monotonic()
                 if left <= 0 or not set(range(self._num_nodes)) - set(meeting.values) - self._gone:

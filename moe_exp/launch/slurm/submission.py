@@ -39,6 +39,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     of_run = {name: str(value) for name, value in flags.items() if name in Config.model_fields}
     given = given_values(of_run, environ)
+    # of the submitting shell, such as another job's
     for name in ("node_rank", "master_addr"):  # set by each job itself
         given.pop(name, None)
     problems: list[str] = []
@@ -99,6 +100,7 @@ def planned_commands(job: RunJob) -> list[str]:
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
         jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
+    # ids are only known once the job before has been submitted
     lines, after = [], job.slurm.jobs_before
     for this, what in enumerate(jobs, 1):
         lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
