@@ -11,17 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.commands.parsers import (
-    JSON,
-    arg,
-    command,
-    declare_group,
-    flag,
-    memory_bytes,
-    print_json,
-    repeated,
-    takes,
-)
+from moe_exp.commands.parsers import JSON, arg, command, flag, memory_bytes, print_json, repeated, takes
 
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
@@ -32,7 +22,7 @@ _PATH = arg("path", _CHECKPOINT, Path)
 _ITERATION = arg("--iteration N", "of the checkpoint (default: the newest)", int)
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
-declare_group("ckpt", "inspect, verify, rewrite, average, compare and remove checkpoints")
+command("ckpt", "inspect, verify, rewrite, average, compare and remove checkpoints")
 
 
 @command("ckpt info", "show what a checkpoint holds, without reading tensors")
@@ -281,7 +271,7 @@ def run_shrink(arguments: argparse.Namespace) -> int:
     return int(all(one.problem for one in found))
 
 
-declare_group("convert", "convert checkpoints from and to Hugging Face format")
+command("convert", "convert checkpoints from and to Hugging Face format")
 _DTYPE = arg("--dtype", "of the weights (default: as they are)", choices=("fp32", "bf16", "fp16"))
 
 

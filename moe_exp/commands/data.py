@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_exp.commands.guard import UNDER_WAY, ended_quietly, guarded
-from moe_exp.commands.parsers import Argument, ExactParser, Kind, add_parser, arg, declare_group
+from moe_exp.commands.parsers import Argument, ExactParser, Kind, add_parser, arg, command
 
 # Declared without its commands: they load numpy.
-declare_group("data", "download, shuffle, tokenize and inspect training data")
+command("data", "download, shuffle, tokenize and inspect training data")
 
 
 def declare_steps() -> None:

@@ -10,18 +10,7 @@ import time
 from pathlib import Path
 
 from moe_exp.commands.data import TEXT_DOCUMENTS, execution, execution_of, under_way
-from moe_exp.commands.parsers import (
-    JSON,
-    arg,
-    command,
-    flag,
-    group,
-    memory_bytes,
-    one_of,
-    print_json,
-    repeated,
-    takes,
-)
+from moe_exp.commands.parsers import JSON, arg, command, flag, group, memory_bytes, one_of, print_json, takes
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.kinds import KINDS, TextRule
@@ -164,7 +153,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     arg("--name", "of the mixture (default: the file's name)"),
     arg("--data-dir FOLDER", "(default: data)", Path, default=Path("data")),
     flag("--start-over", "make everything again but the downloads"),
-    repeated("--start-over-source NAME", "make this source again; may be repeated"),
+    arg("--start-over-source NAME", "make this source again; may be repeated", action="append", default=[]),
     flag("--download-again", "fetch the files again too"),
     flag("--dry-run", "print files, disk and time of each source, and write nothing"),
     arg(

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
@@ -105,11 +105,11 @@ def _together(group_in: Callable[[Any], Any], arguments: Sequence[Argument]) -> 
     return add
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Declared:
     about: str
+    options: dict[str, Any]  # of the parser
     arguments: Sequence[Argument] = ()
-    options: Mapping[str, Any] | None = None  # of the parser
     run: Handler | None = None  # None: one of the commands below it has to be named
 
 
@@ -118,7 +118,7 @@ _declared: dict[str, _Declared] = {}  # by the words after `moe-exp`, in the ord
 
 
 def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
-    """Gives a function that runs a command the arguments of it, in the order of the help."""
+    """Gives a function that runs a command its arguments, in the order of the help."""
 
     def declare(run: Handler) -> Handler:
         _taken[run] = arguments
@@ -128,30 +128,27 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`, which runs the decorated function.
+    """Declares `moe-exp PATH`, which runs the decorated function, or without one, a group of commands.
 
     Args:
         about: line for the list of commands.
         options: of its parser; its description is the docstring of the function.
     """
+    own = _declared[path] = _Declared(about, options)
 
     def declare(run: Handler) -> Handler:
-        described = {"description": " ".join(run.__doc__.split())} if run.__doc__ else {}
-        _declared[path] = _Declared(about, _taken.get(run, ()), described | options, run)
+        own.run, own.arguments = run, _taken.get(run, ())
+        if run.__doc__:
+            own.options["description"] = " ".join(run.__doc__.split())
         return run
 
     return declare
 
 
-def declare_group(path: str, about: str) -> None:
-    """Declares `moe-exp PATH ...`, for commands that are declared below it."""
-    _declared[path] = _Declared(about)
-
-
 def add_parser(subparsers: Any, path: str) -> ExactParser:
     """Adds the parser of a declared command, and of those below it."""
     own = _declared[path]
-    parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **own.options or {})
+    parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **own.options)
     if below := [other for other in _declared if other.rpartition(" ")[0] == path]:
         # prog: argparse would take a `usage` of its own for the command's name
         commands = parser.add_subparsers(

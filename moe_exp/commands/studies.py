@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.parsers import Argument, arg, command, declare_group, flag, repeated, takes
+from moe_exp.commands.parsers import Argument, arg, command, flag, repeated, takes
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.config.loading import with_file
 from moe_exp.studies.sweep.settings import SweepSettings
@@ -155,7 +155,7 @@ _MUP_CHECK = {
 _MUP_TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "WARMUP_ITERS": "15"}
 
 
-declare_group("mup", "check a parametrization over sizes: the size of activations, the best learning rate")
+command("mup", "check a parametrization over sizes: the size of activations, the best learning rate")
 
 
 def _of_mup(repeats: int) -> tuple[Argument, ...]:

@@ -12,18 +12,16 @@ from moe_exp.commands.parsers import (
     JSON,
     arg,
     command,
-    declare_group,
     flag,
     group,
     one_of,
     positive_options,
     print_json,
-    repeated,
     takes,
 )
 from moe_exp.config import add_arguments
 
-declare_group("watch", "monitor long runs: hangs, slow or faulty nodes, jobs that stopped")
+command("watch", "monitor long runs: hangs, slow or faulty nodes, jobs that stopped")
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
@@ -130,7 +128,12 @@ def run_blame(arguments: argparse.Namespace) -> None:
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
     arg("run_dirs RUN_DIR", "folder of a run; with --slurm-name also of one that is queued", Path, nargs="+"),
-    repeated("--slurm-name NAME", "--job-name of its jobs; once per RUN_DIR, in their order"),
+    arg(
+        "--slurm-name NAME",
+        "--job-name of its jobs; once per RUN_DIR, in their order",
+        action="append",
+        default=[],
+    ),
     arg("--slurm-user NAME", "whose jobs (default: yours)", default=""),
     one_of(
         flag("--once", "look once, as from cron (default)"),
