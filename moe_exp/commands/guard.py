@@ -1,7 +1,5 @@
 """Around every command: one-line errors for what a user can fix, and output that nobody reads."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select
