@@ -113,7 +113,7 @@ def _packages(c: Config) -> Iterator[str]:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield c.problem("impl", "transformer_engine is not installed", fix)
     # auto is no entry: it takes one that can run here
-    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
+    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())
     if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
