@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_exp.commands.parsers import arg, command, flag, positive, repeated, takes
+from moe_exp.commands.parsers import arg, command, flag, positive, repeated, string, takes
 from moe_exp.config import setting_error
 
 if TYPE_CHECKING:
@@ -91,10 +91,9 @@ def run_score(arguments: argparse.Namespace) -> int:
         nargs="+",
         default=[],
     ),
-    arg(
+    string(
         "--data-of RUN",
         "evaluate on the held-out data of this run instead of the checkpoint's own, in its sequences",
-        default="",
     ),
     flag(
         "--allow-other-data",
@@ -117,10 +116,9 @@ def run_score(arguments: argparse.Namespace) -> int:
         " (MOE_TYPE=moe)",
     ),
     _DOCUMENT_MASK,
-    arg(
+    string(
         "--tokenizer",
         "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)",
-        default="",
     ),
     flag("--json", "print one JSON object"),
 )
@@ -136,11 +134,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue; may be given several times"),
     repeated("--prompt-file FILE", "a file with a prompt, or - for standard input"),
-    arg(
-        "--tokenizer",
-        "tokenizer.json, its folder, a .model file, or bytes (default: the training's)",
-        default="",
-    ),
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"),
     flag("--allow-special", "read special tokens in a prompt, such as <s>, as such"),
     arg("--max-new-tokens", "per prompt (default: 128)", default=128),
     arg("--max-positions", "of prompt and text together (default: SEQ_LEN of the training)", default=0),

@@ -78,6 +78,11 @@ def flag(words: str, about: str, /) -> Argument:
     return arg(words, about, action="store_true")
 
 
+def string(words: str, about: str, /) -> Argument:
+    """An option whose value is text, empty if it is not given."""
+    return arg(words, about, default="")
+
+
 def repeated(words: str, about: str, /) -> Argument:
     """An option that may be given several times; its values become a list."""
     return arg(words, about, action="append", default=[])

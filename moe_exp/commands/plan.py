@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json, takes
+from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json, string, takes
 from moe_exp.config import Config, ConfigError, add_arguments, problem, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU, Hardware, load_hardware
 
@@ -87,11 +87,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
 )
 @takes(
     arg("--top N", "layouts to show (default: 10)", default=10),
-    arg("--explain TP=4,PP=12", "why this layout is rejected, or what it loses", default=""),
-    arg(
-        "--export FILE",
-        "write the best layout to this settings file, for --config; env: to standard output",
-        default="",
+    string("--explain TP=4,PP=12", "why this layout is rejected, or what it loses"),
+    string(
+        "--export FILE", "write the best layout to this settings file, for --config; env: to standard output"
     ),
     arg("--rank N", "place of the layout to export (default: 1); with --explain that one", default=1),
     *PLANNED,

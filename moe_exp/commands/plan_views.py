@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.parsers import JSON, arg, command, print_json, takes
+from moe_exp.commands.parsers import JSON, arg, command, print_json, string, takes
 from moe_exp.commands.plan import (
     FAILURE_FLAGS,
     KEPT,
@@ -111,7 +111,7 @@ def run_roofline(arguments: argparse.Namespace) -> None:
 @takes(
     *PLANNED,
     arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
-    arg("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4", default=""),
+    string("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4"),
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress

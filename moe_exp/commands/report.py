@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from glob import glob, has_magic
 from pathlib import Path
 
-from moe_exp.commands.parsers import arg, command, flag, takes
+from moe_exp.commands.parsers import arg, command, flag, string, takes
 from moe_exp.config import ConfigError, problem, setting_error
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
@@ -25,17 +25,15 @@ _NOT_WITH = {
     arg("runs RUN", "run folders, RUN_DIR/RUN_NAME, or patterns in quotes such as 'runs/*'", nargs="+"),
     arg("--format", "html: a page (default); md: a short table in Markdown", choices=("html", "md")),
     arg("--out FILE", "default: report.html, or with --format md the standard output", Path),
-    arg("--title", "heading (default: the names of the runs)", default=""),
-    arg(
-        "--notes TEXT",
-        "text under the heading, or a file with it (notes.md of a run folder is shown anyway)",
-        default="",
+    string("--title", "heading (default: the names of the runs)"),
+    string(
+        "--notes TEXT", "text under the heading, or a file with it (notes.md of a run folder is shown anyway)"
     ),
     arg("--loss X", "loss that the costs are given for (default: the lowest that all reach)", float),
     flag("--watch", "follow the runs in the terminal instead"),
     flag("--once", "with --watch: one picture"),
-    arg("--project", "of wandb, for `report wandb`", default=""),
-    arg("--entity", "user or team on wandb (default: yours)", default=""),
+    string("--project", "of wandb, for `report wandb`"),
+    string("--entity", "user or team on wandb (default: yours)"),
 )
 def run_report(arguments: argparse.Namespace) -> None:
     """Reads run folders, also of runs that are still running, and writes one HTML file that opens from disk.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.parsers import Argument, arg, command, flag, repeated, takes
+from moe_exp.commands.parsers import Argument, arg, command, flag, repeated, string, takes
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.config.loading import with_file
 from moe_exp.studies.sweep.settings import SweepSettings
@@ -18,10 +18,9 @@ _VARIANT = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4;
 
 @command("compare", "train dense and MoE models under the same budget, and write a report")
 @takes(
-    arg(
+    string(
         "--runs",
         "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two --variant)",
-        default="",
     ),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg(
@@ -165,8 +164,8 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),
-        arg("--experts", experts_help, default=""),
-        arg("--granularities", parts_help, default=""),
+        string("--experts", experts_help),
+        string("--granularities", parts_help),
         arg("--repeats", f"seeds of each model (default: {repeats})", int, default=repeats),
         add_arguments,
     )
@@ -210,7 +209,7 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 
 @command("mup transfer", "the best learning rate of models of several sizes, and by how much it moves")
 @takes(
-    arg("--lrs", "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)", default=""),
+    string("--lrs", "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)"),
     arg("--jobs", "models trained at a time (default: 1)", default=1),
     arg("--out", "folder (default: mup_transfer)", default="mup_transfer"),
     *_of_mup(repeats=3),

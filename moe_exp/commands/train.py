@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 
-from moe_exp.commands.parsers import arg, command, flag, takes
+from moe_exp.commands.parsers import command, flag, string, takes
 from moe_exp.config import Config, ConfigError, add_arguments
 from moe_exp.host.exit_codes import BAD_INPUT
 from moe_exp.host.processes import own_command
@@ -15,10 +15,8 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 @command("train", "train a model, or resume a run")
 @takes(
     flag("--dry-run", "print settings, torchrun command and parameter report, start nothing"),
-    arg(
-        "--resume RUN_FOLDER",
-        "continue this run with its own settings; a flag beside it changes one of them",
-        default="",
+    string(
+        "--resume RUN_FOLDER", "continue this run with its own settings; a flag beside it changes one of them"
     ),
     add_arguments,
 )

@@ -17,6 +17,8 @@ from moe_exp.commands.parsers import (
     one_of,
     positive_options,
     print_json,
+    repeated,
+    string,
     takes,
 )
 from moe_exp.config import add_arguments
@@ -36,11 +38,7 @@ LAUNCH_SETTINGS = (
 )
 @takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
-    arg(
-        "--hosts LIST",
-        "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)",
-        default="",
-    ),
+    string("--hosts LIST", "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"),
     arg("--exclude-file FILE", "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)", Path),
     flag("--no-exclude", "add no nodes to the list"),
     JSON,
@@ -128,13 +126,8 @@ def run_blame(arguments: argparse.Namespace) -> None:
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
     arg("run_dirs RUN_DIR", "folder of a run; with --slurm-name also of one that is queued", Path, nargs="+"),
-    arg(
-        "--slurm-name NAME",
-        "--job-name of its jobs; once per RUN_DIR, in their order",
-        action="append",
-        default=[],
-    ),
-    arg("--slurm-user NAME", "whose jobs (default: yours)", default=""),
+    repeated("--slurm-name NAME", "--job-name of its jobs; once per RUN_DIR, in their order"),
+    string("--slurm-user NAME", "whose jobs (default: yours)"),
     one_of(
         flag("--once", "look once, as from cron (default)"),
         arg("--every SECONDS", "repeat as a daemon, with this interval", float),
@@ -142,7 +135,7 @@ def run_blame(arguments: argparse.Namespace) -> None:
     ),
     flag("--quiet", "print nothing about runs that are well"),
     arg("--again TIME", "before a lasting problem is reported again (default: 6h)", default="6h"),
-    arg("--stuck TIME", "silence that counts as stuck (default: by the run's own pace)", default=""),
+    string("--stuck TIME", "silence that counts as stuck (default: by the run's own pace)"),
     arg(
         "--ahead TIME",
         "report this long before its end that a chain of jobs is too short (default: 24h)",
