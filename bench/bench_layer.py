@@ -22,6 +22,7 @@ every storage counted once.
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -136,8 +137,6 @@ class Olmoe(nn.Module):
 class Megatron(nn.Module):
     def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype):
         super().__init__()
-        from moe_exp.host.megatron_versions import build_moe_spec
-
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
         from megatron.core.transformer.spec_utils import build_module
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -151,7 +150,9 @@ class Megatron(nn.Module):
             bf16=dtype == torch.bfloat16, use_cpu_initialization=True, perform_initialization=False,
         )  # fmt: skip
         spec = get_moe_module_spec(use_te=False, num_experts=shape.experts, moe_grouped_gemm=False)
-        self.block = build_moe_spec(spec, build_module, config=config)
+        # a ModuleSpec, from Megatron 0.18 on a partial function
+        is_partial = isinstance(spec, functools.partial)
+        self.block = spec(config=config) if is_partial else build_module(spec, config=config)
         self.block.set_layer_number(1)
         self.block.router.weight.data = weights["router"]
         for expert, weight1, weight2 in zip(

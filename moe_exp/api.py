@@ -146,7 +146,9 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         from moe_exp.training.loop import train_here
 
         return Run(train_here(folder).path)
+    # the folder is known before the launch, also if it fails
     run = Run(RunFolder.of(load_config(folder)).path)
+    # the ranks are other processes: they leave the lines of their errors in a file
     with tempfile.NamedTemporaryFile("r") as file:
         os.environ[REASONS_FILE] = file.name
         try:
@@ -233,8 +235,8 @@ def plan(
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings as `moe-exp train` reads them from the command line; None counts as not given."""
-    texts = {name: str(value) for name, value in settings.items() if value is not None}
-    return {name: text.lower() if isinstance(settings[name], bool) else text for name, text in texts.items()}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -244,6 +246,7 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
     settings = [run._settings for run in runs]
     groups = []
     for group in grouped_by_seed(settings):
+        # runs with the same seed are not a sample over seeds: one line each
         has_seeds = len({str(settings[index].get("seed")) for index in group}) == len(group)
         groups += [group] if has_seeds else [[index] for index in group]
     first = [runs[group[0]] for group in groups]
@@ -258,6 +261,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     int, also where all values are null or too large for int64.
     """
     pandas = _package("pandas", extra="analysis")
+    # known columns first and always, so that a frame of a young run has them, too
     names = dict.fromkeys([*keys, *(key for record in records for key in record)])
     frame = pandas.DataFrame(list(records), columns=[name for name in names if name != "kind"])
     for name in frame:

@@ -1,7 +1,5 @@
 """The `moe-exp` command. Each subcommand is a few lines that call the library."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.metadata
@@ -10,27 +8,17 @@ import re
 import sys
 from collections.abc import Sequence
 
-from moe_exp.commands.data import add_steps, run_data_command
-from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
-from moe_exp.commands.help_text import add_help
+from moe_exp.commands.data import declare_steps, run_data_command
+from moe_exp.commands.guard import ended_quietly, guarded
+from moe_exp.commands.parsers import ExactParser, add_help, add_parser
 
-# The commands of each module of moe_exp.commands, which it adds by `add_commands(subparsers)`; each sets
-# `run`, a function of the arguments.
+# Module of moe_exp.commands that declares each command, in the order of `moe-exp --help`.
 COMMANDS = {
-    "train": ("train",),
-    "data": ("data",),
-    "ckpt": ("ckpt",),
-    "studies": ("compare", "ladder"),
-    "mup": ("mup",),
-    "convert": ("convert",),
-    "plan": ("plan",),
-    "report": ("report",),
-    "slurm": ("slurm",),
-    "sweep": ("sweep",),
-    "infer": ("score", "eval", "generate"),
-    "watch": ("watch",),
-    "doctor": ("doctor",),
-}
+    "train": "train", "data": "data", "ckpt": "ckpt", "compare": "studies", "ladder": "studies",
+    "mup": "studies", "convert": "ckpt", "plan": "plan_views", "report": "report", "slurm": "train",
+    "sweep": "studies", "score": "infer", "eval": "infer", "generate": "infer", "watch": "watch",
+    "doctor": "doctor",
+}  # fmt: skip
 UNGUARDED = ("train", "doctor")  # they say themselves what is wrong, with exit codes of their own
 
 
@@ -40,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    parser = _parser(*arguments[:1])
+    parser = parser_of(*arguments[:1])
     for flag in (argument[:-3] for argument in arguments if re.fullmatch("--[a-z-]+=--", argument)):
         parser.error(f"argument {flag}: expected one argument")  # argparse would fail to unpack it
     args, unknown = parser.parse_known_args(arguments)
@@ -69,21 +57,20 @@ def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
     return parser
 
 
-def _parser(*names: str) -> ExactParser:
-    """Builds the parser of the commands `names`, or of all; steps of `data`, which load numpy, if named."""
+def parser_of(*names: str) -> ExactParser:
+    """The parser of the commands `names`, or of all; steps of `data`, which load numpy, if it is named."""
+    try:
+        version = importlib.metadata.version("moe-exp")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
     parser = ExactParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
-    parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
+    parser.add_argument("--version", action="version", version=f"moe-exp {version}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for module in [key for key, own in COMMANDS.items() if not set(own).isdisjoint(names)] or COMMANDS:
-        importlib.import_module(f"moe_exp.commands.{module}").add_commands(commands)
     if "data" in names:
-        add_steps(commands.choices["data"])
+        declare_steps()
+    # only the module of the command that was named: `moe-exp CMD --help` answers at once
+    for name in [name for name in COMMANDS if name in names] or COMMANDS:
+        importlib.import_module(f"moe_exp.commands.{COMMANDS[name]}")
+        add_parser(commands, name)
     add_help(parser)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("moe-exp")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -67,8 +67,8 @@ HEAVY = {"torch", "megatron"}
 # Files or folders that may import torch, or megatron, even inside a function; no others do.
 TORCH = (
     "host/gloo.py", "host/megatron_cpu.py", "layers", "data/samples", "engine", "checkpoint", "training",
-    "inference", "launch/agent.py", "launch/rendezvous.py", "launch/preflight/device_checks.py",
-    "launch/preflight/link_checks.py", "launch/preflight/rank.py", "watch/hangs/heartbeat.py",
+    "inference", "launch/agent.py", "launch/rendezvous.py", "launch/preflight/checks.py",
+    "launch/preflight/rank.py", "watch/hangs/heartbeat.py",
     "commands/doctor.py",
 )  # fmt: skip
 MEGATRON = (

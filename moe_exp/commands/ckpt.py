@@ -1,4 +1,6 @@
-"""`moe-exp ckpt ...`: shows, verifies, rewrites, averages, compares, removes and shrinks checkpoints."""
+"""`moe-exp ckpt ...` and `moe-exp convert ...`: shows, verifies, rewrites, averages, compares, removes and
+shrinks checkpoints, and converts them from and to Hugging Face folders.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +9,34 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moe_exp.commands.guard import add_command, add_json, add_subcommands, print_json
+from moe_exp.commands.parsers import JSON, arg, command, flag, memory_bytes, print_json, repeated, takes
 
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
-_PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
+_CHECKPOINT = "an iter_ folder, a checkpoints folder or a run folder"
+_PATH = arg("path", _CHECKPOINT, Path)
+_ITERATION = arg("--iteration N", "of the checkpoint (default: the newest)", int)
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
-
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "inspect, verify, rewrite, average, compare and remove checkpoints"
-    commands = add_subcommands(subparsers.add_parser("ckpt", help=about), "ckpt")
-    for add in (_add_info, _add_verify, _add_reshape, _add_average, _add_diff, _add_prune, _add_shrink):
-        add(commands)
+command("ckpt", "inspect, verify, rewrite, average, compare and remove checkpoints")
 
 
-def _add_path(parser: argparse.ArgumentParser, name: str = "path", help: str = _PATH_HELP) -> None:
-    parser.add_argument(name, type=Path, help=help)
-
-
-def _add_iteration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
-
-
-def _add_info(subparsers: Any) -> None:
-    parser = add_command(subparsers, "info", _info, "show what a checkpoint holds, without reading tensors")
-    _add_path(parser)
-    about = "list tensors, all or those like '*router*'"
-    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
-    _add_iteration(parser)
-    add_json(parser)
-
-
-def _info(arguments: argparse.Namespace) -> None:
+@command("ckpt info", "show what a checkpoint holds, without reading tensors")
+@takes(
+    _PATH,
+    arg("--tensors PATTERN", "list tensors, all or those like '*router*'", nargs="?", const="*"),
+    _ITERATION,
+    JSON,
+)
+def run_info(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.format import folders
     from moe_exp.checkpoint.tools import info
 
+    # with --iteration only that one is shown
     checkpoints = folders.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
         folder = info.chosen(arguments.path, arguments.iteration)
@@ -68,16 +58,9 @@ def _info(arguments: argparse.Namespace) -> None:
     info.print_tensors(tensors)
 
 
-def _add_verify(subparsers: Any) -> None:
-    about = "verify checksums, structure and optimizer state of a checkpoint"
-    parser = add_command(subparsers, "verify", _verify, about)
-    _add_path(parser)
-    parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
-    _add_iteration(parser)
-    add_json(parser)
-
-
-def _verify(arguments: argparse.Namespace) -> int:
+@command("ckpt verify", "verify checksums, structure and optimizer state of a checkpoint")
+@takes(_PATH, flag("--finite", "also look for values that are not finite"), _ITERATION, JSON)
+def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.integrity import Verification
     from moe_exp.checkpoint.tools.info import chosen
 
@@ -86,6 +69,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if not work.has_checksums and not arguments.json:
         why = "has no manifest.json, so there are no checksums of its files to compare"
         print(f"{work.folder}: {why}", flush=True)
+    # the first of a cause at once, the others as a number: a damaged file may give thousands
     for cause, text in work.findings():
         texts.append(text)
         num_of_cause[cause] += 1
@@ -106,25 +90,26 @@ def _verify(arguments: argparse.Namespace) -> int:
     return int(bool(texts))
 
 
-def _add_reshape(subparsers: Any) -> None:
-    about = "rewrite a checkpoint with other keys, another dtype or the weights only"
-    parser = add_command(subparsers, "reshape", _reshape, about)
-    _add_path(parser, "source", _PATH_HELP)
-    _add_path(parser, "target", "the checkpoints folder that is made")
-    add = parser.add_argument
-    for name in _SIZES:
-        add(f"--{name}", help=argparse.SUPPRESS)
-    about = "leave out optimizer, schedule, random streams and progress"
-    add("--weights-only", action="store_true", help=about)
-    add("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
-    about = "one key for all layers, or one for each (default: as it is)"
-    add("--layers", choices=("stacked", "single"), help=about)
-    about = "one key for all experts, or one for each (default: as it is)"
-    add("--experts", choices=("stacked", "single"), help=about)
-    _add_iteration(parser)
-
-
-def _reshape(arguments: argparse.Namespace) -> None:
+@command("ckpt reshape", "rewrite a checkpoint with other keys, another dtype or the weights only")
+@takes(
+    arg("source", _CHECKPOINT, Path),
+    arg("target", "the checkpoints folder that is made", Path),
+    *(arg(f"--{name}", argparse.SUPPRESS) for name in _SIZES),
+    flag("--weights-only", "leave out optimizer, schedule, random streams and progress"),
+    arg("--dtype", "type of the weights (default: as it is)", choices=("bf16", "fp32")),
+    arg(
+        "--layers",
+        "one key for all layers, or one for each (default: as it is)",
+        choices=("stacked", "single"),
+    ),
+    arg(
+        "--experts",
+        "one key for all experts, or one for each (default: as it is)",
+        choices=("stacked", "single"),
+    ),
+    _ITERATION,
+)
+def run_reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
     from moe_exp.config import setting_error
@@ -139,28 +124,31 @@ def _reshape(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-def _add_average(subparsers: Any) -> None:
-    about = "average the weights of checkpoints, in place of a decay of the learning rate"
-    parser = add_command(subparsers, "average", _average, about)
-    add = parser.add_argument
-    about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
-    add("sources", type=Path, nargs="+", metavar="source", help=about)
-    _add_path(parser, "target", "the checkpoints folder that is made, without optimizer")
-    about = "the newest N of each folder (default: all; with --ema: 1)"
-    add("--last", type=int, default=0, metavar="N", help=about)
-    about = "take the averages that the run has kept by EMA_DECAY in place of the weights"
-    add("--ema", action="store_true", help=about)
-    about = (
+@command("ckpt average", "average the weights of checkpoints, in place of a decay of the learning rate")
+@takes(
+    arg(
+        "sources source",
+        "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first",
+        Path,
+        nargs="+",
+    ),
+    arg("target", "the checkpoints folder that is made, without optimizer", Path),
+    arg("--last N", "the newest N of each folder (default: all; with --ema: 1)", default=0),
+    flag("--ema", "take the averages that the run has kept by EMA_DECAY in place of the weights"),
+    arg(
+        "--weights NAME",
         "the decay whose place it takes: uniform (linear), 1-sqrt, cosine, inverse-sqrt; or ema; or numbers"
-        " as 1,2,3 (default: uniform)"
-    )
-    add("--weights", default="uniform", metavar="NAME", help=about)
-    about = "with ema: the weight of a checkpoint over that of the next (default: 0.9)"
-    add("--ema-decay", type=float, default=0.9, metavar="X", help=about)
-    add_json(parser)
-
-
-def _average(arguments: argparse.Namespace) -> None:
+        " as 1,2,3 (default: uniform)",
+        default="uniform",
+    ),
+    arg(
+        "--ema-decay X",
+        "with ema: the weight of a checkpoint over that of the next (default: 0.9)",
+        default=0.9,
+    ),
+    JSON,
+)
+def run_average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.reshape import average, sources_of, weights_of
     from moe_exp.config import setting_error
 
@@ -180,20 +168,16 @@ def _average(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-def _add_diff(subparsers: Any) -> None:
-    about = "compare two checkpoints name by name, in any layout and format"
-    parser = add_command(subparsers, "diff", _diff, about)
-    _add_path(parser, "a", _PATH_HELP)
-    _add_path(parser, "b", "the other one, which differences are relative to")
-    add = parser.add_argument
-    add("--optimizer", action="store_true", help="compare the state of the optimizer, too")
-    add("--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)")
-    about = "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)"
-    add("--rtol", type=float, default=0.0, metavar="X", help=about)
-    add_json(parser)
-
-
-def _diff(arguments: argparse.Namespace) -> int:
+@command("ckpt diff", "compare two checkpoints name by name, in any layout and format")
+@takes(
+    arg("a", _CHECKPOINT, Path),
+    arg("b", "the other one, which differences are relative to", Path),
+    flag("--optimizer", "compare the state of the optimizer, too"),
+    arg("--top N", "tensors to show, the worst first (default: 10)", default=10),
+    arg("--rtol X", "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)", default=0.0),
+    JSON,
+)
+def run_diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.diff import compare
     from moe_exp.checkpoint.tools.info import chosen
 
@@ -221,19 +205,16 @@ def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     return is_within
 
 
-def _add_prune(subparsers: Any) -> None:
-    parser = add_command(subparsers, "prune", _prune, "remove old checkpoints of a run")
-    _add_path(parser, help="a checkpoints folder or a run folder")
-    add = parser.add_argument
-    add("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
-    about = "keep those whose iteration is a multiple of N"
-    add("--keep-every", type=int, default=0, metavar="N", help=about)
-    add("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
-    add("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    add_json(parser)
-
-
-def _prune(arguments: argparse.Namespace) -> None:
+@command("ckpt prune", "remove old checkpoints of a run")
+@takes(
+    arg("path", "a checkpoints folder or a run folder", Path),
+    arg("--keep-last N", "keep the newest N", int, required=True),
+    arg("--keep-every N", "keep those whose iteration is a multiple of N", default=0),
+    arg("--keep-best N", "keep the N with the lowest validation loss", default=0),
+    flag("--dry-run", "say what would go, and remove nothing"),
+    JSON,
+)
+def run_prune(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.format.folders import iteration_of, prunable, remove
 
     kept = {name: getattr(arguments, f"keep_{name}") for name in ("last", "every", "best")}
@@ -250,24 +231,21 @@ def _prune(arguments: argparse.Namespace) -> None:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
 
 
-def _add_shrink(subparsers: Any) -> None:
-    about = "rewrite torch.save files that store more than their tensors"
-    parser = add_command(subparsers, "shrink", _shrink, about)
-    _add_path(parser, help="a torch.save file, or a folder to search for such files")
-    add = parser.add_argument
-    about = "names of files in a folder (default: *.pt *.pth *.bin)"
-    add("--pattern", action="append", metavar="GLOB", help=about)
-    add("--no-recursive", action="store_true", help="leave out folders in the folder")
-    add("--dry-run", action="store_true", help="print what would be gained, and write nothing")
-    add("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
-    add_json(parser)
-
-
-def _shrink(arguments: argparse.Namespace) -> int:
+@command("ckpt shrink", "rewrite torch.save files that store more than their tensors")
+@takes(
+    arg("path", "a torch.save file, or a folder to search for such files", Path),
+    arg("--pattern GLOB", "names of files in a folder (default: *.pt *.pth *.bin)", action="append"),
+    flag("--no-recursive", "leave out folders in the folder"),
+    flag("--dry-run", "print what would be gained, and write nothing"),
+    arg("--out DIR", "write the smaller files there instead of in their places", Path),
+    JSON,
+)
+def run_shrink(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.format.folders import holds_checkpoints
     from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
 
     path, found = arguments.path, []
+    # a common mistake: name the commands that make such checkpoints smaller
     if path.is_dir() and holds_checkpoints(path):
         rule = "holds distributed checkpoints, whose files store nothing but their tensors"
         fix = f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer"
@@ -291,3 +269,68 @@ def _shrink(arguments: argparse.Namespace) -> int:
         verb = "would be" if arguments.dry_run else "are"
         print(f"{num_shrunk} of {len(found)} files {verb} smaller, by {gain:,} bytes")
     return int(all(one.problem for one in found))
+
+
+command("convert", "convert checkpoints from and to Hugging Face format")
+_DTYPE = arg("--dtype", "of the weights (default: as they are)", choices=("fp32", "bf16", "fp16"))
+
+
+@command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
+@takes(
+    arg("source SRC", "folder with config.json and safetensors files", Path),
+    arg("target DST", "checkpoints folder to make", Path),
+    _DTYPE,
+    flag("--drop-mtp", "leave out the layers for multi-token prediction"),
+    repeated("--ignore-field NAME", "field of config.json that is known to change nothing; may be repeated"),
+)
+def run_from_hf(arguments: argparse.Namespace) -> None:
+    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for the
+    run that continues from it. One tensor is in memory at a time. Every tensor has to be used; nothing is
+    written otherwise.
+    """
+    from moe_exp.checkpoint.hf.importing import from_hf
+
+    options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
+    done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
+    print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
+    print(*(f"Note: {note}" for note in done.notes), f"Train on from it:\n  {done.command}", sep="\n")
+
+
+@command("convert to-hf", "convert a checkpoint to a Hugging Face folder")
+@takes(
+    arg("source SRC", "run folder, checkpoints folder, or that of one iteration; any layout", Path),
+    arg("target DST", "folder to make", Path),
+    _DTYPE,
+    arg(
+        "--weights",
+        "model: those that the model computes with; main: the fp32 copies of the optimizer (default: model)",
+        choices=("model", "main"),
+        default="model",
+    ),
+    arg(
+        "--max-shard-size SIZE",
+        "of one file; a larger tensor has its own (default: 5GB)",
+        memory_bytes,
+        default=5 * 10**9,
+    ),
+    arg("--tokenizer PATH", "folder or tokenizer.json (default: TOKENIZER of the run)", Path),
+    arg(
+        "--like FOLDER",
+        "take generation_config.json, token ids and max_position_embeddings of this Hugging Face folder",
+        Path,
+    ),
+)
+def run_to_hf(arguments: argparse.Namespace) -> None:
+    """Writes safetensors files, their index, config, generation config, tokenizer and a model card. The
+    architecture is the one of transformers that computes what the model computes; where there is none, it
+    says what is in the way.
+    """
+    from moe_exp.checkpoint.hf.exporting import to_hf
+    from moe_exp.host.files import bytes_text
+
+    options = {name: getattr(arguments, name) for name in ("dtype", "tokenizer", "like")}
+    options |= {"main_weights": arguments.weights == "main", "max_shard_bytes": arguments.max_shard_size}
+    done = to_hf(arguments.source, arguments.target, **options)
+    print(f"{arguments.target}: {done.architecture}, {bytes_text(done.num_bytes)} of weights")
+    for note in done.notes:
+        print(f"Note: {note}")

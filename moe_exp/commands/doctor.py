@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe_exp.commands.parsers import command, flag, takes
 from moe_exp.host.devices import count_gpus, num_cores
 
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
@@ -67,9 +68,9 @@ _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 def installed_version(package: str) -> str | None:
     """The installed version of distribution `package`, or None."""
-    for name in filter(None, (package, _OTHER_NAMES.get(package))):
+    for name in (package, _OTHER_NAMES.get(package)):
         with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name) if name else None
     return None
 
 
@@ -107,13 +108,13 @@ def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
         from packaging.requirements import Requirement
     except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
         return [line for line in requirements(extras) if installed_version(_distribution(line)) is None]
-    return [
-        line
-        for line, requirement in ((line, Requirement(line)) for line in requirements(extras))
-        if (version := installed_version(requirement.name)) is None
-        or not requirement.specifier.contains(version, prereleases=True)
-        or not _importable(requirement.name)
-    ]
+
+    def is_met(requirement: Requirement) -> bool:
+        version = installed_version(requirement.name)
+        fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+        return fits and _importable(requirement.name)
+
+    return [line for line in requirements(extras) if not is_met(Requirement(line))]
 
 
 def _distribution(requirement: str) -> str:
@@ -138,6 +139,7 @@ def _importable(package: str) -> bool:
 def main() -> int:
     """Prints the report; returns 0 when a run on this machine's processors is possible, else 1."""
     unmet = unmet_requirements()
+    # the tables need rich, and the devices torch
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
         _print_table("Versions", ["package", "version"], version_rows())
         _print_table("Devices", ["device", "what"], device_rows())
@@ -169,7 +171,8 @@ def check_kernels() -> int:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    if on_cpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,21 +187,20 @@ def check_kernels() -> int:
         try:
             for check in doctor_checks(device):
                 now, result = time.monotonic(), "failed" if check.problem else "ok"
-                seconds, error = f"{now - start:.1f}", f"{check.error:.1e}"
-                found = (check.kernel, check.dtype, check.num_configs, seconds, error, result, check.shape)
-                print(row(*found), flush=True)
+                head = (check.kernel, check.dtype, check.num_configs, f"{now - start:.1f}")
+                print(row(*head, f"{check.error:.1e}", result, check.shape), flush=True)
                 problems += [check.line(device)] if check.problem else []
                 start = now
         except RuntimeError as error:  # of the device, after which nothing runs on it any more
             print(error)
             return 1
-    if device.type == "cpu":
+    if on_cpu:
         print(
             "\nNo GPU: the kernels were interpreted on the CPU, in their first config and with small widths."
             " Not checked: what a GPU's compiler makes of them, tensor descriptors, the other configs."
         )
     print(*problems, sep="\n", end="\n" if problems else "")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 def check_documents() -> int:
@@ -212,22 +214,21 @@ def check_documents() -> int:
         leaks = list(find_leaks())
     title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"
     _print_table(title, HEADER, [leak.row for leak in leaks])
-    for leak in leaks:
-        if not leak.is_tight:
-            print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
-    return 0 if all(leak.is_tight for leak in leaks) else 1
+    loose = [leak for leak in leaks if not leak.is_tight]
+    for leak in loose:
+        print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
+    return int(bool(loose))
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("doctor", help="show versions and devices, and what is missing")
-    kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
-    parser.add_argument("--kernels", action="store_true", help=kernels)
-    documents = "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so"
-    parser.add_argument("--leak-test", action="store_true", help=documents)
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+@command("doctor", "show versions and devices, and what is missing")
+@takes(
+    flag("--kernels", "compare every Triton kernel with plain torch instead; exit code 1 where one fails"),
+    flag(
+        "--leak-test",
+        "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so",
+    ),
+)
+def run_doctor(arguments: argparse.Namespace) -> int:
     if not (arguments.kernels or arguments.leak_test):
         return main()
     if refused := _refused(unmet_requirements()):
@@ -253,9 +254,9 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
 def version_rows() -> list[list[str]]:
     """Python, moe-exp and every required package with its version."""
-    names = [_distribution(line) for line in requirements()]
-    moe_exp = installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"
-    rows = [["python", f"{platform.python_version()} ({sys.executable})"], ["moe-exp", moe_exp]]
+    names = map(_distribution, requirements())
+    own = ["moe-exp", installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"]
+    rows = [["python", f"{platform.python_version()} ({sys.executable})"], own]
     return rows + [[name, installed_version(name) or "missing"] for name in names]
 
 
@@ -279,11 +280,10 @@ def device_rows() -> list[list[str]]:
 
 def optional_rows() -> list[list[str]]:
     """Every optional package: version, or what its absence costs and how to install it."""
-    rows = []
-    for package, cost, install in OPTIONAL:
-        version = installed_version(package)
-        rows.append([package, version, "", ""] if version else [package, "missing", cost, install])
-    return rows
+    return [
+        [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
+        for package, *rest in OPTIONAL
+    ]
 
 
 def backend_rows() -> list[list[str]]:

@@ -1,37 +1,91 @@
-"""`moe-exp train`."""
-
-from __future__ import annotations
+"""`moe-exp train` and `moe-exp slurm`: a run on this machine, or as a chain of jobs."""
 
 import argparse
 import os
 import shlex
 import sys
 
-from moe_exp.config import Config, add_arguments
+from moe_exp.commands.parsers import command, flag, string, takes
+from moe_exp.config import Config, ConfigError, add_arguments
+from moe_exp.host.exit_codes import BAD_INPUT
+from moe_exp.host.processes import own_command
+from moe_exp.launch.slurm.settings import SlurmSettings
 
 
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model, or resume a run",
-        description=(
-            "Trains a model. The same command again resumes the run. Every setting is a flag and an"
-            " environment variable: --num-experts is NUM_EXPERTS."
-        ),
-    )
-    about = "print settings, torchrun command and parameter report, start nothing"
-    parser.add_argument("--dry-run", action="store_true", help=about)
-    about = "continue this run with its own settings; a flag beside it changes one of them"
-    parser.add_argument("--resume", default="", metavar="RUN_FOLDER", help=about)
-    add_arguments(parser)
-    parser.set_defaults(run=_train)
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from moe_exp.host.processes import own_command
+@command("train", "train a model, or resume a run")
+@takes(
+    flag("--dry-run", "print settings, torchrun command and parameter report, start nothing"),
+    string(
+        "--resume RUN_FOLDER", "continue this run with its own settings; a flag beside it changes one of them"
+    ),
+    add_arguments,
+)
+def run_train(arguments: argparse.Namespace) -> int:
+    """Trains a model. The same command again resumes the run. Every setting is a flag and an environment
+    variable: --num-experts is NUM_EXPERTS.
+    """
     from moe_exp.launch.launch import train
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
     # The script of this name sets the variable to its own command line.
-    command = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
-    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=command)
+    typed = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
+    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=typed)
+
+
+@command("slurm", "submit a training run as a chain of SLURM jobs")
+@takes(
+    flag("--dry-run", "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"),
+    lambda parser: add_arguments(parser, SlurmSettings),
+    add_arguments,
+)
+def run_slurm(arguments: argparse.Namespace) -> int:
+    """Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each
+    other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT.
+    """
+    from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
+    from moe_exp.config.loading import main_settings
+    from moe_exp.config.settings_file import warn_of_misspelt
+    from moe_exp.launch.machine_checks import disk_problems, disk_warnings
+    from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
+    from moe_exp.launch.source_checks import data_warnings, stage_lines, start_of
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            print(f"moe-exp slurm: {line}", file=sys.stderr)
+
+    warn_of_misspelt(SlurmSettings.model_fields)
+    others = ("command", "run", "dry_run")
+    flags = {name: value for name, value in vars(arguments).items() if name not in others}
+    try:
+        job = plan_job(flags, os.environ, with_space=not arguments.dry_run)
+    except ConfigError as error:
+        say(*error.problems)
+        return BAD_INPUT
+    config, start = job.config, start_of(job.config)
+    warnings = [*schedule_warnings(config, start), *(disk_problems(config) if arguments.dry_run else [])]
+    warnings += [*disk_warnings(config), *data_warnings(config)]
+    if job.slurm.exclude_file and not job.exclude_file.exists():
+        rule = "is not there yet, no node is left out"
+        warnings.insert(0, f"EXCLUDE_FILE={job.slurm.exclude_file}: {rule}")
+    say(*(f"warning: {line}" for line in warnings))
+    if arguments.dry_run:
+        # only the file on standard output, so that it can be redirected
+        print(script_of(job), end="", flush=True)
+        say(main_settings(config), learning_rate_text(config, start), *stage_lines(config))
+        variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
+        for head, lines in (
+            ("variables that jobs get from this shell:", variables),
+            ("the file would be written and submitted by:", planned_commands(job)),
+        ):
+            say("\n  ".join([head, *lines]))
+        return 0
+    # all checks are done: from here on the queue changes
+    ids = submit(job)
+    jobs = f"{job.slurm.num_jobs} jobs of {config.nnodes} nodes as {', '.join(ids)}"
+    print(f"submitted {jobs}; run folder {job.run_folder}, {main_settings(config)}")
+    name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
+    print(f"  squeue --name={name}   # the queue")
+    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # what they say")
+    watch = f"{shlex.join(own_command())} watch run {run_folder} --slurm-name {name}"
+    print(f"  {watch}   # whether all is well")
+    return 0

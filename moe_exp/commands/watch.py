@@ -1,26 +1,29 @@
 """`moe-exp watch ...`: keeps an unattended run alive, and finds out what went wrong."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from moe_exp.commands.ckpt import check_top, show_comparison
-from moe_exp.commands.guard import add_command, add_json, add_subcommands, positive_options, print_json
+from moe_exp.commands.parsers import (
+    JSON,
+    arg,
+    command,
+    flag,
+    group,
+    one_of,
+    positive_options,
+    print_json,
+    repeated,
+    string,
+    takes,
+)
 from moe_exp.config import add_arguments
 
-
-def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    about = "monitor long runs: hangs, slow or faulty nodes, jobs that stopped"
-    commands = add_subcommands(subparsers.add_parser("watch", help=about), "watch")
-    for add in (_add_preflight, _add_exclude, _add_blame, _add_run, _add_stacks, _add_diff, _add_storage):
-        add(commands)
-
+command("watch", "monitor long runs: hangs, slow or faulty nodes, jobs that stopped")
 
 # Settings of the launch, and those that say what to check.
 LAUNCH_SETTINGS = (
@@ -29,38 +32,29 @@ LAUNCH_SETTINGS = (
 )  # fmt: skip
 
 
-def _add_preflight(commands: Any) -> None:
-    parser = commands.add_parser(
-        "preflight",
-        help=(
-            "check the nodes of a job before it starts; call it on every node with the settings of the launch"
-        ),
-        description=(
-            "Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node"
-            " fails."
-        ),
-    )
-    add_arguments(parser, names=LAUNCH_SETTINGS)
-    add = parser.add_argument
-    about = "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"
-    add("--hosts", default="", metavar="LIST", help=about)
-    about = "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)"
-    add("--exclude-file", type=Path, metavar="FILE", help=about)
-    add("--no-exclude", action="store_true", help="add no nodes to the list")
-    add_json(parser)
-    parser.set_defaults(run=_preflight)
-
-
-def _preflight(arguments: argparse.Namespace) -> int:
+@command(
+    "watch preflight",
+    "check the nodes of a job before it starts; call it on every node with the settings of the launch",
+)
+@takes(
+    lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
+    string("--hosts LIST", "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"),
+    arg("--exclude-file FILE", "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)", Path),
+    flag("--no-exclude", "add no nodes to the list"),
+    JSON,
+)
+def run_preflight(arguments: argparse.Namespace) -> int:
+    """Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails."""
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
-    from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
+    from moe_exp.launch.preflight.verdicts import add_to_list, findings_lines, print_report
     from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
     config = load_config(flags)
     verdict = preflight(config, hosts=arguments.hosts)
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
+    # the nodes reach the same verdict, and one of them writes it down
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:
         print_json(verdict.as_json())
@@ -72,20 +66,18 @@ def _preflight(arguments: argparse.Namespace) -> int:
     return int(verdict.grade == "failed")
 
 
-def _add_exclude(commands: Any) -> None:
-    about = "show or change the list of nodes that jobs must avoid"
-    parser = add_command(commands, "exclude", _exclude, about)
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs")
-    add("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
-    add("--add", nargs="+", default=[], metavar="HOST", help="put hosts on it")
-    add("--reason", default="added by a user", help="reason that --add records")
-    add("--remove", nargs="+", default=[], metavar="HOST", help="take hosts off it")
-
-
-def _exclude(arguments: argparse.Namespace) -> None:
+@command("watch exclude", "show or change the list of nodes that jobs must avoid")
+@takes(
+    arg("file FILE", "the list, RUN_DIR/exclude_nodes.txt of your runs", Path),
+    flag("--slurm", "print --exclude=a,b for sbatch, or nothing"),
+    arg("--add HOST", "put hosts on it", nargs="+", default=[]),
+    arg("--reason", "reason that --add records", default="added by a user"),
+    arg("--remove HOST", "take hosts off it", nargs="+", default=[]),
+)
+def run_exclude(arguments: argparse.Namespace) -> None:
     from moe_exp.watch import excluded_nodes as nodes
 
+    # before anything is written
     for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
             raise ValueError(f"--add {host}: --remove names it, too. Fix: name it once.")
@@ -104,18 +96,13 @@ def _exclude(arguments: argparse.Namespace) -> None:
         print(f"{host:<24}  {reason}")
 
 
-def _add_blame(commands: Any) -> None:
-    about = "name the node, rank and device that caused the errors in logs, and what to do"
-    parser = add_command(commands, "blame", _blame, about)
-    add = parser.add_argument
-    about = "logs of ranks, srun or the kernel, or the folder of a run"
-    add("logs", nargs="+", type=Path, metavar="LOG", help=about)
-    about = "add hosts whose hardware, driver or link fails to this list"
-    add("--exclude", type=Path, metavar="FILE", help=about)
-    add_json(parser)
-
-
-def _blame(arguments: argparse.Namespace) -> None:
+@command("watch blame", "name the node, rank and device that caused the errors in logs, and what to do")
+@takes(
+    arg("logs LOG", "logs of ranks, srun or the kernel, or the folder of a run", Path, nargs="+"),
+    arg("--exclude FILE", "add hosts whose hardware, driver or link fails to this list", Path),
+    JSON,
+)
+def run_blame(arguments: argparse.Namespace) -> None:
     from moe_exp.watch import blame
     from moe_exp.watch.excluded_nodes import exclude
 
@@ -136,58 +123,43 @@ def _blame(arguments: argparse.Namespace) -> None:
         print(f"{host} should get no jobs: {reason}{where}")
 
 
-def _add_run(commands: Any) -> None:
-    parser = commands.add_parser(
-        "run",
-        help="monitor runs, from cron or as a daemon, and send alerts",
-        description=(
-            "Looks whether a job of each run is running or waiting, whether it moves, when it will end, when"
-            " its disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command"
-            " cannot be right."
-        ),
-    )
-    about = "folder of a run; with --slurm-name also of one that is queued"
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help=about)
-    about = "--job-name of its jobs; once per RUN_DIR, in their order"
-    parser.add_argument("--slurm-name", action="append", default=[], metavar="NAME", help=about)
-    parser.add_argument("--slurm-user", default="", metavar="NAME", help="whose jobs (default: yours)")
-    when = parser.add_mutually_exclusive_group()
-    when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
-    when.add_argument("--every", type=float, metavar="SECONDS", help="repeat as a daemon, with this interval")
-    about = "send a test alert by every channel; works before the run starts"
-    when.add_argument("--test-alert", action="store_true", help=about)
-    parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
-    about = "before a lasting problem is reported again (default: 6h)"
-    parser.add_argument("--again", default="6h", metavar="TIME", help=about)
-    about = "silence that counts as stuck (default: by the run's own pace)"
-    parser.add_argument("--stuck", default="", metavar="TIME", help=about)
-    about = "report this long before its end that a chain of jobs is too short (default: 24h)"
-    parser.add_argument("--ahead", default="24h", metavar="TIME", help=about)
-    about = "without a running job, though some wait, that counts (default: 24h)"
-    parser.add_argument("--wait", default="24h", metavar="TIME", help=about)
-    about = "what is remembered (default: ~/.local/state/moe-exp/watch)"
-    parser.add_argument("--state", type=Path, metavar="FOLDER", help=about)
-    _add_channels(parser)
-    parser.set_defaults(run=_run)
-
-
-def _add_channels(parser: argparse.ArgumentParser) -> None:
-    channels = parser.add_argument_group(
-        "channels; passwords and addresses of webhooks are taken from files and variables alone"
-    )
-    add = channels.add_argument
-    add("--mail-to", metavar="ADDRESSES", help="by e-mail, to these")
-    add("--mail-from", metavar="ADDRESS", help="sender (default: moe-exp@HOST)")
-    add("--smtp", metavar="HOST:PORT", help="server (default: localhost)")
-    add("--smtp-security", choices=("starttls", "tls", "none"), default="starttls", help="default: starttls")
-    add("--smtp-user", metavar="NAME", help="for a login; the password is in SMTP_PASSWORD or in a file")
-    add("--smtp-password-file", metavar="FILE", help="its first line is the password")
-    about = "its first line is the address of a webhook (default: of WATCH_WEBHOOK)"
-    add("--webhook-file", metavar="FILE", help=about)
-    add("--alert-file", metavar="FILE", help="add messages to this file")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+@command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
+@takes(
+    arg("run_dirs RUN_DIR", "folder of a run; with --slurm-name also of one that is queued", Path, nargs="+"),
+    repeated("--slurm-name NAME", "--job-name of its jobs; once per RUN_DIR, in their order"),
+    string("--slurm-user NAME", "whose jobs (default: yours)"),
+    one_of(
+        flag("--once", "look once, as from cron (default)"),
+        arg("--every SECONDS", "repeat as a daemon, with this interval", float),
+        flag("--test-alert", "send a test alert by every channel; works before the run starts"),
+    ),
+    flag("--quiet", "print nothing about runs that are well"),
+    arg("--again TIME", "before a lasting problem is reported again (default: 6h)", default="6h"),
+    string("--stuck TIME", "silence that counts as stuck (default: by the run's own pace)"),
+    arg(
+        "--ahead TIME",
+        "report this long before its end that a chain of jobs is too short (default: 24h)",
+        default="24h",
+    ),
+    arg("--wait TIME", "without a running job, though some wait, that counts (default: 24h)", default="24h"),
+    arg("--state FOLDER", "what is remembered (default: ~/.local/state/moe-exp/watch)", Path),
+    group(
+        "channels; passwords and addresses of webhooks are taken from files and variables alone",
+        arg("--mail-to ADDRESSES", "by e-mail, to these"),
+        arg("--mail-from ADDRESS", "sender (default: moe-exp@HOST)"),
+        arg("--smtp HOST:PORT", "server (default: localhost)"),
+        arg("--smtp-security", "default: starttls", choices=("starttls", "tls", "none"), default="starttls"),
+        arg("--smtp-user NAME", "for a login; the password is in SMTP_PASSWORD or in a file"),
+        arg("--smtp-password-file FILE", "its first line is the password"),
+        arg("--webhook-file FILE", "its first line is the address of a webhook (default: of WATCH_WEBHOOK)"),
+        arg("--alert-file FILE", "add messages to this file"),
+    ),
+)
+def run_watchdog(arguments: argparse.Namespace) -> int:
+    """Looks whether a job of each run is running or waiting, whether it moves, when it will end, when its
+    disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command cannot be
+    right.
+    """
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
     from moe_exp.watch.watchdog.watchdog import print_checks, watch_forever, watchdog_of
@@ -206,6 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return int(bool(failed))
     checks = watchdog.check()
     print_checks(checks, quiet=arguments.quiet)
+    # an unknown run is probably a typo: a daemon would wait for it forever
     if any(check.is_unknown for check in checks):
         return BAD_INPUT
     if arguments.every:
@@ -213,44 +186,35 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(not all(look.is_well for look in checks))
 
 
-def _add_stacks(commands: Any) -> None:
-    stacks = commands.add_parser(
-        "stacks",
-        help="show where each rank of a run is, and which ranks differ",
-        description=(
-            "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
-            " the run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there."
-        ),
-    )
-    stacks.add_argument("folder", type=Path, metavar="RUN|DIR", help="run folder, or a folder in RUN/hang")
-    stacks.add_argument("--full", action="store_true", help="with the stacks of every group of ranks")
-    stacks.set_defaults(run=_stacks)
-
-
-def _stacks(arguments: argparse.Namespace) -> int:
+@command("watch stacks", "show where each rank of a run is, and which ranks differ")
+@takes(
+    arg("folder RUN|DIR", "run folder, or a folder in RUN/hang", Path),
+    flag("--full", "with the stacks of every group of ranks"),
+)
+def run_stacks(arguments: argparse.Namespace) -> None:
+    """Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder; the
+    run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there.
+    """
     from moe_exp.watch.hangs.stacks import stacks_of
 
     summary, folder = stacks_of(arguments.folder)
     print(summary.whole if arguments.full else summary.short, f"all stacks: {folder}", sep="\n")
-    return 0
 
 
-def _add_diff(commands: Any) -> None:
-    about = "compare two checkpoints, or the dumps of two ranks or runs, name by name"
-    parser = add_command(commands, "diff", _diff, about)
-    add = parser.add_argument
-    about = "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)"
-    add("a", type=Path, help=about)
-    add("b", type=Path, help="the other one, which errors are relative to")
-    add("--weights-only", action="store_true", help="of checkpoints: leave out the optimizer's state")
-    about = "tensors to show, the largest relative error first (default: 20)"
-    add("--top", type=int, default=20, metavar="N", help=about)
-    about = "relative errors up to it do not count (default: 0)"
-    add("--rtol", type=float, default=0.0, metavar="X", help=about)
-    add_json(parser)
-
-
-def _diff(arguments: argparse.Namespace) -> int:
+@command("watch diff", "compare two checkpoints, or the dumps of two ranks or runs, name by name")
+@takes(
+    arg(
+        "a",
+        "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)",
+        Path,
+    ),
+    arg("b", "the other one, which errors are relative to", Path),
+    flag("--weights-only", "of checkpoints: leave out the optimizer's state"),
+    arg("--top N", "tensors to show, the largest relative error first (default: 20)", default=20),
+    arg("--rtol X", "relative errors up to it do not count (default: 0)", default=0.0),
+    JSON,
+)
+def run_diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.diff import compare
     from moe_exp.checkpoint.tools.info import chosen
 
@@ -262,6 +226,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
             fix = f"name one of them, as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: {fix}.")
+    # dumps of one iteration, of a rank or of all
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.training.recordings import compare_dumps
 
@@ -282,23 +247,17 @@ def _diff(arguments: argparse.Namespace) -> int:
     return int(not is_within or not found.tensors)
 
 
-def _add_storage(commands: Any) -> None:
-    about = "recommend a save interval, and estimate the disk that a run needs"
-    parser = add_command(commands, "storage", _storage, about)
-    add = parser.add_argument
-    about = "a run folder, or a settings file: YAML, or lines NAME=value"
-    add("run_folder", metavar="RUN", type=Path, help=about)
-    about = "mean time between failures of one node (default: by the run's events)"
-    add("--mtbf", type=float, metavar="HOURS", help=about)
-    add("--nodes", type=int, metavar="N", help="that fail independently (default: NNODES of the run)")
-    add("--save-seconds", type=float, metavar="S", help="of one save (default: as measured)")
-    add("--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)")
-    about = "from a failure to the next iteration (default: as measured)"
-    add("--restart-seconds", type=float, metavar="S", help=about)
-    add_json(parser)
-
-
-def _storage(arguments: argparse.Namespace) -> int:
+@command("watch storage", "recommend a save interval, and estimate the disk that a run needs")
+@takes(
+    arg("run_folder RUN", "a run folder, or a settings file: YAML, or lines NAME=value", Path),
+    arg("--mtbf HOURS", "mean time between failures of one node (default: by the run's events)", float),
+    arg("--nodes N", "that fail independently (default: NNODES of the run)", int),
+    arg("--save-seconds S", "of one save (default: as measured)", float),
+    arg("--iteration-seconds S", "of one iteration (default: as measured)", float),
+    arg("--restart-seconds S", "from a failure to the next iteration (default: as measured)", float),
+    JSON,
+)
+def run_storage(arguments: argparse.Namespace) -> int:
     from moe_exp.host.progress import print_summary
     from moe_exp.runs.run_folder import RunFolder, existing_place
     from moe_exp.watch.storage import rows_of, save_advice, storage_of
@@ -311,6 +270,7 @@ def _storage(arguments: argparse.Namespace) -> int:
     measured = replace(found.measured, **given)
     advice = save_advice(found.config.save_interval, measured, num_nodes=num_nodes, **failures)
     place = arguments.run_folder
+    # of settings alone: where the run would be
     place = place if place.is_dir() else existing_place(RunFolder.of(found.config).path)
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:

@@ -164,20 +164,24 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
     return Runtime(rank, config.world_size, device, socket.gethostname(), groups)
 
 
+def make_deterministic(config: Config) -> None:
+    """Enables deterministic algorithms, before any GPU work; torch then raises for operations without one."""
+    if torch.cuda.is_available():
+        for line in environment_problems(config, os.environ):
+            raise ValueError(line)
+        # A bare torchrun has no launcher that does this.
+        os.environ.update(deterministic_environment(config, os.environ))
+    # Not warn_only, with which torch's attention keeps its non-deterministic backward.
+    torch.use_deterministic_algorithms(True)
+    # Every value is written before it is read: to fill new tensors as well costs writes and changes nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def _device(config: Config, local_rank: int) -> torch.device:
     """This rank's device, ready for work: DETERMINISTIC, threads and filters of warnings are set."""
     quiet_third_parties()
-    if config.deterministic:  # before any GPU work; torch then raises for operations without an algorithm
-        if torch.cuda.is_available():
-            for line in environment_problems(config, os.environ):
-                raise ValueError(line)
-            # A bare torchrun has no launcher that does this.
-            os.environ.update(deterministic_environment(config, os.environ))
-        # Not warn_only, with which torch's attention keeps its non-deterministic backward.
-        torch.use_deterministic_algorithms(True)
-        # Every value is written before it is read: filling new tensors as well costs writes and changes
-        # nothing.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.deterministic:
+        make_deterministic(config)
     if count_gpus() and not torch.cuda.is_available():
         try:
             torch.cuda.init()

@@ -68,6 +68,7 @@ def cuda_problem() -> str:
     if int(driver.partition(".")[0]) < int(found[2]):
         return f"is built for CUDA {found[1]}, and this host's driver supports CUDA {driver}"
     oldest = compute_capability()
+    # CUDA 13 dropped what is older than Turing
     if int(found[2]) >= 13 and oldest < (7, 5):
         which = f"{oldest[0]}.{oldest[1]}"
         return f"is built for CUDA {found[1]}, which has no code for compute capability {which}"

@@ -46,6 +46,7 @@ def report_first(code: int) -> bool:
     """`report_exit_code` by any rank; False if another rank of this node did: a reason appears once."""
     try:
         path = Path(os.environ[EXIT_CODE_FILE])
+        # a link fails if the name is taken: of several ranks that end at once one is the first
         own = path.with_name(f"{path.name}.{os.getpid()}")
         own.write_text(str(code))
         os.link(own, path)  # whole at once: the agent reads it as soon as any rank has ended

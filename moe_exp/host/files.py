@@ -51,6 +51,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end of the block, atomically."""
+    # beside it: a rename is atomic only inside one file system
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -85,6 +86,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 def regular(path: Path) -> Path:
     """Returns `path` if it is a regular file, else OSError: reading e.g. a pipe could block."""
+    # EISDIR as Python's own `open` has it
     if not stat.S_ISREG(path.stat().st_mode):
         if path.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -134,6 +136,7 @@ def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
 
 def sync_folder(folder: Path) -> None:
     """Makes renames in `folder` durable, if the file system can."""
+    # an fsync of the file alone does not keep its name
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -238,6 +241,7 @@ class BlockHash:
     @staticmethod
     def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
         """Hash of a file by those of its blocks: the only one's, or `BYTES-` and the hash of all."""
+        # a file of one block has the hash that it has as a whole, whatever the size of blocks
         several = list(digests)
         if len(several) <= 1:
             return (several[0] if several else xxhash.xxh3_128_digest(b"")).hex()

@@ -1,9 +1,4 @@
-"""All-gather and reduce-scatter that are fast on gloo, too.
-
-gloo runs both as a ring of small steps, each waiting for a thread to wake up, which dominates tensor
-parallelism. One all-to-all moves the same bytes with one wait. Measurements: docs/performance.md
-(`bench/bench_gloo.py`).
-"""
+"""All-gather and reduce-scatter that are fast on gloo, too. Measurements: docs/performance.md."""
 
 from typing import Any
 
@@ -11,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# gloo runs both as a ring of small steps, each waiting for a thread to wake up, which dominates tensor
+# parallelism. One all-to-all moves the same bytes with one wait (`bench/bench_gloo.py`).
 
 # Above this size of the gathered tensor, the copies for an all-to-all cost more than the ring's waiting.
 _LARGE_BYTES = 4 * 2**20
@@ -28,12 +26,11 @@ def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, as
     """torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
+    # summed here in the order of the ranks, not along the way as in a ring
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)
     work = dist.all_to_all_single(parts.view(-1), x.contiguous().view(-1), group=group, async_op=async_op)
     pending = _Sum(out, parts, work)
-    if async_op:
-        return pending
-    return pending.wait()
+    return pending if async_op else pending.wait()
 
 
 class _Sum:

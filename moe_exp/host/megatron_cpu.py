@@ -1,14 +1,9 @@
 """Lets megatron-core run on a host where torch has no CUDA device; does nothing if it has one.
 
-`moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device:
-
-- The name `torch` inside Megatron's modules is a stand-in: torch itself, except that its CUDA namespace uses
-  streams, events, random states and memory counters of the CPU, and `pin_memory` is ignored.
-- CUDA literals inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become
-  those for the CPU. The cached byte code is rewritten, so it costs nothing at start-up.
-- A few functions that call CUDA's C interface are replaced by name, in `_PATCHES`.
-
-torch itself is unchanged for all others, except for one private method on Tensor and Module (`_KEYWORD`).
+`moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device the
+name `torch` inside Megatron's modules is a stand-in, CUDA literals in its code become those for the CPU, and
+a few functions are replaced by name. torch itself is unchanged for all others, except for one private method
+on Tensor and Module (`_KEYWORD`).
 """
 
 import builtins
@@ -93,6 +88,8 @@ class _CpuAccelerator(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
+# torch itself, except that its CUDA namespace uses streams, events, random states and memory counters of the
+# CPU, and that `pin_memory` is ignored.
 class _TorchOnCpu(types.ModuleType):
     """torch as Megatron sees it on a host without CUDA."""
 
@@ -116,17 +113,15 @@ def _constant(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _for_cpu(code: types.CodeType) -> types.CodeType:
-    """`code` with CUDA literals replaced by CPU ones, also in nested functions."""
-    names = tuple(_KEYWORD if name == "cuda" else name for name in code.co_names)
-    return code.replace(co_names=names, co_consts=tuple(_constant_for_cpu(const) for const in code.co_consts))
-
-
-def _constant_for_cpu(const: Any) -> Any:
+# Such as `device="cuda"`, `"torch.cuda.FloatTensor"` and `.cuda()`. It rewrites the byte code that Python has
+# cached, so it costs nothing at start-up.
+def _for_cpu(const: Any) -> Any:
+    """A code object, or a constant of one, with CUDA literals replaced by CPU ones."""
     if isinstance(const, types.CodeType):
-        return _for_cpu(const)
+        names = tuple(_KEYWORD if name == "cuda" else name for name in const.co_names)
+        return const.replace(co_names=names, co_consts=_for_cpu(const.co_consts))  # with nested functions
     if isinstance(const, tuple):
-        return tuple(_constant_for_cpu(item) for item in const)
+        return tuple(map(_for_cpu, const))
     return _CPU_WORDS.get(const, const) if isinstance(const, str) else const
 
 
@@ -134,8 +129,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Loads one Megatron module with the stand-in for `torch` and CPU literals."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        code = super().get_code(fullname)
-        return None if code is None else _for_cpu(code)
+        code: types.CodeType | None = _for_cpu(super().get_code(fullname))
+        return code
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
@@ -221,6 +216,7 @@ def _patch_moe(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = as_numbers
 
 
+# Functions that call CUDA's C interface, or do on a CPU what is slow or wrong there.
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.layers": _patch_collectives,
     "megatron.core.tensor_parallel.mappings": _patch_collectives,

@@ -5,7 +5,6 @@ No module of Megatron is imported, callers pass it. tests/host/test_megatron_ver
 difference, and fails once the accepted versions no longer differ, so that it can be removed here.
 """
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -46,16 +45,6 @@ def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
         # Stand-ins, which Megatron takes for the classes of Transformer Engine.
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = linear
-
-
-def build_moe_spec(spec: Any, build_module: Callable[..., Any], **arguments: Any) -> Any:
-    """Builds Megatron's own MoE layer, for comparisons.
-
-    Args:
-        spec: of `get_moe_module_spec`: a ModuleSpec, from 0.18 on a partial function.
-        build_module: Megatron's.
-    """
-    return spec(**arguments) if isinstance(spec, functools.partial) else build_module(spec, **arguments)
 
 
 class PartsOfSpec:

@@ -2,8 +2,7 @@
 
 Credentials and the server's address are those of the packages: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
 GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, and what fsspec's own configuration says. Requests that fail are
-repeated, a file is fetched in parts. Such a store has no rename: a set of files is complete when the one that
-lists the others is there, so that one is written last.
+repeated, a file is fetched in parts.
 """
 
 import contextlib
@@ -69,7 +68,8 @@ class Store:
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
-    def _place(self, name: str) -> tuple[Any, str]:
+    def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
+        """Result of `action` of the store's file system and the place of a file; tries again."""
         try:
             from fsspec.core import url_to_fs
 
@@ -79,10 +79,7 @@ class Store:
             extra = _EXTRAS.get(self.protocol, "")
             fix = f'pip install "moe-exp[{extra}]"' if extra else "give an s3://, gs:// or hf:// URL"
             raise ValueError(f"{self.url}: {first_line(error)}. Fix: {fix}.") from None
-        return fs, f"{root}/{name}" if name else root
-
-    def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
-        fs, place = self._place(name)
+        place = f"{root}/{name}" if name else root
 
         def limit_of(error: Exception) -> int | None:
             is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
@@ -91,10 +88,18 @@ class Store:
         try:
             found = patiently(lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=limit_of)
         except FileNotFoundError:
-            _reached.add(self.protocol)
+            _reached.add(self.protocol)  # it has answered
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
         except Exception as error:
-            kind, rule, fix = _explained(error)
+            kind: type[Exception] = ValueError
+            rule = first_line(error)
+            fix = "check the URL, the region and the package of the store"
+            if _names_of(error) & _NO_ACCESS:
+                rule = f"no access ({rule})"
+                fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+            elif _may_pass(error):
+                kind, rule = ConnectionError, f"keeps failing ({rule})"
+                fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
             raise kind(f"{self._named(name)}: {rule}. Fix: {fix}.") from error
         _reached.add(self.protocol)
         return found
@@ -199,6 +204,7 @@ class Store:
             advance(start)
             while start < known.bytes:
                 end = min(start + 4 * _PART_BYTES, known.bytes)
+                # four parts at a time: memory stays small, and a stopped call loses little
                 begins = range(start, end, _PART_BYTES)
                 for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
                     file.write(data)
@@ -206,6 +212,7 @@ class Store:
                 start = end
             file.flush()
             os.fsync(file.fileno())
+        # its parts may be of two versions
         if self.find(name) != known:
             partial.unlink()
             rule = "is another file than when the copy began"
@@ -221,31 +228,17 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 def _may_pass(error: Exception) -> bool:
     """Whether trying again may help."""
-    if isinstance(error, _FINAL):
-        return False
-    if _names_of(error) & (_NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}):
-        return False
-    return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
-
-
-def _explained(error: Exception) -> tuple[type[Exception], str, str]:
-    """Kind, rule and fix of the one line about an error."""
-    if _names_of(error) & _NO_ACCESS:
-        fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-        return ValueError, f"no access ({first_line(error)})", fix
-    if not _may_pass(error):
-        return ValueError, first_line(error), "check the URL, the region and the package of the store"
-    fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
-    return ConnectionError, f"keeps failing ({first_line(error)})", fix
+    final = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
+    numbers = (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
+    is_final = isinstance(error, _FINAL) or bool(_names_of(error) & final)
+    return not is_final and getattr(error, "errno", None) not in numbers
 
 
 def _names_of(error: BaseException | None) -> set[str]:
     """Types of an error and of what it was raised from."""
-    names = set[str]()
-    while error is not None:
-        names |= {kind.__name__ for kind in type(error).__mro__}
-        error = error.__cause__
-    return names
+    if error is None:
+        return set()
+    return {kind.__name__ for kind in type(error).__mro__} | _names_of(error.__cause__)
 
 
 def patiently(
@@ -292,7 +285,8 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-# Sets of files
+# Sets of files. A store has no rename: a set is complete when the file that lists the others is there, so
+# that one is written last.
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
@@ -302,6 +296,7 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     A call that was stopped continues with the files that are not there. What another manifest there lists is
     replaced; it is removed first, as a mixture of both would look complete.
     """
+    # content that an interrupted call had started to publish: the same one continues, another starts over
     begun = f"{manifest}.partial"
     there = store.some([*files, manifest, begun])
     sizes = {name: path.stat().st_size for name, path in files.items()}

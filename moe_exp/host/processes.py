@@ -25,6 +25,7 @@ def own_command() -> list[str]:
     beside, on_path = Path(sys.executable).with_name("moe-exp"), shutil.which("moe-exp")
     if on_path and (Path(on_path) == beside or not beside.is_file()):
         return ["moe-exp"]
+    # another environment's moe-exp is on PATH, or none: the path of this one's
     words = [str(beside)] if beside.is_file() else [sys.executable, "-m", "moe_exp"]
     if Path(words[0]).is_relative_to(Path.cwd()):
         words[0] = os.path.relpath(words[0])
@@ -78,6 +79,7 @@ class QuickExit:
     def _exit(self) -> None:
         if self.code is None:
             return
+        # os._exit below does not flush them
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a log on a full disk, a stream that was closed
                 stream.flush()
@@ -125,6 +127,7 @@ def worker_context(module: str) -> ForkServerContext | SpawnContext:
 def free_port() -> int:
     """A free TCP port below the ephemeral range, so that no connection takes it by chance."""
     while True:
+        # not from the seeded generator: two runs with one seed would take the same
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe:
             try:

@@ -59,6 +59,7 @@ def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str 
         def follow() -> None:
             known, is_last = done, False
             while not is_last:
+                # one more poll after the end, so that the last units count
                 is_last = stop.wait(1.0)
                 now = how_far()
                 advance(now - known)
@@ -82,6 +83,7 @@ class _Counter:
         return f"{self._size(self.done)} of {self._size(self.total)}"
 
     def rate(self) -> str:
+        # without what an earlier call has done, which took no time now
         rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
         if rate < 1 and self.unit != "bytes":
             return f"{60 * rate:.1f} {self.unit}/min"

@@ -83,6 +83,7 @@ class Queue:
     def scheduled_seconds(self) -> float | None:
         """Time left to the run in all of its jobs; None if one has no limit."""
         times = [job.left_seconds for job in self.running]
+        # a line of an array stands for several jobs, one after another
         times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
         known = [one for one in times if one is not None]
         return sum(known) if len(known) == len(times) else None
@@ -104,6 +105,7 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
         QueueError: it refuses, or takes longer than a minute.
     """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
+    # by id where the ids are known, else by name
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
     return parse_queue(_squeue(*chosen, "--format=%i|%T|%S|%l|%L|%r"))

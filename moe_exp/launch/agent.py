@@ -3,16 +3,8 @@
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-Differences from torchrun:
-
-- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are only passed on to the ranks; torchrun would end them within 30 s,
-  too short for a checkpoint. So a signal may reach every process of a job. Ranks start with these signals
-  blocked, so that one that arrives during imports waits for their handler (`faults.stop_signal`).
-- After a failure the ranks restart on every node, up to --max-restarts times per job, by
-  `rendezvous.RestartRendezvous`.
-- Ranks that request it (exit code START_AGAIN, see host/devices.py) restart too, which is no failure.
-- Node 0 writes failures to the run's metrics.jsonl, as the events `rank_failed` and `restart`.
-
+Unlike torchrun, it only passes signals on to the ranks, restarts them on every node after a failure, up to
+--max-restarts times per job, or if they ask for it, and writes that to the run's metrics.jsonl.
 docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
@@ -219,6 +211,7 @@ class Agent(LocalElasticAgent):
         self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
         delay = 0.0
         if self._num_idle:
+            # no rank has trained since the last start: it will fail again, so do not restart in a tight loop
             delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
@@ -245,6 +238,8 @@ class Agent(LocalElasticAgent):
         """Sends every signal once to every rank, also to those that start later."""
         if self._pcontext is None:
             return
+        # torchrun would end the ranks within 30 s, too short for a checkpoint; so a signal may reach every
+        # process
         for number in dict.fromkeys(self._received):
             for pid in self._pcontext.pids().values():
                 if (pid, number) not in self._signalled:
@@ -267,6 +262,7 @@ class Agent(LocalElasticAgent):
             hung_file(Path(os.environ[HEARTBEATS])).unlink(missing_ok=True)
             with suppress(OSError):  # a full disk
                 failures_file(Path(os.environ[HEARTBEATS])).write_text(str(self._rounds.num_failures))
+        # a signal during the imports of a rank waits for its handler (`faults.stop_signal`)
         with signals_blocked():
             handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
             ids = super()._start_workers(worker_group)

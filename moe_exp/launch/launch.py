@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ def train(
         given = with_file(flags, os.environ)
         config = load_config(given)
         sources = {name: str(settings_path(flags["config"])) for name in given if flags.get(name) is None}
+        # --config with the run's own config.yaml would silently continue that run
         own = RunFolder.of(config)
         is_old = sources and not resume and own.config.exists()
         if is_old and own.config.samefile(settings_path(flags["config"])):
@@ -79,16 +79,19 @@ def train(
             resuming = f"--resume {shlex.quote(str(own.path))}"
             fix = f"set another RUN_NAME for a new run, or continue with {resuming}"
             raise ConfigError([problem("config", flags["config"], rule, fix)])
-        names, given = set(given_values(given, os.environ)), _without_usual(config, given, sources)
+        names, given = set(given_values(given, os.environ)), without_usual(config, given, sources)
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         start = start_of(config)
+        # what does not keep a run from starting
+        warnings = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
+        warnings += data_warnings(config)
         if dry_run:
-            return _dry_run(config, given, sources, start)
-        _warn(_warnings(config, start))
+            return _dry_run(config, given, sources, start, warnings)
+        _warn(warnings)
         _report_changes(config)
         if vocabulary and config.node_rank == 0:
             print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
@@ -106,6 +109,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     ConfigError if it is no run folder, or `flags` name another one.
     """
     path = expanded(folder)
+    # `.` or `..` as the name of a run: its real one
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
@@ -124,7 +128,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return {**flags, **places, "config": str(RunFolder(path).config)}
 
 
-def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
+def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
     """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
@@ -152,7 +156,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
     if config.preflight:
-        from moe_exp.launch.preflight.report import passes
+        from moe_exp.launch.preflight.node import passes
 
         if not passes(config):
             return FAILED
@@ -164,11 +168,14 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
+    # with the port as `rank_arguments` gives it to them
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
     with HangWatch(config, folder) as watch:
+        # from here on this process only watches
         code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
+    # variables that a suggested command needs to be the same run, but for those that differ per node
     settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()
@@ -208,21 +215,22 @@ def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     return module_arguments({**flags, **rendezvous})
 
 
-def _warnings(config: Config, start: Start) -> list[str]:
-    """Warnings that do not prevent a run from starting."""
-    warnings = (schedule_warnings(config, start), disk_warnings(config), memory_warnings(config))
-    return [*chain(*warnings), *data_warnings(config)]
-
-
-def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
+def _dry_run(
+    config: Config,
+    flags: Mapping[str, Any],
+    sources: Mapping[str, str],
+    start: Start,
+    warnings: Iterable[str],
+) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources, start), flush=True)
+    # a dry run may be for another machine: what is missing here is said, after everything else
     problems = check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     room = () if run_folder_problems(config) else disk_problems(config)
-    _warn([*check_machine(config), *room, *_warnings(config, start)])
+    _warn([*check_machine(config), *room, *warnings])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)
@@ -246,23 +254,20 @@ def dry_run_text(
     """Merged settings with their sources (none: default), the torchrun command and the start-up report;
     `sources`: of settings that are neither in `flags` nor from the environment; they win over those.
     """
-    lines = []
+    lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
-        source = sources.get(name) or _source(name, value, config.preset, flags)
+        default = of_preset.get(name, Config.model_fields[name].default)
+        follows = name in ("warmup_iters", "decay_iters") and value != default
+        if flags.get(name) is not None:
+            source = "command line"
+        elif os.environ.get(name.upper()):
+            source = "environment"
+        else:
+            source = "from TRAIN_ITERS" if follows else f"preset {config.preset}" if name in of_preset else ""
+        source = sources.get(name) or source
         setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
     report = [startup_report(config), learning_rate_text(config, start), *group_lines(config)]
     return "\n".join([*lines, "", folder, command, "", *report])
-
-
-def _source(name: str, value: object, preset: str, flags: Mapping[str, Any]) -> str:
-    if flags.get(name) is not None:
-        return "command line"
-    if os.environ.get(name.upper()):
-        return "environment"
-    default = preset_values(preset).get(name, Config.model_fields[name].default)
-    if name in ("warmup_iters", "decay_iters") and value != default:
-        return "from TRAIN_ITERS"
-    return f"preset {preset}" if name in preset_values(preset) else ""

@@ -97,10 +97,8 @@ def _devices(c: Config) -> Iterator[str]:
 
 def training_problem() -> str:
     """A line if this Python lacks the packages of the extra `train`, else ""."""
-    missing = [
-        name for name in ("torch", "megatron", "safetensors") if importlib.util.find_spec(name) is None
-    ]
-    if not missing:
+    needed = ("torch", "megatron", "safetensors")
+    if not (missing := [name for name in needed if importlib.util.find_spec(name) is None]):
         return ""
     rule = f"lacks {', '.join(missing)}, which training needs"
     fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
@@ -114,7 +112,8 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and not has_te:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield c.problem("impl", "transformer_engine is not installed", fix)
-    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
+    # auto is no entry: it takes one that can run here
+    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())
     if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
@@ -210,6 +209,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
     """Data loader workers pass batches in shared memory, of which containers have 64 MB by default."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
+    # of seq_len + 1 tokens a sample, each an int64
     microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # plus the current one
     needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
     place = os.statvfs(_SHARED_MEMORY)
@@ -233,6 +233,7 @@ def data_problems(c: Config) -> Iterator[str]:
             return  # reported by check_config
     if needs_preparation(c):
         yield from text_problems(c)
+    # name, blend, sequence length, and the shares for training and validation that have to be long enough
     of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
         ("train_data", c.train_data, c.seq_len, shares),
         (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
@@ -285,10 +286,10 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
 
 
 def _vocabulary_fix(c: Config, size: int) -> str:
-    if not c.load_dir and not RunFolder.of(c).checkpoints.exists():
-        return f"set VOCAB_SIZE to at least {size}"
-    fix = "use the tokenizer that the checkpoint was trained with"
-    return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
+    if c.load_dir or RunFolder.of(c).checkpoints.exists():  # its embeddings have VOCAB_SIZE rows
+        fix = "use the tokenizer that the checkpoint was trained with"
+        return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
+    return f"set VOCAB_SIZE to at least {size}"
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
@@ -315,12 +316,10 @@ def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
         yield c.problem("remote_dir", "is no URL", "give one such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        rule = "the hub makes a commit of every file"
-        yield c.problem("remote_dir", rule, "give an s3:// or gs:// URL")
+        yield c.problem("remote_dir", "the hub makes a commit of every file", "give an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
-            if line := ahead_problem(c):
-                yield line
+            yield from filter(None, [ahead_problem(c)])
         except (ValueError, ConnectionError) as error:
             yield f"REMOTE_DIR={error}"
 
@@ -333,6 +332,7 @@ def _load_dir(c: Config) -> Iterator[str]:
             yield f"LOAD_DIR={error}"
         return
     folder = Path(c.load_dir).expanduser()
+    # a checkpoints folder, a run folder, the folder of one iteration
     names = (LATEST, f"checkpoints/{LATEST}", "metadata.json")
     if c.load_dir and not any((folder / name).is_file() for name in names):
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
@@ -379,14 +379,12 @@ def _data_dir(c: Config) -> Iterator[str]:
 def memory_warnings(config: Config) -> list[str]:
     """Warns if the planner expects that a rank needs more memory than this host's GPUs have."""
     profile = profile_of(device_name()) if count_gpus() else ""
-    if not profile:
+    expected = None
+    with suppress(ValueError):  # settings that the planner does not know
+        expected = predict(PlannedJob.of(config), load_hardware(profile)) if profile else None
+    if not expected or not expected.oom:
         return []
-    try:
-        expected = predict(PlannedJob.of(config), load_hardware(profile))
-    except ValueError:  # settings that the planner does not know
-        return []
-    if not expected.oom:
-        return []
+    # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
     rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"
     fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"
@@ -416,6 +414,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
+    # the next save: at a multiple of SAVE_INTERVAL, or at the end
     next_save = c.train_iters
     if c.save_interval:
         next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)

@@ -6,20 +6,8 @@ the addresses of the dead ones (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 rendezvous with torchrun's interface. A round is one start of all ranks. Agents meet in a store on
 MASTER_PORT, which the agent of node 0 keeps for as long as it lives; the ranks of a round have their own
 store on a free port, which ends with the round. Stores of single-node jobs listen only on the loopback
-interface; those of multi-node jobs on all, and anybody who reaches them can end the job. All names below are
-prefixed with the job's key (`torchrun_job.shared_key`), so that jobs which share a port by mistake do not
-meet. A store that has not answered for SILENCE_SECONDS counts as lost.
-
-    key             fingerprint of the job's key; the only name without the prefix
-    round           number of the current round; whoever wants the next one raises it, and every agent that
-                    sees it restarts its ranks
-    here/R/NODE     agents of a node that joined round R
-    joined/R        nodes that joined round R; it starts with the last of them
-    port/R          of the store of the ranks of round R
-    failed/R        nodes whose ranks failed in round R
-    failures        failed rounds; beyond MAX_RESTARTS `over` is set, and all agents exit
-    said/R/NODE     a node's report on its failures in round R, JSON
-    done/R          nodes whose ranks finished in round R: later failures cause no restart
+interface; those of multi-node jobs on all, and anybody who reaches them can end the job. A store that has
+not answered for SILENCE_SECONDS counts as lost.
 """
 
 import hashlib
@@ -41,6 +29,19 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
+
+# Names in the agents' store. All but the first have the job's key (`torchrun_job.shared_key`) as prefix, so
+# that jobs which share a port by mistake do not meet.
+#     key             fingerprint of the job's key
+#     round           number of the current round; whoever wants the next one raises it, and every agent that
+#                     sees it restarts its ranks
+#     here/R/NODE     agents of a node that joined round R
+#     joined/R        nodes that joined round R; it starts with the last of them
+#     port/R          of the store of the ranks of round R
+#     failed/R        nodes whose ranks failed in round R
+#     failures        failed rounds; beyond MAX_RESTARTS `over` is set, and all agents exit
+#     said/R/NODE     a node's report on its failures in round R, JSON
+#     done/R          nodes whose ranks finished in round R: later failures cause no restart
 
 # Timeout for unacknowledged data: longer than a flapping link or a failover, and short enough for a SIGTERM.
 SILENCE_SECONDS = 30
@@ -156,6 +157,7 @@ class RestartRendezvous(RendezvousHandler):
 
     def fail(self) -> None:
         """Ends the round because of failed ranks; beyond MAX_RESTARTS the job is over."""
+        # several nodes may report the same round: only the first counts it
         is_first = int(self._store.add(f"failed/{self.round}", 1)) == 1
         if is_first and int(self._store.add("failures", 1)) > self._max_restarts:
             self.set_closed()
@@ -164,11 +166,19 @@ class RestartRendezvous(RendezvousHandler):
     def said(self, number: int) -> list[dict[str, Any]]:
         """The valid reports on failures in round `number` so far."""
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
-        reports = [self._store.get(key) for key in keys if self._store.check([key])]
-        return [failure for report in reports for failure in _failures(report)]
+        found: list[Any] = []
+        for key in keys:
+            with suppress(ValueError):
+                report = json.loads(self._store.get(key)) if self._store.check([key]) else []
+                found += report if isinstance(report, list) else []
+        # anybody who reaches the port may have written it: the four fields, and nothing long
+        found = [one for one in found if isinstance(one, dict)]
+        found = [one for one in found if {name: type(value) for name, value in one.items()} == _FAILURE]
+        return [one for one in found if all(len(str(value)) <= _MOST_CHARACTERS for value in one.values())]
 
     def move_on(self) -> None:
         """Ends the round for all nodes; the next one starts when all have joined."""
+        # not a plain `set`: two nodes that end the same round at once must not skip one
         self._store.compare_set("round", str(self.round), str(self.round + 1))
 
     @property
@@ -188,6 +198,7 @@ class RestartRendezvous(RendezvousHandler):
     def reconnect(self) -> bool:
         """Reconnects to node 0; False if its host is away. Raises ConnectionError if it refuses."""
         try:
+            # a plain connection tells a host that refuses from one that is away
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()
             self._agents = PrefixStore(self._key, self._store_at(self._port, serve=False))
         except (ConnectionRefusedError, ConnectionResetError):
@@ -297,14 +308,3 @@ def _limit_silence(port: int) -> None:
             if is_tcp and connection.getpeername()[1] == port:  # raises if it is not connected
                 for name, value in options.items():
                     connection.setsockopt(*name, value)
-
-
-def _failures(text: bytes) -> list[dict[str, Any]]:
-    """The valid failures in a report."""
-    try:
-        said = json.loads(text)
-    except ValueError:
-        return []
-    found = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
-    found = [one for one in found if {name: type(value) for name, value in one.items()} == _FAILURE]
-    return [one for one in found if all(len(str(value)) <= _MOST_CHARACTERS for value in one.values())]

@@ -80,9 +80,11 @@ def _source(config: Config) -> _Source | None:
     own = RunFolder.of(config).checkpoints
     if any(own.glob(f"iter_*{REPLACED}")):
         return None  # of a run that was killed while it saved: the ranks first tidy up
+    # a run continues from its own checkpoints; LOAD_DIR is for its first start
     place = own if usable(own) else Path(config.load_dir).expanduser() if config.load_dir else None
     if place is None:
         return _Source(None, {}, {})
+    # a LOAD_DIR at a store is copied only at the start, and without torch no checkpoint can be read
     if (place != own and is_url(config.load_dir)) or importlib.util.find_spec("torch") is None:
         return None
     from moe_exp.checkpoint.format.torch_dist import read_common
@@ -148,7 +150,15 @@ def data_warnings(config: Config) -> list[str]:
 
 def _repeated(config: Config, share: Share) -> Iterator[str]:
     total = config.seq_len * samples_left(config, 0, config.train_iters)
-    tokens, num_sources = _tokens_of_sources(config, total)
+    stages = stages_of(config)
+    # a stage may begin after the last iteration of this run
+    firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
+    tokens, num_sources = Counter[str](), 0  # read of each prefix in all stages; in the largest blend
+    for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):
+        blend = [] if names_text(stage.train_data) else parse_blend(stage.train_data)
+        num_sources = max(num_sources, len(blend))
+        for weight, prefix in blend:
+            tokens[prefix] += round((end - begin) * weight / sum(weight for weight, _ in blend))
     for prefix, read in tokens.items():
         there = part_tokens(TokenFiles(prefix), share, by_sequence=config.data_order == "megatron")
         asked = _max_epochs(prefix)
@@ -156,53 +166,33 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
         limit = asked or (1 if num_sources > 1 else _WORTHWHILE_EPOCHS)
         if there and read > _ROUNDING * limit * there:
             rule = f"this run reads it {read / there:.2f} times"
-            fix = "train for fewer iterations, add data" + (
-                ", or lower its weight" if num_sources > 1 else ""
-            )
+            fix = "train for fewer iterations, add data"
+            fix += ", or lower its weight" if num_sources > 1 else ""
             if asked:
                 rule += f", and its mixture says max_epochs={asked:g}"
                 fix += f"; for max_epochs, repeat data mix with total_tokens={total:.4g}"
             yield problem("train_data", prefix, rule, fix)
 
 
-def _tokens_of_sources(config: Config, total: int) -> tuple[Counter[str], int]:
-    """Tokens of `total` that are read of each prefix, in all stages; and the sources of the largest blend."""
-    stages = stages_of(config)
-    firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
-    tokens, num_sources = Counter[str](), 0
-    for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):
-        if names_text(stage.train_data):
-            continue
-        blend = parse_blend(stage.train_data)
-        num_sources = max(num_sources, len(blend))
-        for weight, prefix in blend:
-            tokens[prefix] += round((end - begin) * weight / sum(weight for weight, _ in blend))
-    return tokens, num_sources
-
-
 def _max_epochs(prefix: str) -> float | None:
     """The limit that `moe-exp data mix` was given for these token files, if it has made them."""
     path = Path(prefix).with_name("mixture.json")
-    if not path.is_file():
-        return None
-    try:
-        facts = read_json(path)
+    with suppress(KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
+        facts = read_json(path) if path.is_file() else {}
         prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
-        found = limits.get(Path(prefix).name, {}).get("max_epochs")
-        return None if found is None else float(found)
-    except (KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
-        return None
+        return float(limits[Path(prefix).name]["max_epochs"])
+    return None
 
 
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
-    name = validation_setting(config) if config.valid_data else "train_data"
-    share = (0.0, 1.0) if config.valid_data else share
+    name, part = "train_data", f" for validation by SPLIT={config.split}"
+    if config.valid_data:
+        name, part, share = validation_setting(config), "", (0.0, 1.0)
     if share is None or not config.eval_interval:
         return
     for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            part = "" if config.valid_data else f" for validation by SPLIT={config.split}"
             rule = f"has one document{part}: its loss says little about other texts"
             yield problem(name, prefix, rule, "hold out more documents")

@@ -1,9 +1,7 @@
 """This node's job: command line, environment, signals and exit code. No torch.
 
-The agent (launch/agent.py) runs in a session of its own, out of reach of the terminal, and gets its signals
-from here. It passes them to the ranks, which finish the step, save and exit. A second Ctrl-C kills the job; a
-second signal of another kind does not, as schedulers send several. If the launcher is killed, the agent lets
-the ranks save and exit.
+The agent (launch/agent.py) gets its signals from here and passes them to the ranks, which finish the step,
+save and exit. If the launcher is killed, the agent lets the ranks save and exit.
 """
 
 import os
@@ -80,6 +78,7 @@ def shared_key(path: Path) -> str:
     """The key of a multi-node job, which the first node writes into the run folder, only for its user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
+        # O_EXCL: one node creates it, the others read what that one writes
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         os.write(descriptor, secrets.token_hex(16).encode())
         os.close(descriptor)
@@ -120,14 +119,22 @@ def run_job(
             settings_file(str(code_file)).write_text(config.model_dump_json())
         # torchrun would leave a folder of its own for its error files in that for temporary files
         environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
+        # a session of its own: the terminal's Ctrl-C must not reach agent and ranks besides the launcher's
+        # signal
         with signals_blocked():  # signals during its imports wait until it can pass them on
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         stillness = _Stillness(alive_file(str(code_file)))
         before, orphans = set(children_of(os.getpid())), _Orphans()
-        while (code := _wait(agent)) is None or orphans.are_left(code, before):
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(timeout=0.2)
+            if (code := agent.returncode) is not None and not orphans.are_left(code, before):
+                break
             pids = [agent.pid] if code is None else orphans.pids
+            # only a second Ctrl-C: schedulers send other signals several times
             if received.count(signal.SIGINT) > 1 or (received and config is None):
                 _kill_job(pids)
+            # each signal once, in the order in which they came
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
                     unsaved = "ends, and saves nothing with SAVE_AT_END=false"
@@ -157,6 +164,7 @@ class _Stillness:
         self._looked = time.monotonic()
 
     def seconds(self, *, counts: bool) -> float:
+        # counts at most one second per call: this process may have been suspended itself (Ctrl-Z)
         now, touched = time.monotonic(), 0.0
         with suppress(OSError):
             touched = self._path.stat().st_mtime
@@ -164,13 +172,6 @@ class _Stillness:
         self._seconds = self._seconds + min(now - self._looked, 1.0) if is_still else 0.0
         self._looked, self._touched = now, touched
         return self._seconds
-
-
-def _wait(agent: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return agent.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 class _Orphans:
@@ -186,7 +187,11 @@ class _Orphans:
             return False
         if self._deadline is None:
             self._deadline = time.monotonic() + _SAVE_SECONDS
-        self.pids = [pid for pid in children_of(os.getpid()) if pid not in before and not _is_reaped(pid)]
+        self.pids = []
+        for pid in children_of(os.getpid()):
+            with suppress(ChildProcessError):  # it has been reaped already
+                if pid not in before and os.waitpid(pid, os.WNOHANG)[0] != pid:
+                    self.pids.append(pid)
         if not self.pids:
             return False
         late = time.monotonic() - self._deadline
@@ -196,14 +201,6 @@ class _Orphans:
             complain(f"processes {', '.join(map(str, self.pids))} do not end, although they were killed")
             return False
         time.sleep(0.2)
-        return True
-
-
-def _is_reaped(pid: int) -> bool:
-    """Reaps a child if it has ended."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
         return True
 
 

@@ -8,8 +8,6 @@ preprocess_data.py.
 `--dry-run` prints what it would take, `--help` the rest. The same as `moe-exp data merge`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -11,16 +11,14 @@ without; --dry-run estimates tokens, disk and time from a sample. A run that was
 called again.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
-try:
-    from moe_exp.commands.data import main
-except ModuleNotFoundError as error:
-    if error.name != "moe_exp":
-        raise
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from moe_exp.commands.data import main
+if importlib.util.find_spec("moe_exp") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_exp.commands.data import main
 
 if __name__ == "__main__":
     sys.exit(main("tokenize", prog="preprocess_data.py"))

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.docs.commands import problem_of, whole_parser
 from moe_exp import cli
-from moe_exp.commands.help_text import EXAMPLES
+from moe_exp.commands.parsers import EXAMPLES
 from moe_exp.config import sections
 
 PARSER = whole_parser()

@@ -104,7 +104,7 @@ def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, v
     # A rank that no launcher has started finds it, too.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
-        runtime._make_deterministic(tiny())
+        runtime.make_deterministic(tiny())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -114,7 +114,7 @@ def test_a_rank_without_launcher_sets_the_variables_itself(no_variables, monkeyp
     monkeypatch.setattr("os.environ", environ)
     modes = []
     monkeypatch.setattr("torch.use_deterministic_algorithms", modes.append)
-    runtime._make_deterministic(tiny())
+    runtime.make_deterministic(tiny())
     assert modes == [True]
     assert {name: environ[name] for name in ENVIRONMENT} == OURS
 

@@ -9,7 +9,7 @@ from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.config.loading import settings_from_launcher, with_file
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, read_settings
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, settings_file
-from moe_exp.launch.launch import _without_usual, train, with_run_folder
+from moe_exp.launch.launch import train, with_run_folder, without_usual
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_ranks_get_what_equals_the_preset_but_would_follow_others(settings):
     file = written("".join(lines))
     for path in (file, str(run_of(expected))):
         given = with_file({"config": path}, {})
-        for_ranks = _without_usual(load_config(given, {}), given, list(given))
+        for_ranks = without_usual(load_config(given, {}), given, list(given))
         found = load_config(for_ranks, {})
         assert {name: getattr(found, name) for name in settings} == settings
         assert set(settings) <= set(for_ranks) and "hidden_size" not in for_ranks

@@ -31,7 +31,7 @@ for name in (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.olmoe.modeling_olmoe",
     "triton.experimental.gluon",
-    *(f"moe_exp.commands.{name}" for name in COMMANDS),
+    *(f"moe_exp.commands.{name}" for name in dict.fromkeys(COMMANDS.values())),
 ):
     import_module(name)
 

@@ -40,9 +40,6 @@ DIFFERENCES = {
     "Adam gets the argument capturable": Difference(
         "refuse_cuda_graphs", "0.17", "optimizer/__init__.py", '"capturable"'
     ),
-    "the spec of the MoE layer is a partial function": Difference(
-        "build_moe_spec", "0.18", "models/gpt/moe_module_specs.py", r"    return partial\("
-    ),
     "each rank loads by itself": Difference(
         "LOAD_WARNINGS", "0.18", "dist_checkpointing/strategies/torch.py", "no_dist=True"
     ),

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from moe_exp.commands import mup
+from moe_exp.commands.parsers import add_parser
+from moe_exp.commands.studies import mup_models
 from moe_exp.config import ConfigError, load_config
 from moe_exp.studies.mup import Optimum, best_rate, draw_transfer, growths, moved, optimum, resized
 
@@ -38,9 +39,9 @@ def test_a_settings_file_is_below_the_environment_and_above_the_defaults(tmp_pat
     (tmp_path / "own.env").write_text("NUM_LAYERS=3\nNUM_EXPERTS=16\nTRAIN_DATA=data/mine\n")
     monkeypatch.setenv("NUM_EXPERTS", "32")
     parser = argparse.ArgumentParser()
-    mup.add_commands(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), "mup")
     flags = ["--config", str(tmp_path / "own.env"), "--widths", "32,64"]
-    models = mup._models(parser.parse_args(["mup", "check", *flags]), {"SEQ_LEN": "8"})
+    models = mup_models(parser.parse_args(["mup", "check", *flags]), {"SEQ_LEN": "8"})
     assert models.keys() == {"width"}
     for width, model in models["width"].items():
         assert (model.hidden_size, model.num_layers, model.num_experts, model.seq_len) == (width, 3, 32, 8)

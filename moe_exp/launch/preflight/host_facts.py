@@ -35,6 +35,7 @@ def disk(path: Path) -> dict[str, Any]:
     """Path, free bytes, and why a file cannot be written there and read back, or ''."""
     if not path.is_dir():
         return {"path": str(path), "free_bytes": None, "problem": "is not there"}
+    # random bytes: zeros could come from a hole in the file
     content, problem = os.urandom(1 << 16), ""
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moe_exp_preflight_") as file:
@@ -85,6 +86,7 @@ def expanded_hosts(text: str) -> list[str]:
             hosts.append(entry.strip())
             continue
         for part in match["numbers"].split(","):
+            # 01-03 keeps its leading zeros
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1)
             hosts += [f"{match['head']}{number:0{len(first)}d}{match['tail']}" for number in numbers]
@@ -98,6 +100,7 @@ def own_name(environ: Mapping[str, str] = os.environ) -> str:
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
     """Host names by NODE_RANK from `given` or SLURM_JOB_NODELIST, in SLURM's form; empty if unknown."""
+    # a list of another length belongs to another job, or has a typo: no names rather than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
 
@@ -120,6 +123,7 @@ THROTTLING = {
 def query_gpus() -> tuple[list[dict[str, str]], str]:
     """FIELDS of each GPU from nvidia-smi, except those an older driver rejects, and the error or ''."""
     fields = list(FIELDS)
+    # each round leaves out, or renames, the one field that this driver does not know
     for _ in FIELDS:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
@@ -155,6 +159,7 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
             yield "warning", f"{where}: damaged memory waits for a reset of the GPU to be taken out of use"
         if (lifetime := _number(gpu.get("ecc.errors.uncorrected.aggregate.total"))) > 0 >= errors:
             yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) in its life"
+        # a bit mask as text, or [N/A]
         reasons = gpu.get("clocks_event_reasons.active", "")
         bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
         if found := [name for bit, name in THROTTLING.items() if bits & bit]:

@@ -1,15 +1,10 @@
 """The preflight of one node, called on every node by its launcher or by `moe-exp watch preflight`.
 
-1. The nodes meet (`roll_call.py`): if some do not join within PREFLIGHT_TIMEOUT, only they are named.
-2. Each connects to the others (`unreached`): unreachable nodes are named before process groups hang on them.
-3. Clocks, disks, shared memory, versions, nvidia-smi, kernel messages (`host_facts.py`).
-4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes its own file.
-5. The nodes exchange their results, and each reaches the same verdict (`verdicts.py`).
-
 No torch: it is the launcher's process.
 """
 
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -23,6 +18,7 @@ from typing import Any
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
@@ -32,12 +28,18 @@ from moe_exp.launch.preflight.verdicts import (
     Finding,
     NodeVerdict,
     Verdict,
+    add_to_list,
     blame_pairs,
+    findings_lines,
     judge,
+    print_report,
     rounds_of_pairs,
 )
 from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.runs.records import append_event
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
@@ -60,6 +62,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = None
+        # The nodes meet: if some do not come within PREFLIGHT_TIMEOUT, only they are named.
         try:
             if config.node_rank == 0:
                 server = Server(config.rendezvous_port, config.nnodes)
@@ -82,7 +85,8 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             rule = f"{here['host']} came after the others had stopped waiting"
             raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: start the job again.")
         if len(came) < config.nnodes:
-            return _not_there(config, came, planned_hosts(config.nnodes, hosts))
+            return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
+        # Each connects to the others: what is out of reach is named before process groups hang on it.
         doors = {node: (other["address"], other["port"]) for node, other in came.items()}
         lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
@@ -93,11 +97,13 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             failed = {(min(pair), max(pair)): reason for pair, reason in pairs.items()}
             blame_pairs(verdict, failed, "has no connection")
             return verdict
+        # What each finds out by itself, then its ranks under torchrun (rank.py): arithmetic, memory, links.
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
         report = {"host": here["host"], "clock": clock, "gpus": gpus, "gpu_problem": gpu_problem}
         report |= host_facts(Path(config.run_dir))
         report["ranks"] = run_ranks(config, came[0]["key"])
+        # With the results of all, each node reaches the same verdict.
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
     verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
@@ -109,7 +115,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
 _WENT_AWAY = Finding("failed", "went away during the checks")
 
 
-def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
+def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
     """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
@@ -124,12 +130,27 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
-        environ = {**child_environment(config, key), **_NCCL, RESULTS_FOLDER: name}
+        # A hung collective has to raise in the waiting rank; torch would end the process instead.
+        nccl = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environ = {**child_environment(config, key), **nccl, **quiet, RESULTS_FOLDER: name}
         (folder / SETTINGS).write_text(config.model_dump_json())
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
-            timed_out = _run(torchrun_command(config, [], MODULE), environ, log)
+            torchrun = subprocess.Popen(
+                torchrun_command(config, [], MODULE), env=environ, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    torchrun.wait(_RANKS_SECONDS)
+            finally:  # also after Ctrl-C: nothing of it may outlive the launcher
+                if timed_out := torchrun.poll() is None:
+                    for pid in [torchrun.pid, *children_of(torchrun.pid)]:
+                        send_signal(pid, signal.SIGKILL)
+                    torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reports = [_read_rank(folder, rank) for rank in ranks]
+    # the first error of a rank; torchrun's summary at the end names no cause
     errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
     last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
     why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"
@@ -139,37 +160,14 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     return reports
 
 
-# A hung collective has to raise in the waiting rank; torch would end the process instead.
-_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-_NCCL["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-
-
-def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
-    """Whether it timed out."""
-    torchrun = subprocess.Popen(
-        command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        preexec_fn=end_with_parent,
-    )  # fmt: skip
-    try:
-        torchrun.wait(_RANKS_SECONDS)
-        return False
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        if torchrun.poll() is None:
-            for pid in [torchrun.pid, *children_of(torchrun.pid)]:
-                send_signal(pid, signal.SIGKILL)
-            torchrun.wait()
-
-
 @contextlib.contextmanager
 def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
     if config.node_rank:
         yield
         return
-    units = config.nnodes if config.nnodes > 1 else config.world_size
     links = 0
-    if config.world_size > 1:
+    if config.world_size > 1:  # join, all ranks and their end; inside the node; pairs of nodes, or of ranks
+        units = config.nnodes if config.nnodes > 1 else config.world_size
         links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
 
     def num_done() -> int:
@@ -198,3 +196,36 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
         with contextlib.suppress(OSError), socket.create_server(("", config.rendezvous_port)):
             return
         time.sleep(0.1)
+
+
+def passes(config: Config) -> bool:
+    """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
+
+    Node 0 prints the table, adds bad nodes to the list of the job, and writes the event `preflight`. Slow
+    nodes are warnings, failing ones end the job.
+    """
+    start = time.monotonic()
+    try:
+        verdict = preflight(config)
+    except ValueError as error:
+        complain(str(error))
+        return False
+    if config.node_rank == 0:
+        print_report(verdict, num_ranks=config.world_size)
+        path = Path(os.environ.get("EXCLUDE_FILE") or Path(config.run_dir) / EXCLUDE_NODES).expanduser()
+        if added := add_to_list(verdict, path):
+            complain(f"{path}: added {', '.join(added)}")
+        folder = RunFolder.of(config)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        hosts = [node.host for node in verdict.to_exclude()]
+        details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
+        details |= {"findings": findings_lines(verdict), "exclude": hosts}
+        iteration = max(folder.checkpoint_iterations(), default=0)
+        append_event(folder.metrics, "preflight", iteration, **details)
+        wait_for_port(config)
+    if verdict.grade != "failed":
+        return True
+    complain(*(f"preflight {line}" for line in findings_lines(verdict) if line.startswith("failed")))
+    fix = "start the job without it, or set PREFLIGHT=0 to train all the same"
+    complain(f"no training: a node has failed the preflight. Fix: {fix}.")
+    return False

@@ -22,8 +22,15 @@ from torch.distributed.rendezvous import rendezvous
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
-from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
-from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
+from moe_exp.launch.preflight.checks import (
+    DTYPES,
+    LinkError,
+    bytes_to_fill,
+    check_matmul,
+    check_memory,
+    measure_group,
+    process_group,
+)
 from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
 from moe_exp.launch.preflight.verdicts import rounds_of_pairs
 
@@ -32,16 +39,19 @@ _STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far the other ranks may be
 _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-class _Results:
-    """This rank's results, written at the start of each step."""
+class _Rank:
+    """This rank: its results, written at the start of each step, and its links to the others."""
 
-    def __init__(self, rank: int):
-        self._begun = time.monotonic()
-        self._path = rank_file(Path(os.environ[RESULTS_FOLDER]), rank)
+    def __init__(self, config: Config):
+        self.config = config
+        self.number, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        self.device = torch.device("cpu")
         self.values: dict[str, Any] = {
-            "rank": rank, "host": socket.gethostname(), "device": device_label(),
+            "rank": self.number, "host": socket.gethostname(), "device": device_label(),
             "step": "start", "steps_done": -1, "seconds": {}, "pairs": [],
         }  # fmt: skip
+        self._begun = time.monotonic()
+        self._store: Store  # where the ranks meet, from `check_links` on
 
     def begin(self, step: str) -> None:
         now = time.monotonic()
@@ -51,105 +61,93 @@ class _Results:
         self.write()
 
     def write(self) -> None:
-        write_json(self._path, self.values)
+        write_json(rank_file(Path(os.environ[RESULTS_FOLDER]), self.number), self.values)
 
+    def check_device(self) -> None:
+        """Checks arithmetic and memory of this rank's device, and on a GPU host also the host's memory."""
+        self.begin("matmul")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(self.config.threads_per_rank or 1)
+        self.values["matmul"] = check_matmul(self.device, DTYPES[self.config.dtype], seed=self.number)
+        self.begin("memory")
+        num_ranks, host = self.config.gpus_per_node, torch.device("cpu")
+        self.values["memory"] = check_memory(self.device, bytes_to_fill(self.device, num_ranks))
+        if self.device != host:
+            torch.cuda.empty_cache()
+            self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
 
-def main() -> None:
-    """Runs all steps with the settings that the launcher has left in RESULTS_FOLDER."""
-    config = Config.model_validate_json((Path(os.environ[RESULTS_FOLDER]) / SETTINGS).read_text())
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    results = _Results(rank)
-    try:
-        check_device(config, results, local_rank)
-        check_links(config, results, rank, local_rank)
-        results.begin("done")
-    except Exception as error:  # any error is a finding
-        results.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    results.write()
-    sys.stdout.flush()
-    # Skips the cleanup of process groups, which waits for ranks that may be gone. With 1, torchrun would end
-    # the other ranks.
-    os._exit(0)
+    def check_links(self) -> None:
+        """Measures inside the node, in pairs of nodes (with one node, of ranks), and over all ranks."""
+        config = self.config
+        if config.world_size == 1:
+            return
+        self.begin("join")
+        store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
+        self._store = PrefixStore("preflight", store)
+        # ranks of each node; with one node, each rank by itself
+        size = config.gpus_per_node if config.nnodes > 1 else 1
+        units = [list(range(first, first + size)) for first in range(0, config.world_size, size)]
+        mine = next(number for number, ranks in enumerate(units) if self.number in ranks)
+        if len(units[mine]) > 1:
+            self.values["node"] = self._measure("node", f"node {mine}", units[mine])
+        for number, pairs in enumerate(rounds_of_pairs(len(units)), start=1):
+            partner = next((pair[1 - pair.index(mine)] for pair in pairs if mine in pair), None)
+            if partner is None:
+                self._meet(f"pairs {number}")
+                continue
+            ranks, twin = (
+                sorted([*units[mine], *units[partner]]),
+                units[partner][units[mine].index(self.number)],
+            )
+            name = f"pair {min(mine, partner)}-{max(mine, partner)}"
+            found = self._measure(f"pairs {number}", name, ranks, twin)
+            self.values["pairs"].append({"partner": partner, **found})
+        self._meet("links")
+        # a collective over a broken link would only hang, and name nobody
+        if self._store.add("failures", 0) == 0:
+            self.values["all_ranks"] = self._measure("all ranks", "all ranks", range(config.world_size))
 
-
-def _device(local_rank: int) -> torch.device:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def check_device(config: Config, results: _Results, local_rank: int) -> None:
-    """Checks arithmetic and memory of this rank's device, and on a GPU host also the host's memory."""
-    results.begin("matmul")
-    device = _device(local_rank)
-    torch.set_num_threads(config.threads_per_rank or 1)
-    results.values["matmul"] = check_matmul(device, DTYPES[config.dtype], seed=results.values["rank"])
-    results.begin("memory")
-    results.values["memory"] = check_memory(device, bytes_to_fill(device, config.gpus_per_node))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        host = torch.device("cpu")
-        results.values["host_memory"] = check_memory(host, bytes_to_fill(host, config.gpus_per_node))
-
-
-def check_links(config: Config, results: _Results, rank: int, local_rank: int) -> None:
-    """Measures inside the node, in pairs of nodes (of ranks, if there is one node), and over all ranks."""
-    if config.world_size == 1:
-        return
-    results.begin("join")
-    store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
-    links = _Links(store, results, rank, _device(local_rank), config.world_size)
-    # ranks of each node; with one node, each rank by itself
-    size = config.gpus_per_node if config.nnodes > 1 else 1
-    units = [list(range(first, first + size)) for first in range(0, config.world_size, size)]
-    mine = next(number for number, ranks in enumerate(units) if rank in ranks)
-    if len(units[mine]) > 1:
-        results.values["node"] = links.measure("node", f"node {mine}", units[mine])
-    for number, pairs in enumerate(rounds_of_pairs(len(units)), start=1):
-        partner = next((pair[1 - pair.index(mine)] for pair in pairs if mine in pair), None)
-        if partner is None:
-            links.meet(f"pairs {number}")
-            continue
-        ranks, twin = sorted([*units[mine], *units[partner]]), units[partner][units[mine].index(rank)]
-        name = f"pair {min(mine, partner)}-{max(mine, partner)}"
-        found = links.measure(f"pairs {number}", name, ranks, twin)
-        results.values["pairs"].append({"partner": partner, **found})
-    if not links.have_failed():
-        results.values["all_ranks"] = links.measure("all ranks", "all ranks", range(config.world_size))
-
-
-class _Links:
-    """Measures groups in turn; ranks meet at the store, which answers even if a collective does not."""
-
-    def __init__(self, store: Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
-        self._store, self._results = PrefixStore("preflight", store), results
-        self._rank, self._device, self._num_ranks = rank, device, num_ranks
-
-    def meet(self, step: str) -> None:
+    def _meet(self, step: str) -> None:
         """Starts a step once all ranks have reached it; raises RuntimeError if they do not."""
-        self._results.begin(step)
-        if self._store.add(step, 1) == self._num_ranks:
+        self.begin(step)
+        # at torch's store, which answers even if a collective does not
+        if self._store.add(step, 1) == self.config.world_size:
             self._store.set(f"{step}/all", "")
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
-    def measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
+    def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
         """The result of `measure_group`, or its error: the other links are still measured."""
-        self.meet(step)
+        self._meet(step)
         store = PrefixStore(name, self._store)
         try:
-            with process_group(store, ranks, self._rank, self._device, _LINK_TIMEOUT):
-                found = measure_group(ranks, self._device, twin)
+            with process_group(store, ranks, self.number, self.device, _LINK_TIMEOUT):
+                found = measure_group(ranks, self.device, twin)
                 dist.barrier()  # leaving earlier would close connections that others still use
                 return found
         except Exception as error:
             self._store.add("failures", 1)
-            return described(error)
+            # damaged data is graver than everything else: no answer, a broken connection
+            kind = "wrong" if isinstance(error, LinkError) else "error"
+            return {kind: " ".join(str(error).split())[:300]}
 
-    def have_failed(self) -> bool:
-        """Whether any rank's group has failed; called by every rank after the last measurement."""
-        self.meet("links")
-        return self._store.add("failures", 0) > 0
+
+def main() -> None:
+    """Runs all steps with the settings that the launcher has left in RESULTS_FOLDER."""
+    settings = Path(os.environ[RESULTS_FOLDER]) / SETTINGS
+    rank = _Rank(Config.model_validate_json(settings.read_text()))
+    try:
+        rank.check_device()
+        rank.check_links()
+        rank.begin("done")
+    except Exception as error:  # any error is a finding
+        rank.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    rank.write()
+    sys.stdout.flush()
+    # Skips the cleanup of process groups, which waits for ranks that may be gone. With 1, torchrun would end
+    # the other ranks.
+    os._exit(0)
 
 
 if __name__ == "__main__":

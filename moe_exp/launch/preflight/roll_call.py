@@ -1,8 +1,7 @@
 """How the nodes of a job meet before torch is loaded: node 0 answers on MASTER_PORT, in lines of JSON.
 
 The one operation is `meet`: each node gives a value and gets those of all that came, the same on every node.
-Nodes that are late become known, while a collective would only hang. The port is free again for torchrun once
-all have joined. No torch: the nodes' launchers call this.
+No torch: the nodes' launchers call this.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,13 @@ def listener(port: int, backlog: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
     return socket.create_server(("", port), backlog=backlog)
+
+
+def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, Any]]:
+    """Connections and where they come from, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            yield listener.accept()
 
 
 def close_listener(listener: socket.socket) -> None:
@@ -70,23 +76,21 @@ class Server:
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until the nodes have disconnected, so that all have their answers."""
+        # torchrun takes the port next; nodes that have joined keep their connections
         self.stop_listening()
         deadline = time.monotonic() + seconds
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
+        for connection, address in connections(self._listener):
             peer = address[0].removeprefix("::ffff:")
             thread = threading.Thread(target=self._serve, args=(connection, peer), daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
+        # a connection may be anybody's: it counts as a node once it has joined
         node = None
         with connection, connection.makefile("rw", encoding="utf-8") as lines:
             try:
@@ -125,10 +129,12 @@ class Server:
     def _meet(self, node: int, question: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
             meeting = self._meetings.setdefault(question["what"], _Meeting())
+            # counted from the first that comes; a late node finds itself missing in the answer
             meeting.deadline = meeting.deadline or time.monotonic() + question["seconds"]
             if meeting.result is None:
                 meeting.values[node] = question["value"]
             self._changed.notify_all()
+            # a node that is late, or has gone, is left out and becomes known: a collective would only hang
             while meeting.result is None:
                 left = meeting.deadline - time.monotonic()
                 if left <= 0 or not set(range(self._num_nodes)) - set(meeting.values) - self._gone:
@@ -151,6 +157,7 @@ class Nodes:
         self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
+        # to tell two nodes with the same NODE_RANK apart
         host_name = socket.gethostname()
         answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": host_name}, seconds)
         if "error" in answer:
@@ -230,11 +237,7 @@ class Door:
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection, _ in connections(self._listener):
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_KNOCK_SECONDS)
                 connection.sendall(connection.recv(1))
@@ -267,6 +270,7 @@ def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
     place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:
         return [peer for peer in order if peer != node]
+    # log2(n) peers on each side, over which every pair of nodes is connected
     steps = [2**power for power in range(count.bit_length()) if 2**power < count]
     return sorted({order[(place + sign * step) % count] for step in steps for sign in (1, -1)} - {node})
 

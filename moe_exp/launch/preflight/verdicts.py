@@ -1,13 +1,4 @@
-"""Decides from the nodes' measurements which are slow or broken; same result on every node. No torch.
-
-A number is compared with the median of the other nodes' (leave one out: a bad node does not affect its own
-reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than five times the
-others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal distribution)
-or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named. Latency scatters more and
-is slow from 3 / PREFLIGHT_SLOW times as much. A collective over all nodes is as slow as its slowest node,
-without naming it, so nodes are measured in pairs; their rates are the best over a node's partners, since a
-slow partner is not its fault.
-"""
+"""Decides from the nodes' measurements which are slow or broken; same result on every node. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +6,27 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
 from moe_exp.host.files import bytes_text
+from moe_exp.host.progress import table_console
 from moe_exp.launch.preflight.host_facts import gpu_findings
+from moe_exp.watch.excluded_nodes import exclude
 
-GRADES = ("ok", "warning", "slow", "failed")
+_COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
+GRADES = tuple(_COLOURS)  # from the best to the worst
 
+# A number is compared with the median of the other nodes' (leave one out: a bad node does not affect its own
+# reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than _SPREADS times
+# the others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal
+# distribution) or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named.
 _SPREADS = 5.0
+# Latency scatters more.
 _LATENCY_FACTOR = 3.0
 _LATENCY_SLACK_US = 200.0
 CLOCK_SECONDS = 1.0  # beyond it clocks differ
@@ -39,6 +43,11 @@ class Finding:
     is_its_fault: bool = True  # jobs should avoid the node; False for instance for a full shared disk
 
 
+def worst(findings: Iterable[Finding]) -> str:
+    """The worst grade of findings; `ok` if there are none."""
+    return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
+
+
 @dataclass
 class NodeVerdict:
     node: int
@@ -49,19 +58,18 @@ class NodeVerdict:
     @property
     def grade(self) -> str:
         """The worst of its findings."""
-        return max((finding.grade for finding in self.findings), key=GRADES.index, default="ok")
+        return worst(self.findings)
 
     @property
     def own_grade(self) -> str:
         """The worst of its own faults; jobs should avoid the node if it is slow or failed."""
-        grades = (finding.grade for finding in self.findings if finding.is_its_fault)
-        return max(grades, key=GRADES.index, default="ok")
+        return worst(finding for finding in self.findings if finding.is_its_fault)
 
     @property
     def reason(self) -> str:
         """The worst of its own faults, in a line."""
-        own = (finding for finding in self.findings if finding.is_its_fault)
-        return "; ".join(finding.text for finding in own if finding.grade == self.own_grade)
+        own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
+        return "; ".join(finding.text for finding in own if finding.grade == grade)
 
 
 @dataclass
@@ -79,8 +87,7 @@ class Verdict:
 
     @property
     def grade(self) -> str:
-        grades = [*(node.grade for node in self.nodes), *(link.grade for link in self.links)]
-        return max(grades, key=GRADES.index, default="ok")
+        return worst([*(one for node in self.nodes for one in node.findings), *self.links])
 
     def to_exclude(self) -> list[NodeVerdict]:
         """Nodes that jobs should avoid.
@@ -96,10 +103,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """With grades, for --json and the event."""
         nodes = [asdict(node) | {"grade": node.grade} for node in self.nodes]
-        links = [asdict(link) for link in self.links]
         excluded = [node.host for node in self.to_exclude()]
-        found = {"grade": self.grade, "nodes": nodes, "links": links, "all_ranks": self.all_ranks}
-        return found | {"exclude": excluded}
+        return {"grade": self.grade} | asdict(self) | {"nodes": nodes, "exclude": excluded}
 
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
@@ -116,6 +121,8 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
         for named in verdict.nodes:
             if (found := versions[named.node]) != usual:
                 named.findings.append(Finding("warning", f"{name} {found}, most nodes have {usual}", False))
+    # A collective over all nodes is as slow as its slowest node, without naming it: nodes are measured in
+    # pairs.
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
     together = [rank["all_ranks"] for rank in all_ranks if "all_ranks" in rank]
@@ -199,6 +206,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
     """Adds findings on failed pairs to the nodes common to them, else to the link."""
     hosts = {named.node: named.host for named in verdict.nodes}
+    # a broken node fails with every partner; in the remaining pairs either end may be at fault
     blamed, left = culprits(failed)
     for named in verdict.nodes:
         if named.node in blamed:
@@ -220,6 +228,7 @@ class _Speed:
     is_time: bool = False
 
 
+# the best over a node's partners, since a slow partner is not its fault
 def _best(key: str, best: Callable[..., float]) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda rank: best((pair[key] for pair in rank["pairs"] if key in pair), default=None)
 
@@ -255,8 +264,17 @@ def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: fl
                     is_note = len(reports) == 1 and place[2] == "cpu"  # ranks share a node's cores
                     grade = "warning" if is_note else "slow"
                     named.findings.append(Finding(grade, f"rank {place[1]} ({place[2]}): {text}"))
+    # findings of the same rank and grade become one: a line of the table is a rank
     for named in verdict.nodes:
-        named.findings = _gathered(named.findings)
+        kept: dict[tuple[str, str], Finding] = {}
+        for finding in named.findings:
+            where, separator, text = finding.text.partition("): ")
+            key = (finding.grade, where if separator and where.startswith("rank ") else finding.text)
+            if before := kept.get(key):
+                is_its_fault = before.is_its_fault or finding.is_its_fault
+                finding = Finding(finding.grade, f"{before.text}, {text}", is_its_fault)
+            kept[key] = finding
+        named.findings = list(kept.values())
 
 
 def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float) -> str:
@@ -273,19 +291,6 @@ def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float)
         return ""
     share = f"{value / usual:.0%} of the others' {usual:.3g}"
     return f"{speed.name} {value:.3g} {speed.unit}, {share}"
-
-
-def _gathered(findings: Sequence[Finding]) -> list[Finding]:
-    """Merges findings of the same rank and grade, so that a line of the table is a rank."""
-    kept: dict[tuple[str, str], Finding] = {}
-    for finding in findings:
-        where, separator, text = finding.text.partition("): ")
-        key = (finding.grade, where if separator and where.startswith("rank ") else finding.text)
-        if before := kept.get(key):
-            is_its_fault = before.is_its_fault or finding.is_its_fault
-            finding = Finding(finding.grade, f"{before.text}, {text}", is_its_fault)
-        kept[key] = finding
-    return list(kept.values())
 
 
 Pair = tuple[int, int]
@@ -323,3 +328,47 @@ def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
         blamed.append(node)
         left = {pair for pair in left if node not in pair}
     return sorted(blamed), sorted(left)
+
+
+def print_report(verdict: Verdict, *, num_ranks: int) -> None:
+    console = table_console()
+    # columns of what was measured on some node
+    shown = [one for one in SPEEDS if any(node.numbers.get(one.name) is not None for node in verdict.nodes)]
+    title = f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("node", "host", "verdict", *(f"{speed.name} {speed.unit}" for speed in shown)):
+        table.add_column(name)
+    for node in verdict.nodes:
+        numbers = [node.numbers.get(speed.name) for speed in shown]
+        cells = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        grade = f"[{_COLOURS[node.grade]}]{node.grade}[/]"
+        table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
+    console.print(table)
+    if len(verdict.nodes) == 1 and num_ranks > 1:
+        what = "ranks are compared with each other, and a node that is slow as a whole does not show"
+        console.print(f"One node: {what}.", soft_wrap=True)
+    if found := verdict.all_ranks:
+        words = {"all_reduce": "all-reduce {:.3g} GB/s", "all_to_all": "all-to-all {:.3g} GB/s"}
+        words["latency_us"] = "latency {:.3g} us"
+        rates = [text.format(found[key]) for key, text in words.items() if key in found]
+        console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
+    for line in findings_lines(verdict):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def findings_lines(verdict: Verdict) -> list[str]:
+    """One line per finding, the worst first: grade, host, text."""
+    found = [
+        (finding.grade, f"{node.host or 'unknown host'} (node {node.node})", finding.text)
+        for node in verdict.nodes
+        for finding in node.findings
+    ]
+    found += [(link.grade, "link", link.text) for link in verdict.links]
+    found.sort(key=lambda line: -GRADES.index(line[0]))
+    return [f"{grade}: {where}: {text}" for grade, where, text in found]
+
+
+def add_to_list(verdict: Verdict, path: Path) -> list[str]:
+    """Adds bad nodes to a list of excluded nodes; returns those that are new."""
+    bad = [(node.host, f"preflight: {node.reason}") for node in verdict.to_exclude() if node.host]
+    return [host for host, reason in bad if exclude(path, host, reason)]

@@ -60,6 +60,7 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
     head.append("# Settings of the run; what is not here has its default.")
+    # quoted here, as the body of the script is constant
     head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
@@ -130,6 +131,7 @@ def _variables(job: RunJob) -> list[str]:
     # Empty settings are flags, as an exported empty variable would leave what the preset has.
     preset = preset_values(job.config.preset)
     emptied = {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
+    # this Python's path means nothing inside of an image
     python = slurm.container_python if slurm.container else sys.executable
     launcher = [python, "-m", "moe_exp", "train", *module_arguments(emptied)]
     if slurm.runtime == "pyxis":
@@ -169,6 +171,7 @@ def own_folders(job: RunJob) -> list[str]:
     """Folders that the run needs: this package, the current folder, runs and data."""
     c = job.config
     blends = (c.train_data, c.valid_data, *stage_blends(c))
+    # a container sees no folder that it is not given: those of data, of settings and of checkpoints
     files = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
     files += [c.tokenizer] if c.tokenizer else []
     given = (place for place in (c.load_dir, c.upcycle_from) if place and not is_url(place))

@@ -162,6 +162,7 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
     if not limit:
         fix = "give MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
         yield problem("time_limit", settings.time_limit, "is no time limit of SLURM's", fix)
+    # warned at its start, a job would save and exit at once, and so would all that follow
     elif settings.signal_seconds >= min(limit, _LONGEST_WARNING + 1):
         rule = f"must be shorter than TIME_LIMIT={settings.time_limit}, and at most {_LONGEST_WARNING}"
         fix = "give twice the time that a checkpoint takes"
@@ -175,17 +176,11 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
         yield problem("after", settings.after, rule, "give the numbers that sbatch has printed")
     if settings.job_name and not re.fullmatch(r"[\w.+=-]+", settings.job_name, re.ASCII):
         yield problem("job_name", settings.job_name, NOT_SOUGHT, "use letters, digits and . _ + = -")
-    yield from _option_problems(settings)
-    yield from _place_problems(settings, environ)
-
-
-def _option_problems(settings: SlurmSettings) -> Iterator[str]:
     try:
         options = settings.extra_options
     except ValueError as error:
-        rule = f"cannot be taken apart ({error})"
+        rule, options = f"cannot be taken apart ({error})", []
         yield problem("extra_sbatch", settings.extra_sbatch, rule, "quote as in a shell")
-        return
     for option in options:
         name = option.removeprefix("--").partition("=")[0]
         if not re.match(r"--[a-z]", option):
@@ -195,6 +190,7 @@ def _option_problems(settings: SlurmSettings) -> Iterator[str]:
             fix = "use the setting of that name, or leave it out"
             fix = "put the nodes into EXCLUDE_FILE" if name == "exclude" else fix
             yield problem("extra_sbatch", option, f"--{name} is set by this command", fix)
+    yield from _place_problems(settings, environ)
 
 
 def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:

@@ -39,6 +39,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     of_run = {name: str(value) for name, value in flags.items() if name in Config.model_fields}
     given = given_values(of_run, environ)
+    # of the submitting shell, such as another job's
     for name in ("node_rank", "master_addr"):  # set by each job itself
         given.pop(name, None)
     problems: list[str] = []
@@ -99,6 +100,7 @@ def planned_commands(job: RunJob) -> list[str]:
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
         jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
+    # ids are only known once the job before has been submitted
     lines, after = [], job.slurm.jobs_before
     for this, what in enumerate(jobs, 1):
         lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
@@ -113,6 +115,7 @@ def submit(job: RunJob) -> list[str]:
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
     submitted = RunFolder(job.run_folder).submitted
+    # two chains of one run would overwrite each other's checkpoints
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
@@ -136,6 +139,7 @@ def submit(job: RunJob) -> list[str]:
             with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
     except ValueError:
+        # the jobs submitted so far would be a chain that ends too early
         if ids:
             subprocess.run(["scancel", *ids], capture_output=True)
         raise

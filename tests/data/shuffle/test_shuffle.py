@@ -18,7 +18,7 @@ from helpers import ROOT
 from helpers.jsonl import read_texts
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
-from moe_exp.commands.data_steps.shared import memory_bytes
+from moe_exp.commands.parsers import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import scatter, shuffle

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -155,9 +154,9 @@ def all_flags(parser: argparse.ArgumentParser) -> set[str]:
     return set(parser._option_string_actions).union(*map(all_flags, below))
 
 
-_parser = functools.cache(cli._parser)
+_parser = functools.cache(cli.parser_of)
 
 
 def whole_parser():
     """With every command and every step of `moe-exp data`."""
-    return _parser(*itertools.chain(*cli.COMMANDS.values()))
+    return _parser(*cli.COMMANDS)

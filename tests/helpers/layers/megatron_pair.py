@@ -2,6 +2,7 @@
 job; for test_megatron.py.
 """
 
+import functools
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.relative_error import relative_errors
-from moe_exp.host.megatron_versions import build_moe_spec
 from moe_exp.layers.dispatcher import AllToAllDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.experts import Experts, SharedExpert
@@ -279,7 +279,8 @@ def _theirs(ep: int, dispatcher: str, pair: Pair) -> nn.Module:
     # Megatron's experts cannot have biases (a view changed in place); its router can, and ours are zero.
     plain = megatron_config(ep, dispatcher, pair.megatron | {"add_bias_linear": False})
     spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
-    theirs = build_moe_spec(spec, build_module, config=plain)
+    # a ModuleSpec, from Megatron 0.18 on a partial function
+    theirs = spec(config=plain) if isinstance(spec, functools.partial) else build_module(spec, config=plain)
     if pair.megatron.get("add_bias_linear"):
         config = megatron_config(ep, dispatcher, pair.megatron)
         theirs.router = type(theirs.router)(config=config, pg_collection=get_default_pg_collection())

@@ -9,9 +9,15 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import load_config
-from moe_exp.launch.preflight.node import _not_there
-from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
-from moe_exp.launch.preflight.verdicts import Verdict, judge, rounds_of_pairs
+from moe_exp.launch.preflight.node import verdict_without
+from moe_exp.launch.preflight.verdicts import (
+    Verdict,
+    add_to_list,
+    findings_lines,
+    judge,
+    print_report,
+    rounds_of_pairs,
+)
 from moe_exp.watch.excluded_nodes import read_reasons
 
 
@@ -246,6 +252,6 @@ def test_one_node_may_be_dead_and_many_missing_are_something_else(num_nodes, num
     config = load_config({"preset": "cpu", "nnodes": str(num_nodes)}, {})
     names = [f"n{number}" for number in range(num_nodes)]
     came = {number: {"host": names[number]} for number in range(num_nodes - num_missing)}
-    verdict = _not_there(config, came, names)
+    verdict = verdict_without(config, came, names)
     assert verdict.grade == "failed"
     assert [node.host for node in verdict.to_exclude()] == names[num_nodes - num_excluded :]

@@ -3,15 +3,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_exp.launch.preflight import device_checks, link_checks
-from moe_exp.launch.preflight.device_checks import DTYPES, check_matmul, check_memory
+from moe_exp.launch.preflight import checks
+from moe_exp.launch.preflight.checks import DTYPES, check_matmul, check_memory, hadamard
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(device_checks, "_TIMED_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "_TIMED_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -22,9 +22,9 @@ def test_products_are_exact_in_every_dtype(dtype, size):
 
 
 def test_factors_are_dense_and_the_product_is_theirs():
-    hadamard = device_checks._hadamard(32, CPU, torch.float64)
-    assert set(hadamard.flatten().tolist()) == {1.0, -1.0}
-    assert torch.equal(hadamard @ hadamard.T, 32 * torch.eye(32, dtype=torch.float64))
+    matrix = hadamard(32, CPU, torch.float64)
+    assert set(matrix.flatten().tolist()) == {1.0, -1.0}
+    assert torch.equal(matrix @ matrix.T, 32 * torch.eye(32, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("damage", [1.0, -1.0, float("nan"), float("inf")])
@@ -44,30 +44,30 @@ def test_one_wrong_element_of_a_product_is_seen(monkeypatch, damage):
 
 
 def test_memory_that_keeps_and_memory_that_does_not(monkeypatch):
-    chunk = device_checks._CPU_CHUNK_BYTES
+    chunk = checks._CPU_CHUNK_BYTES
     assert check_memory(CPU, 2 * chunk)["wrong"] == 0
     assert check_memory(CPU, 2 * chunk)["bytes"] == 2 * chunk
     assert check_memory(CPU, chunk - 1) == {"wrong": 0, "bytes": 0, "gigabytes_per_second": 0.0}
-    allocated = device_checks._allocated(CPU, 2 * chunk)
+    allocated = checks._allocated(CPU, 2 * chunk)
     # A stuck address line: the second chunk lies where the first does. And a bit that flips when it is read.
-    monkeypatch.setattr(device_checks, "_allocated", lambda device, num_bytes: [allocated[0], allocated[0]])
+    monkeypatch.setattr(checks, "_allocated", lambda device, num_bytes: [allocated[0], allocated[0]])
     assert check_memory(CPU, 2 * chunk)["wrong"] == 2 * chunk // 8
-    monkeypatch.setattr(device_checks, "_allocated", lambda device, num_bytes: allocated)
-    other, calls = device_checks._num_other, []
+    monkeypatch.setattr(checks, "_allocated", lambda device, num_bytes: allocated)
+    extremes, calls = torch.aminmax, []
 
-    def flipping(chunk, word):
+    def flipping(chunk):
         calls.append(0)
         if len(calls) == 3:
             chunk[1000] ^= 1 << 40
-        return other(chunk, word)
+        return extremes(chunk)
 
-    monkeypatch.setattr(device_checks, "_num_other", flipping)
+    monkeypatch.setattr(torch, "aminmax", flipping)
     assert check_memory(CPU, 2 * chunk)["wrong"] == 1
 
 
 def test_memory_to_fill_is_a_share_with_a_cap():
-    assert 0 < device_checks.bytes_to_fill(CPU, 2) <= 1 << 29
-    assert device_checks.bytes_to_fill(CPU, 4) * 4 <= device_checks.free_host_bytes()
+    assert 0 < checks.bytes_to_fill(CPU, 2) <= 1 << 29
+    assert checks.bytes_to_fill(CPU, 4) * 4 <= checks.free_host_bytes()
 
 
 @pytest.mark.parametrize("size", [2, 8, 180, 181, 4096, 5000])
@@ -80,6 +80,6 @@ def test_the_sums_of_an_all_reduce_are_exact_in_fp32(monkeypatch, size):
         total *= size * (size + 1) // 2  # of rank 0, which sends the pattern itself
 
     fake = SimpleNamespace(get_world_size=lambda: size, get_rank=lambda: 0, all_reduce=all_reduce)
-    monkeypatch.setattr(link_checks, "dist", fake)
-    link_checks._check_all_reduce(2**14, CPU, 1)
+    monkeypatch.setattr(checks, "dist", fake)
+    checks._check_all_reduce(2**14, CPU, 1)
     assert 0 < seen[0] <= 2**24

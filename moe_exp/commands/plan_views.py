@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import add_command, add_json, print_json
-from moe_exp.commands.plan.settings import (
+from moe_exp.commands.parsers import JSON, arg, command, print_json, string, takes
+from moe_exp.commands.plan import (
     FAILURE_FLAGS,
-    add_settings,
+    KEPT,
+    PLANNED,
     check_new_file,
     loaded,
     refuse,
@@ -32,66 +33,30 @@ _OF_COST = ("tokens", "price", *FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
-def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
-        parser = add_command(subparsers, name, run, about, argument_default=argparse.SUPPRESS)
-        add_settings(parser)
-        return parser
-
-    def add_of_layout(
-        name: str, about: str, show: Callable[[argparse.Namespace, Loaded], None]
-    ) -> argparse.ArgumentParser:
-        def run(arguments: argparse.Namespace) -> None:
-            refuse(arguments, *_OF_COST)
-            planned = loaded(arguments)
-            if problems := check_config(planned[0]):
-                raise ConfigError(problems)
-            show(arguments, planned)
-
-        return add(name, about, run)
-
-    about = "draw an iteration: what every pipeline stage computes when, and when it waits"
-    explain = add_of_layout("explain", about, _explain)
-    explain.add_argument("--svg", type=Path, metavar="FILE", default=None, help="also write a picture")
-    about = "list the parts of a layer: operations, intensity, time, and what bounds them"
-    add_of_layout("roofline", about, _roofline)
-    about = "find the best layout on several kinds of devices, and its price"
-    devices = add("compare-hardware", about, _devices)
-    about = f"devices to compare (default: {','.join(_COMPARED)})"
-    devices.add_argument("--devices", metavar="A,B", default=",".join(_COMPARED), help=about)
-    about = "prices of an hour of a device, in any currency: H100=2.1,B200=4"
-    devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
-    nearest = add_of_layout("nearest", "list the published runs that are most like these settings", _nearest)
-    nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
-    about = "list known devices, their figures and the sources of these"
-    hardware = add_command(subparsers, "hardware", _hardware, about, argument_default=argparse.SUPPRESS)
-    hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
-    add_json(hardware)
+def _one_layout(arguments: argparse.Namespace) -> Loaded:
+    """Settings, device and constants of one layout, which has to be able to run."""
+    refuse(arguments, *_OF_COST)
+    planned = loaded(arguments)
+    if problems := check_config(planned[0]):
+        raise ConfigError(problems)
+    return planned
 
 
-def _hardware(arguments: argparse.Namespace) -> None:
-    from moe_exp.planner.tables import PlanPrinter
-
-    refuse_settings(arguments)
-    profiles = hardware_profiles()
-    if arguments.name:
-        name = load_hardware(arguments.name).name
-        profiles = {name: profiles[name]}
-    if arguments.json:
-        print_json(profiles)
-    else:
-        PlanPrinter(sys.stdout).hardware(profiles)
-
-
-def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
+@command(
+    "plan explain",
+    "draw an iteration: what every pipeline stage computes when, and when it waits",
+    argument_default=KEPT,
+)
+@takes(*PLANNED, arg("--svg FILE", "also write a picture", Path, default=None))
+def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import PlannedJob
     from moe_exp.planner.costs.timing import time_of
     from moe_exp.planner.views import as_svg, as_text, timeline
 
+    config, hardware, constants = _one_layout(arguments)
     if arguments.svg:
         check_new_file("svg", arguments.svg)
-    config, hardware, constants = planned
     job = PlannedJob.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
     shown = 1 + max(event.microbatch for event in of.events)
@@ -107,11 +72,17 @@ def _explain(arguments: argparse.Namespace, planned: Loaded) -> None:
         write_atomically(arguments.svg, as_svg(of))
 
 
-def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
+@command(
+    "plan roofline",
+    "list the parts of a layer: operations, intensity, time, and what bounds them",
+    argument_default=KEPT,
+)
+@takes(*PLANNED)
+def run_roofline(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.costs.job import PlannedJob
     from moe_exp.planner.costs.layer_time import roofline
 
-    config, hardware, constants = planned
+    config, hardware, constants = _one_layout(arguments)
     parts = roofline(PlannedJob.of(config), hardware, constants.time)
     if arguments.json:
         print_json([asdict(part) | {"peak_share": part.peak_share} for part in parts])
@@ -132,7 +103,17 @@ def _roofline(arguments: argparse.Namespace, planned: Loaded) -> None:
     _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
 
 
-def _devices(arguments: argparse.Namespace) -> None:
+@command(
+    "plan compare-hardware",
+    "find the best layout on several kinds of devices, and its price",
+    argument_default=KEPT,
+)
+@takes(
+    *PLANNED,
+    arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
+    string("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4"),
+)
+def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
     from moe_exp.planner.estimate import speed_of
     from moe_exp.planner.prediction import CONSTANTS, load_constants
@@ -169,6 +150,7 @@ def _devices(arguments: argparse.Namespace) -> None:
             found.append((row, best))
             advance(1)
     last = float("inf")
+    # by price where there is one, else by time; what fits nowhere comes last
     found.sort(key=lambda one: (one[0]["price_per_trillion"] or last, one[0]["hours_per_trillion"] or last))
     if arguments.json:
         print_json([row for row, _ in found])
@@ -198,10 +180,13 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         yield name.strip(), price
 
 
-def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
+@command("plan nearest", "list the published runs that are most like these settings", argument_default=KEPT)
+@takes(*PLANNED, arg("--top N", "runs to show (default: 10)", default=10))
+def run_nearest(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views import nearest_runs
 
+    planned = _one_layout(arguments)
     if arguments.top < 1:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
     found = nearest_runs(*planned, arguments.top)
@@ -231,6 +216,22 @@ def _nearest(arguments: argparse.Namespace, planned: Loaded) -> None:
         for one in found
     )
     _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
+
+
+@command("plan hardware", "list known devices, their figures and the sources of these", argument_default=KEPT)
+@takes(arg("name", "of one device (default: all)", nargs="?", default=""), JSON)
+def run_hardware(arguments: argparse.Namespace) -> None:
+    from moe_exp.planner.tables import PlanPrinter
+
+    refuse_settings(arguments)
+    profiles = hardware_profiles()
+    if arguments.name:
+        name = load_hardware(arguments.name).name
+        profiles = {name: profiles[name]}
+    if arguments.json:
+        print_json(profiles)
+    else:
+        PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

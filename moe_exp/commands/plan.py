@@ -1,0 +1,348 @@
+"""`moe-exp plan ...`: what a run costs, the best layout for it, predictions for runs in a CSV; the settings,
+device, constants and budget of all its commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json, string, takes
+from moe_exp.config import Config, ConfigError, add_arguments, problem, setting_error
+from moe_exp.planner.hardware import DEFAULT_GPU, Hardware, load_hardware
+
+if TYPE_CHECKING:
+    from moe_exp.planner.prediction import Constants
+    from moe_exp.planner.search.topology import Candidate, Explanation, Search
+
+# The library is imported by the commands that use it: `moe-exp --help` answers at once.
+FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
+_PROFILE = arg("--profile FILE", "constants that moe-exp plan calibrate wrote", Path)
+PLANNED = (  # what is planned
+    arg("--gpus N", "devices in all, instead of NNODES", int),
+    arg(
+        "--gpu NAME", f"kind of device, or its JSON file (default: {DEFAULT_GPU}); see moe-exp plan hardware"
+    ),
+    _PROFILE,
+    arg("--tokens N", "token budget such as 300B, instead of TRAIN_ITERS"),
+    arg("--price X", "of a GPU-hour, in any currency"),
+    JSON,
+    add_arguments,
+)
+_GOODPUT = (
+    arg(
+        "--mtbf-hours H",
+        "mean time between failures of one node: also estimate goodput and the best SAVE_INTERVAL",
+        float,
+    ),
+    arg(
+        "--restart-minutes M", "from a failure to the next iteration, with --mtbf-hours (default: 15)", float
+    ),
+    arg(
+        "--save-seconds S", "of a save, with --mtbf-hours (default: the checkpoint at 1 GB/s per node)", float
+    ),
+)
+# What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
+KEPT = argparse.SUPPRESS
+
+
+@command(
+    "plan",
+    "estimate memory, time and cost of a run, and search for the best layout",
+    description="Without a command: what the run costs that moe-exp train would start with the same variables"
+    " and flags.",
+    usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
+)
+@command("plan run", "estimate memory, time and cost of a run (the default command)", argument_default=KEPT)
+@takes(*_GOODPUT, *PLANNED)
+def run_plan(arguments: argparse.Namespace) -> None:
+    from moe_exp.planner.run_plan import plan_run
+    from moe_exp.planner.search.layout_text import parse_budget
+
+    failures = positive_options(arguments, *FAILURE_FLAGS)
+    if failures and "mtbf_hours" not in failures:
+        name, value = next(iter(failures.items()))
+        raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
+    if failures:  # as `goodput_of` takes them
+        failures = {"node_mtbf_hours": failures.pop("mtbf_hours"), "restart_minutes": 15.0} | failures
+    config, hardware, constants = loaded(arguments)
+    budget = parse_budget(arguments.tokens, arguments.price)
+    plan = plan_run(config, hardware, constants, **budget, failures=failures)
+    if arguments.json:
+        print_json(plan.report)
+    else:
+        plan.print(sys.stdout)
+
+
+@command(
+    "plan search",
+    "rank the layouts of a model on a number of GPUs",
+    usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
+    argument_default=KEPT,
+)
+@takes(
+    arg("--top N", "layouts to show (default: 10)", default=10),
+    string("--explain TP=4,PP=12", "why this layout is rejected, or what it loses"),
+    string(
+        "--export FILE", "write the best layout to this settings file, for --config; env: to standard output"
+    ),
+    arg("--rank N", "place of the layout to export (default: 1); with --explain that one", default=1),
+    *PLANNED,
+)
+def run_search(arguments: argparse.Namespace) -> int:
+    """TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,
+    --mbsz 1,2.
+    """
+    from moe_exp.planner.estimate import cost_of
+    from moe_exp.planner.search.layout_text import parse_budget, parse_fixed, parse_wanted
+    from moe_exp.planner.search.topology import explain, search
+    from moe_exp.planner.tables import PlanPrinter, describe_explanation, describe_search
+
+    if arguments.top < 1 or arguments.rank < 1:
+        name = "top" if arguments.top < 1 else "rank"
+        raise setting_error(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
+    to_stdout = arguments.export == "env"
+    if to_stdout and arguments.json:
+        rule = "does not go with --json, standard output is one of the two"
+        raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
+    if arguments.export and not to_stdout:
+        check_new_file("export", Path(arguments.export))
+    refuse(arguments, *FAILURE_FLAGS)
+    hardware, constants = hardware_and_constants(arguments)
+    cost_flags = parse_budget(arguments.tokens, arguments.price)
+    config, fixed = searched(arguments, hardware)
+    fixed_values = parse_fixed(fixed)
+    wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
+    found = search(config, hardware, fixed=fixed_values, constants=constants)
+    explained = None
+    if wanted:
+        explained = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants)
+    best = found.ranked[0] if found.ranked else None
+    cost = cost_of(best.config, hardware, constants=constants, **cost_flags) if best else None
+    printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
+    if arguments.json:
+        report = describe_search(found, hardware, arguments.top)
+        report["cost"] = asdict(cost) | {"days": cost.days} if cost else None
+        if explained:
+            report["explained"] = describe_explanation(explained, found, hardware)
+        print_json(report)
+    elif explained:
+        printer.explanation(explained, found)
+    else:
+        printer.search(found, hardware, arguments.top)
+        if best and cost:
+            printer.best(best, cost)
+    if arguments.export:
+        _export(arguments, found, explained, hardware, cost_flags["num_tokens"])
+    return int(best is None)
+
+
+def _export(
+    arguments: argparse.Namespace,
+    found: Search,
+    explained: Explanation | None,
+    hardware: Hardware,
+    num_tokens: int | None,
+) -> None:
+    """Writes the chosen layout as a settings file, or to standard output."""
+    from moe_exp.config import load_config
+    from moe_exp.host.files import write_atomically
+    from moe_exp.host.processes import own_command
+    from moe_exp.planner.estimate import with_budget
+    from moe_exp.planner.search.layout_text import exported_settings
+
+    if explained and not (explained.fits and explained.candidate):
+        words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
+        raise setting_error("explain", words, "cannot run, so nothing is exported", "choose another layout")
+    if not explained and arguments.rank > len(found.ranked):
+        rule = f"{len(found.ranked)} layouts fit"
+        raise setting_error("rank", arguments.rank, rule, "choose one of them")
+    explained_one = explained.candidate if explained else None
+    chosen = explained_one or found.ranked[arguments.rank - 1]
+    to_stdout = arguments.export == "env"
+    defaults = load_config({"preset": chosen.config.preset}, {}, nodes=hardware.nodes)
+    pairs = exported_settings(with_budget(chosen.config, num_tokens), defaults, overrides=to_stdout)
+    lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in pairs)
+    if doubt := _doubt(chosen, found):
+        print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
+        lines = f"# {doubt}\n{lines}"
+    if to_stdout:
+        print(lines, end="")
+        return
+    path = Path(arguments.export)
+    write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
+    if not arguments.json:
+        command = shlex.join([*own_command(), "train", "--config", str(path)])
+        print(f"{path}: written, for\n  {command}")
+
+
+def _doubt(chosen: Candidate, found: Search) -> str:
+    """Warning about a layout that fits by less than the planner's error; empty for others."""
+    prediction = chosen.prediction
+    if not prediction.is_close:
+        return ""
+    left, error = prediction.margin_bytes / 2**30, prediction.memory_error * prediction.peak_bytes / 2**30
+    rule = f"the exported layout leaves {left:.1f} GiB, less than the error to expect ({error:.1f} GiB)"
+    # the best layout that fits by more than the planner's error
+    safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
+    other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
+    return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
+
+
+@command("plan calibrate", "fit the constants of predictions to measured runs", argument_default=KEPT)
+@takes(
+    arg("--runs CSV", "measured runs", Path, required=True),
+    arg("--out FILE", "profile to write, for --profile", Path, required=True),
+    arg(
+        "--prior FILE",
+        "profile that the fit starts from: with a few runs of a new device",
+        Path,
+        default=None,
+    ),
+)
+def run_calibrate(arguments: argparse.Namespace) -> None:
+    from moe_exp.host.files import write_atomically
+    from moe_exp.planner.calibration import calibrate, doubts, profile_text
+    from moe_exp.planner.measured import run_of_row
+    from moe_exp.planner.prediction import load_constants
+    from moe_exp.planner.tables import PlanPrinter
+
+    measured = _read(arguments)
+    prior = load_constants(arguments.prior) if arguments.prior else None
+    runs = [run_of_row(row) for row in measured]
+    calibration = calibrate(runs, prior, prior or load_constants())
+    write_atomically(arguments.out, profile_text(calibration, arguments.runs))
+    PlanPrinter(sys.stdout).calibration(calibration)
+    for line in doubts(calibration):
+        print(f"moe-exp plan: warning: {line}", file=sys.stderr)
+    print(f"{arguments.out}: written, for moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
+
+
+@command("plan predict", "predict memory and time of the runs in a CSV", argument_default=KEPT)
+@takes(
+    arg("--runs CSV", "runs; columns of results may be absent or empty", Path, required=True),
+    arg("--out CSV", "predictions to write: row_id,mem_gb,sec_per_it,oom", Path, required=True),
+    _PROFILE,
+)
+def run_predict(arguments: argparse.Namespace) -> None:
+    from moe_exp.host.files import write_atomically
+    from moe_exp.planner.calibration import predicted_csv
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
+
+    text = predicted_csv(_read(arguments), load_constants(arguments.profile or CONSTANTS))
+    write_atomically(arguments.out, text)
+    print(f"{arguments.out}: {text.count(chr(10)) - 1} rows")
+
+
+def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    """The rows of --runs, with a warning about each that contradicts itself; before any work it refuses an
+    --out that cannot be written, or whose place a new file must not take.
+    """
+    from moe_exp.planner.measured import contradictions, read_rows
+
+    refuse_settings(arguments)
+    out, runs = arguments.out, arguments.runs
+    if out.exists() and out.samefile(runs):
+        raise setting_error("out", out, "is the file of the runs", "name another file")
+    check_new_file("out", out)
+    rows = read_rows(runs)
+    for line in contradictions(rows, runs):
+        print(f"moe-exp plan: warning: {line}", file=sys.stderr)
+    return rows
+
+
+# For plan_views.py, too.
+
+
+def loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
+    """Settings, device and constants of a plan of one layout."""
+    from moe_exp.config import load_config
+
+    hardware, constants = hardware_and_constants(arguments)
+    flags = _settings(arguments, hardware)
+    return _as_of_data(load_config(flags, nodes=hardware.nodes), flags), hardware, constants
+
+
+def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Constants]:
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
+
+    return load_hardware(arguments.gpu or DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
+
+
+def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    from moe_exp.config.loading import with_file
+    from moe_exp.config.settings_file import warn_of_misspelt
+    from moe_exp.planner.run_plan import settings_for
+
+    warn_of_misspelt()
+    given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    return settings_for(hardware, with_file(given, os.environ), arguments.gpus)
+
+
+def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
+    """The settings without a layout, and the flags that fix one."""
+    from moe_exp.config import load_config
+    from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+
+    flags = _settings(arguments, hardware)
+    # a layout in the environment or in the file is what the search is asked to replace; a flag fixes it
+    asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
+    fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
+    from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
+    from_file = {name: value for name, value in asked.items() if name not in fixed}
+    for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
+        if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
+            rule = "searched all the same, a flag would fix it"
+            print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
+    # so that a layout in the environment does not narrow the search
+    environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
+    if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
+        flags["gpus_per_node"] = hardware.gpus_per_node  # also with PRESET=cpu
+    return _as_of_data(load_config(flags, environ, nodes=hardware.nodes), flags), fixed
+
+
+def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
+    """The settings with VOCAB_SIZE and DOCUMENT_TOKENS of the data, as training would have them."""
+    if not config.train_data and not config.tokenizer:
+        return config  # without loading numpy
+    from moe_exp.config.loading import given_values
+    from moe_exp.config.setting_types import blend_members
+    from moe_exp.data.tokens.manifests import with_vocab_size
+
+    config, reason = with_vocab_size(config, given_values(flags, os.environ))
+    if reason:
+        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
+    members = [prefix for _, prefix in blend_members(config.train_data)]
+    if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
+        return config  # text that is not prepared, or data of another machine
+    from moe_exp.data.tokens.manifests import with_document_tokens
+
+    return with_document_tokens(config, config.train_data)
+
+
+def refuse_settings(arguments: argparse.Namespace) -> None:
+    """Settings given before a command that has none would have no effect."""
+    refuse(arguments, "config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *FAILURE_FLAGS)
+
+
+def refuse(arguments: argparse.Namespace, *names: str) -> None:
+    """ConfigError if one of these flags, which have no effect in the command, is given."""
+    fix = f"leave it out of moe-exp plan {arguments.plan_command}"
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if given:
+        raise ConfigError([problem(name, value, "has no effect here", fix) for name, value in given.items()])
+
+
+def check_new_file(name: str, path: Path) -> None:
+    """Refuses a path that a new file cannot or must not take."""
+    # a directory; or a device such as /dev/stdout, which a file would take the place of
+    if path.exists() and not path.is_file():
+        raise setting_error(name, path, "is there and is no regular file", "name a file")
+    if not path.parent.is_dir():
+        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")

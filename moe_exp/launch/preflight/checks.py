@@ -1,0 +1,272 @@
+"""Tests of a rank: of its device, by matrix products with known results and by memory that is read back; of
+its links to others, by messages, all-reduce and all-to-all.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from moe_exp.host.devices import available_memory_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_PATTERNS = 4
+_CPU_SIZE, _CUDA_SIZE = 512, 8192
+_TIMED_SECONDS = 0.5
+
+# Together they write each bit as 0 and as 1.
+_WORDS = (0x5555555555555555, -0x5555555555555556)
+# changes the word per chunk: with a stuck address line, a chunk contains its neighbor's word
+_ODD = 0x1E3779B97F4A7C15
+_CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
+_DEVICE_SHARE = 0.9  # of free GPU memory
+_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of free host memory, for all ranks
+
+_PROBE_BYTES = 128 << 10
+_LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
+_TRANSFER_SECONDS = 0.02  # target for one transfer
+_KIND_SECONDS = 0.6  # and for all of a kind, of which the fastest counts
+_FEWEST, _MOST = 3, 30
+_LATENCY_REPEATS = 30
+
+
+def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
+    """Multiplies matrices whose product is known, and compares every element bit by bit.
+
+    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two;
+    Sylvester 1867), with rows of the left and columns of the right one in random order and with random signs.
+    So the product is n times a signed permutation, and 0 elsewhere. Each partial sum is an integer of at most
+    n, and over an aligned power-of-two range it is 0 or the range's length, so any tiling of the sum is exact
+    with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+
+    Returns `wrong`, elements that differ over all patterns, `teraflops` of the fastest product, and `size`,
+    n, by default 512 on a CPU and 8192 on a GPU.
+    """
+    size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    matrix, wrong = hadamard(size, device, dtype), 0
+    with _full_precision(device):
+        for _ in range(_PATTERNS):
+            rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
+            bits = (torch.randint(0, 2, (size,), generator=generator) for _ in range(2))
+            signs_left, signs_right = ((2 * bit - 1).to(device, dtype) for bit in bits)
+            left, right = matrix[rows] * signs_left[:, None], matrix[:, columns] * signs_right
+            product = left @ right
+            # row i has +-n where the right factor's column number is the left factor's row number
+            place = torch.empty_like(columns)
+            place[columns] = torch.arange(size, device=device)
+            at = place[rows]
+            found = product.gather(1, at[:, None])[:, 0]
+            product.scatter_(1, at[:, None], 0)
+            # != counts NaN, too
+            wrong += int((found != signs_left * signs_right[at] * size).sum() + (product != 0).sum())
+        # the minimum of many ignores short disturbances, but not a throttled device
+        best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
+        while time.perf_counter() < end or best == math.inf:
+            best = min(best, _best(lambda: left @ right, device, 1))
+    return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
+
+
+def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[n, n], built from four copies of half its size."""
+    matrix = torch.ones(1, 1, device=device, dtype=dtype)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Accumulates products in fp32, whatever this process otherwise allows."""
+    settings = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = {name: getattr(settings, name) for name in names if device.type == "cuda"}
+    try:
+        for name in before:
+            setattr(settings, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
+
+
+def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    """Fills memory with patterns, all of it before any is read back, and compares word by word.
+
+    Allocates less than `num_bytes` if necessary. Returns `wrong`, words of 8 bytes that differ; `bytes`,
+    filled; `gigabytes_per_second`, of the fastest pass, written and read.
+    """
+    chunks = _allocated(device, num_bytes)
+    wrong, best = 0, math.inf
+    for pattern in _WORDS:
+        words = [pattern ^ (number * _ODD & 0x7FFFFFFFFFFFFFFF) for number in range(len(chunks))]
+        synchronize(device)
+        start = time.perf_counter()
+        for chunk, word in zip(chunks, words, strict=True):
+            chunk.fill_(word)
+        for chunk, word in zip(chunks, words, strict=True):
+            # one pass without a large temporary; words are counted only if something differs
+            smallest, largest = torch.aminmax(chunk)
+            if not smallest.item() == largest.item() == word:
+                wrong += int((chunk != word).sum())
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    filled = sum(chunk.nbytes for chunk in chunks)
+    rate = 2 * filled / best / 1e9 if filled else 0.0
+    return {"wrong": wrong, "bytes": filled, "gigabytes_per_second": rate}
+
+
+def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
+    chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
+    chunks: list[Tensor] = []
+    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # taken by another process meanwhile
+        for _ in range(num_bytes // chunk_bytes):
+            chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
+    return chunks
+
+
+def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
+    """Per rank 90% of its GPU's free memory; of a host 20%, at most 1 GiB, split among its ranks."""
+    if device.type == "cuda":
+        return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
+
+
+def free_host_bytes() -> int:
+    """Memory still available on this host, or in the container of this process."""
+    # /dev/shm is memory as well, and may be in use.
+    in_use = shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0
+    return max(0, available_memory_bytes() - in_use)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Links. Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds,
+# all-reduce 2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t per direction; independent of n if the
+# links are the limit.
+
+
+class LinkError(RuntimeError):
+    """The received data differ from what was sent."""
+
+
+@contextmanager
+def process_group(
+    store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
+) -> Iterator[None]:
+    """Makes `ranks` (global numbers) the default process group inside the block; `store` serves only this
+    group.
+
+    Not a subgroup of all: a group of all ranks has to exist first, which one bad link prevents, and torch's
+    subgroup names differ between ranks that were in different numbers of them.
+    """
+    of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
+    dist.init_process_group(
+        "nccl" if of_gpu else "gloo", store=store, rank=list(ranks).index(rank), world_size=len(ranks),
+        timeout=timeout, device_id=of_gpu,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
+    """Measures the default process group, of two or more global `ranks`, which all call this at once.
+
+    Returns `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with the global rank
+    `twin` to exchange messages with, `point_to_point` in GB/s; the best of several. Raises LinkError if a
+    result is wrong, and RuntimeError if the other ranks do not answer.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    small = torch.zeros(1, dtype=torch.float64, device=device)
+    # With NCCL, waiting for a collective's work ends after the timeout; waiting for the device does not.
+    dist.all_reduce(small, async_op=True).wait()
+    latency = _best(lambda: dist.all_reduce(small), device, _LATENCY_REPEATS)
+    num_bytes, repeats = _affordable(device, size)
+    # each word encodes sender, receiver and position
+    count = num_bytes // 8 // size
+    place, others = torch.arange(count, device=device), torch.arange(size, device=device)[:, None]
+    sent = (place + (rank * size + others) * count).flatten()
+    expected = (place + (others * size + rank) * count).flatten()
+    swap = torch.empty_like(sent)
+    exchange_seconds = _best(lambda: dist.all_to_all_single(swap, sent), device, repeats)
+    wrong = (swap != expected).view(size, -1).sum(1)
+    if senders := [ranks[index] for index in wrong.nonzero().flatten().tolist()]:
+        of = f"from rank {', '.join(map(str, senders))}"
+        raise LinkError(f"all-to-all: {int(wrong.sum())} words of 8 bytes {of} are wrong")
+    reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
+    rates = {
+        "latency_us": latency * 1e6,
+        "all_reduce": 2 * (size - 1) / size * num_bytes / reduce_seconds / 1e9,
+        "all_to_all": (size - 1) / size * num_bytes / exchange_seconds / 1e9,
+    }
+    if twin is None:
+        return rates
+    peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
+
+    def exchange() -> None:
+        operations = [dist.P2POp(dist.isend, place + rank, peer), dist.P2POp(dist.irecv, swap, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    seconds = _best(exchange, device, repeats)
+    if num_wrong := int((swap != place + peer).sum()):
+        raise LinkError(f"point-to-point: {num_wrong} words of 8 bytes from rank {twin} are wrong")
+    return rates | {"point_to_point": num_bytes / seconds / 1e9}
+
+
+def _affordable(device: torch.device, size: int) -> tuple[int, int]:
+    """Transfer size and repeats that are short enough on this group's links, the same on all ranks."""
+    probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
+    first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
+    assert first is not None  # torch returns None only to ranks outside the group
+    first.wait()  # of one collective of each kind, see measure_group
+    taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
+    slowest = torch.tensor([taken], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds = max(1e-6, slowest.item())
+    unit = 8 * size
+    wanted = int(_PROBE_BYTES * _TRANSFER_SECONDS / seconds)
+    num_bytes = max(_PROBE_BYTES, min(_LARGEST_BYTES[device.type], wanted)) // unit * unit
+    return num_bytes, max(_FEWEST, min(_MOST, int(_KIND_SECONDS / (seconds * num_bytes / _PROBE_BYTES))))
+
+
+def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
+    """Seconds of an all-reduce of integers, whose sum is exact in any order."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    factor = size * (size + 1) // 2
+    most = max(2, min(1021, 2**24 // factor))  # in fp32 integers are exact up to 2^24
+    pattern = torch.arange(num_bytes // 4, device=device).remainder_(most).float()
+    best = math.inf
+    for _ in range(repeats):
+        total = pattern * (rank + 1)
+        best = min(best, _best(lambda: dist.all_reduce(total), device, 1))  # noqa: B023  # called at once
+        if wrong := int((total != pattern * factor).sum()):
+            raise LinkError(f"all-reduce: {wrong} sums are wrong")
+    return best
+
+
+def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of several calls."""
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        action()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
