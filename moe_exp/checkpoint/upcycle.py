@@ -165,7 +165,7 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
             like = parameters[name][0]
             joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
             shards[int(shard)][name] = joined.view_as(like)
-    assert config.router_weights_sum is not None  # config/checks/checks.py
+    assert config.router_weights_sum is not None  # config/sections/backends.py
     numbers, _ = _local_shards(experts, config)
     filled = experts_of(
         shards, numbers, granularity=config.upcycle_granularity, weights_sum=config.router_weights_sum

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.checks.checks import check_config
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import count_gpus, num_cores
@@ -87,7 +86,7 @@ def config_for_use(
     # which the ranks of TP can share
     changes["seq_len"] = -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
     config = saved_config(folder, **changes, **({"dtype": dtype} if dtype else {}))
-    if problems := check_config(config):
+    if problems := list(config.problems()):
         raise ConfigError(problems)
     return config
 

@@ -7,9 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.data_stages import stages_of
-from moe_exp.config.ramp import RampStep, ramp_steps
+from moe_exp.config.ramp import RampStep
 from moe_exp.planner.costs.code_paths import planned_loss
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
@@ -69,7 +67,7 @@ def cost_of(
     """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency, with DATA_STAGES."""
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
-    steps = ramp_steps(config, num_samples)
+    steps = config.batches.steps(num_samples)
     seconds = sum(
         num_iterations * time_of(Job.of(at), hardware, constants.time, batch_size=batch_size).total
         for at, batch_size, num_iterations in _by_stage(config, steps)
@@ -82,7 +80,7 @@ def cost_of(
 
 def _by_stage(config: Config, steps: list[RampStep]) -> Iterator[tuple[Config, int, int]]:
     """Settings, batch size and number of iterations of each part of a run, as its stage has samples."""
-    stages = stages_of(config)
+    stages = config.stages
     begins = [stage.first_sample for stage in stages[1:]]
     consumed = 0
     for step in steps:
@@ -100,7 +98,7 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
     """The settings with TRAIN_ITERS and the decay for a token budget; None: as they are."""
     if num_tokens is None:
         return config
-    steps = ramp_steps(config, -(-num_tokens // config.seq_len))
+    steps = config.batches.steps(-(-num_tokens // config.seq_len))
     iterations = sum(step.num_iterations for step in steps)
     warmup = min(config.warmup_iters, iterations - 1)
     changes = {"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup}
@@ -148,7 +146,7 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
 def _lever(
     setting: str, config: Config, hardware: Hardware, constants: Constants, before: Prediction
 ) -> Lever:
-    problems = check_config(config)
+    problems = list(config.problems())
     if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
         problems = [f"{setting}: {hardware.name} does not run the kernel"]
     if problems:

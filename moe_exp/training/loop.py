@@ -28,8 +28,6 @@ from moe_exp.checkpoint.remote import Uploads
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.data_stages import stages_of
 from moe_exp.config.loading import given_values, settings_from_launcher
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
@@ -125,7 +123,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
     given = given_values(flags, os.environ)
     config = load_config(given, {})
     config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
-    if problems := check_config(config):
+    if problems := list(config.problems()):
         raise ConfigError(problems)
     return config
 
@@ -466,7 +464,7 @@ def log_stage(job: Job, step: Step, metrics: Metrics) -> None:
     first = step.done.first_sample
     number, seq_len, _ = job.train_stream.stage_at(first)
     if first and number != job.train_stream.stage_at(first - 1).number:
-        data = stages_of(job.config)[number].train_data
+        data = job.config.stages[number].train_data
         logger.info("data stage %d from sample %d on: %s, %d tokens each", number, first, data, seq_len)
         facts = {"stage": number, "train_data": data, "seq_len": seq_len}
         metrics.event("data_stage", step.done.iteration, **facts)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
-from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.runtime import Runtime
@@ -40,7 +39,7 @@ def read_microbatch(
         `num_counted`, tokens of the micro-batch that count; `documents`.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
-    size = microbatch_samples(config, seq_len)
+    size = config.microbatch_samples(seq_len)
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
@@ -81,7 +80,7 @@ def run_schedule(
         model=model if len(model) > 1 else model[0],
         num_microbatches=len(microbatches),
         seq_length=seq_len,
-        micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
+        micro_batch_size=config.microbatch_samples(seq_len) * config.seq_len // seq_len,
         forward_only=forward_only,
     )
     return [output["lm_loss"] for output in outputs]

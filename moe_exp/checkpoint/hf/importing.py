@@ -24,7 +24,6 @@ from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, Piece, joined, joined_shape, misfits, pieces
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import own_command
@@ -213,7 +212,7 @@ def _check_trainable(folder: ModelFolder, config: Config) -> None:
     """Refuses a model that fails the checks before a run."""
     # except that of the data, which the next run names
     named = config.model_copy(update={"train_data": "data", "valid_data": "data"})
-    if problems := check_config(named):
+    if problems := list(named.problems()):
         # without the fixes: they change settings, which config.json determines here
         rules = [line.partition(" Fix: ")[0] for line in problems]
         says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]

@@ -20,7 +20,6 @@ from moe_exp.commands.plan.settings import (
     searched,
 )
 from moe_exp.config import Config, ConfigError, setting_error
-from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def add_views(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         def run(arguments: argparse.Namespace) -> None:
             refuse(arguments, *_OF_COST)
             planned = loaded(arguments)
-            if problems := check_config(planned[0]):
+            if problems := list(planned[0].problems()):
                 raise ConfigError(problems)
             show(arguments, planned)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
@@ -56,7 +55,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
     `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
     Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
     """
-    if problems := list(check_node_rank(config)):
+    if problems := list(config.node_rank_problems()):
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = None
