@@ -13,7 +13,6 @@ import pytest
 from helpers.planner.planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.config import Config, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import own_command
 from moe_exp.planner.fit.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
@@ -144,7 +143,7 @@ def test_export(plan, monkeypatch):
             ["bash", "-c", script], env=environ, capture_output=True, text=True, check=True
         )
         config = load_config({}, dict(line.split("=", 1) for line in result.stdout.rstrip("\0").split("\0")))
-        assert check_config(config) == []
+        assert list(config.problems()) == []
         assert (config.world_size, config.hidden_size) == (384, 14336)
         assert config.rampup_batch_size == "192 16 9765"
         for name in ("tp", "pp", "vpp", "mbsz", "recompute", "pipeline_layers"):

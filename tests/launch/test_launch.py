@@ -141,8 +141,8 @@ def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "moe-exp: EP=3: does not divide NUM_EXPERTS=64. Fix: set EP to one of 1, 2, 4, 8, 16, 32, 64.",
         "moe-exp: TOPK=65: is over NUM_EXPERTS=64. Fix: set TOPK to at most 64.",
+        "moe-exp: EP=3: does not divide NUM_EXPERTS=64. Fix: set EP to one of 1, 2, 4, 8, 16, 32, 64.",
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from helpers.token_files import write_distinct
 from moe_exp.config import load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspect.inspection import inspect_path
 from moe_exp.data.samples import corpus as packing
 from moe_exp.data.samples.corpus import attended_share, best_fit, cut_documents, piece_counts
@@ -179,7 +178,7 @@ def test_attended_share_of_a_part_is_about_that_of_all(how, monkeypatch):
 )
 def test_refused_with_the_fix(others, said):
     config = load_config({"document_packing": "best_fit", **others}, {"PRESET": "cpu"})
-    (line,) = check_config(config)
+    (line,) = config.problems()
     assert line.startswith("DOCUMENT_PACKING=best_fit: ")
     assert line.endswith(f"Fix: {said}.")
 
