@@ -17,7 +17,6 @@ from helpers.whole_runs import TINY
 from moe_exp.checkpoint.remote import fetch_checkpoint
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import resolve_source
 from moe_exp.data.download.stores import pull, push
@@ -248,7 +247,7 @@ def test_settings_that_cannot_run_are_one_line(settings, line, url, tmp_path):
     _, there = pushed(url, tmp_path)
     given = {"TRAIN_DATA": there, "EVAL_INTERVAL": 0, "RUN_DIR": tmp_path, "DATA_DIR": tmp_path, **settings}
     config = load_config({}, {**TINY, **{name: str(value).format(url=url) for name, value in given.items()}})
-    (problem,) = [*check_config(config), *check_files(config)]
+    (problem,) = [*config.problems(), *check_files(config)]
     assert line.format(url=url, name=tmp_path.name) in problem and "\n" not in problem
     assert [path.name for path in tmp_path.iterdir()] == ["local"]
 

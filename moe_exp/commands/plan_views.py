@@ -21,7 +21,6 @@ from moe_exp.commands.plan import (
     searched,
 )
 from moe_exp.config import Config, ConfigError, setting_error
-from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
     """Settings, device and constants of one layout, which has to be able to run."""
     refuse(arguments, *_OF_COST)
     planned = loaded(arguments)
-    if problems := check_config(planned[0]):
+    if problems := list(planned[0].problems()):
         raise ConfigError(problems)
     return planned
 

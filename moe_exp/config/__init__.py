@@ -1,15 +1,9 @@
 """All settings of a run, and the constraints between them. No torch."""
 
+from moe_exp.config.errors import ConfigError, problem, setting_error
 from moe_exp.config.loading import add_arguments, load_config, module_arguments, to_yaml
-from moe_exp.config.settings import (
-    PREFETCHED_MICROBATCHES,
-    TRAITS,
-    Config,
-    ConfigError,
-    problem,
-    sections,
-    setting_error,
-)
+from moe_exp.config.sections.data import PREFETCHED_MICROBATCHES
+from moe_exp.config.settings import TRAITS, Config, sections
 
 __all__ = [
     "PREFETCHED_MICROBATCHES", "TRAITS", "Config", "ConfigError", "add_arguments", "load_config",

@@ -125,7 +125,7 @@ PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule; config/learning_rate.py takes it apart."""
+    """A learning-rate schedule; config/sections/learning.py takes it apart."""
 
     has_final_decay: bool  # its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE
     needs_it: bool = True  # WSD_DECAY_ITERS must not be 0

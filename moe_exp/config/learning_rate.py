@@ -1,6 +1,6 @@
 """The learning rate at every point of a run, and settings whose schedule does not fit the run. No torch.
 
-Every LR_DECAY_STYLE is a warm-up and a list of pieces. The formulas are here only: training
+Every LR_DECAY_STYLE is a warm-up and a list of pieces (`config.pieces`). The formulas are here only: training
 (`engine.optimizer_setup.LearningRateScheduler`) and commands that only plan call `learning_rate`. It counts
 samples, not iterations, so that a batch ramp-up does not bend the curve. For the styles that Megatron's
 OptimizerParamScheduler has, it is the same function.
@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moe_exp.config.choices import DECAYS, PIECES, SCHEDULES
-from moe_exp.config.parsers import composed, is_composed, iteration_of, scaled_points
-from moe_exp.config.ramp import samples_left
+from moe_exp.config.choices import DECAYS, SCHEDULES
+from moe_exp.config.parsers import is_composed, scaled_points
+from moe_exp.config.sections.learning import Piece
 from moe_exp.config.settings import Config
 
 # Of the run, at which a dry run prints the learning rate.
@@ -37,52 +37,6 @@ class Start(NamedTuple):
 BEGIN = Start()
 
 
-class Piece(NamedTuple):
-    """A part of a schedule."""
-
-    style: str  # one of PIECES
-    start: int  # number of samples after which it begins
-    end: int  # number of samples after which the next piece takes over
-    target: float | None  # learning rate at its end, as a share of LR; None: MIN_LR, or no change if constant
-
-
-def pieces_of(config: Config) -> list[Piece]:
-    """The pieces after the warm-up, in order. Settings that passed config/checks have at least one.
-
-    The first begins where the warm-up ends. A final decay that is longer than what the warm-up leaves of the
-    run has begun before that, as Megatron has it. Raises ValueError if LR_DECAY_STYLE is not known here.
-    """
-    pieces, start = [], config.warmup_iters
-    for style, end, target in _parts(config):
-        pieces.append(Piece(style, start * config.gbsz, end * config.gbsz, target))
-        start = end
-    return pieces
-
-
-def _parts(config: Config) -> list[tuple[str, int, float | None]]:
-    """Style, last iteration and target of each piece."""
-    style, end, decay = config.lr_decay_style, config.decay_end, config.wsd_decay_iters
-    if is_composed(style):
-        return [(name, iteration_of(until, end), target) for name, until, target in composed(style)]
-    if style in PIECES and not SCHEDULES[style].has_final_decay:
-        return [(style, end, None)]
-    if style == "power":
-        return [(style, end - decay, None), *([(config.wsd_decay_style, end, None)] if decay else [])]
-    if style not in ("WSD", "WSD-S"):
-        rule = "config/learning_rate.py does not know its pieces"
-        raise ValueError(f"lr_decay_style={style}: {rule}. Fix: use cosine.")
-    parts: list[tuple[str, int, float | None]] = []
-    for last in decay_ends(config):
-        parts += [("constant", last - decay, 1.0), (config.wsd_decay_style, last, None)]
-    return parts
-
-
-def decay_ends(config: Config) -> list[int]:
-    """Iterations with which the decays of WSD and WSD-S end; the last of them is that of the run."""
-    points = config.wsd_decay_ends.split(",") if config.lr_decay_style == "WSD-S" else []
-    return [*(iteration_of(point, config.decay_end) for point in points if point), config.decay_end]
-
-
 def learning_rate(
     config: Config, consumed_samples: int, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
@@ -92,12 +46,12 @@ def learning_rate(
     the iteration after a decay trains at LR. After the last it is MIN_LR, or stays if it was constant.
 
     Args:
-        config: the settings; they passed config/checks.
+        config: the settings; they have no `problems`.
         consumed_samples: since the start of the run; with the next iteration's rate as the result.
         max_lr, min_lr: LR and MIN_LR of a group of parameters, by default of all.
     """
     bounds = (config.lr if max_lr is None else max_lr, config.min_lr if min_lr is None else min_lr)
-    pieces, warmup = pieces_of(config), config.warmup_iters * config.gbsz
+    pieces, warmup = config.pieces, config.warmup_iters * config.gbsz
     if warmup and consumed_samples <= warmup:
         return _rate(config, pieces[0], warmup, bounds[0], bounds) * consumed_samples / warmup
     rate = bounds[0]
@@ -133,7 +87,8 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
     """Samples that the schedule counts up to `iteration`, in batches of these settings from `start` on."""
-    return start.scheduled_samples + samples_left(config, start.consumed_samples, iteration - start.iteration)
+    iterations = iteration - start.iteration
+    return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
@@ -147,7 +102,7 @@ def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
         rate = learning_rate(config, samples_after(config, iteration, start))
         points.append(f"{rate:.3g} at {iteration}{text}")
     style = config.lr_decay_style
-    if len(pieces := pieces_of(config)) > 1:  # those that end later: `constant until 800`, in full batches
+    if len(pieces := config.pieces) > 1:  # those that end later: `constant until 800`, in full batches
         left = [(piece.style, piece.end - start.scheduled_samples) for piece in pieces]
         ends = [f"{name} until {start.iteration + num // config.gbsz}" for name, num in left if num > 0]
         style += f"; {', '.join(ends) or 'at its end'}"
@@ -210,7 +165,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts
-    *others, last_piece = pieces_of(c)
+    *others, last_piece = c.pieces
     if c.decay_end < _EARLIEST_END * run:
         share = f"{1 - c.decay_end / run:.0%}"
         rate = f"MIN_LR={c.min_lr:g}" if reached == c.min_lr else f"{reached:.3g}"

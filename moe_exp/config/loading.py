@@ -11,9 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from moe_exp.config.choices import choices_of
+from moe_exp.config.errors import ConfigError, problem
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import ONE_LINE_FIX, shown
-from moe_exp.config.settings import Config, ConfigError, problem, sections
+from moe_exp.config.settings import Config, sections
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import Nodes, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain, settings_file

@@ -16,8 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_exp.config.choices import OPTIMIZERS
+from moe_exp.config.errors import ConfigError, problem
 from moe_exp.config.loading import known_settings
-from moe_exp.config.settings import Config, ConfigError, problem
+from moe_exp.config.settings import Config
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ breaks. A composed LR_DECAY_STYLE is a list of pieces, STYLE:UNTIL or STYLE:UNTI
 
 UNTIL is an iteration, or a share of the last one (DECAY_ITERS, or TRAIN_ITERS), and may be left out of the
 last piece. RATE is the learning rate at its end, as a share of LR; without it, decays end at MIN_LR, and
-`constant` stays at the rate before it. LR_GROUPS: see parameter_groups.py, DATA_STAGES: data_stages.py.
+`constant` stays at the rate before it. LR_GROUPS: see parameter_groups.py, DATA_STAGES: sections/data.py.
 """
 
 import json

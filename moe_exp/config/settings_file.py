@@ -11,7 +11,8 @@ from typing import get_args
 
 import yaml
 
-from moe_exp.config.settings import TRAITS, Config, ConfigError, problem
+from moe_exp.config.errors import ConfigError, problem
+from moe_exp.config.settings import TRAITS, Config
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import regular, shallow
 

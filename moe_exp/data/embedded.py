@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from moe_exp.config import setting_error
-from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.config.sections.data import EMBEDDED_VOCAB_SIZE
 from moe_exp.data.download.sources import (
     PYTHON_STDLIB_LICENSE,
     TORCH_LICENSE,

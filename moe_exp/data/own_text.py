@@ -11,7 +11,6 @@ from pathlib import Path
 import orjson
 
 from moe_exp.config import Config, ConfigError, problem, setting_error
-from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
 from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema, total_bytes
@@ -50,7 +49,7 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 def needs_preparation(config: Config) -> bool:
     """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text, or token files at an object store."""
-    return any(map(is_prepared_first, (config.train_data, config.valid_data, *stage_blends(config))))
+    return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
 def with_prepared_text(config: Config) -> Config:
@@ -73,7 +72,7 @@ def already_prepared(config: Config) -> Config | None:
     """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
     if not needs_preparation(config):
         return config
-    blends = (config.train_data, config.valid_data, *stage_blends(config))
+    blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
 
@@ -216,8 +215,8 @@ def _resolved(
 
     data = {name: resolved(name, getattr(config, name)) for name in ("train_data", "valid_data")}
     data["valid_data"] = data["valid_data"] or " ".join(held_out)
-    stages = [resolved("data_stages", blend) for blend in stage_blends(config)]
-    data["data_stages"] = with_stage_blends(config, stages)
+    stages = [resolved("data_stages", blend) for blend in config.stage_blends]
+    data["data_stages"] = config.with_stage_blends(stages)
     return config.model_copy(update=data | {"tokenizer": tokenizer})
 
 
@@ -239,7 +238,7 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
-    staged = [name for blend in stage_blends(config) for _, name in blend_members(blend) if is_text(name)]
+    staged = [name for blend in config.stage_blends for _, name in blend_members(blend) if is_text(name)]
     staged = [name for name in dict.fromkeys(staged) if name not in texts]
     settings = {"train_data": texts, "valid_data": valid, "data_stages": staged}
     given = [(setting, name) for setting, names in settings.items() for name in names]

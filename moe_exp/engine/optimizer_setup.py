@@ -12,10 +12,8 @@ import torch
 
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
-from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
-from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.averaged_weights import allocate_average
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
@@ -248,7 +246,7 @@ def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int
     Constant, or ramped up by RAMPUP_BATCH_SIZE. Samples have `seq_len` tokens (DATA_STAGES), but are counted
     in SEQ_LEN.
     """
-    size, batch_size = microbatch_samples(config, seq_len), batch_size_at(config, consumed_samples)
+    size, batch_size = config.microbatch_samples(seq_len), config.batches.size_at(consumed_samples)
     return batch_size // (size * config.data_parallel_size), size, batch_size
 
 

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, setting_error
-from moe_exp.config.checks.checks import deterministic_environment, environment_problems
 from moe_exp.host.devices import count_gpus, driver_version
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 from moe_exp.host.megatron_versions import quiet_loggers
@@ -167,10 +166,10 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 def make_deterministic(config: Config) -> None:
     """Enables deterministic algorithms, before any GPU work; torch then raises for operations without one."""
     if torch.cuda.is_available():
-        for line in environment_problems(config, os.environ):
+        for line in config.environment_problems(os.environ):
             raise ValueError(line)
         # A bare torchrun has no launcher that does this.
-        os.environ.update(deterministic_environment(config, os.environ))
+        os.environ.update(config.deterministic_environment(os.environ))
     # Not warn_only, with which torch's attention keeps its non-deterministic backward.
     torch.use_deterministic_algorithms(True)
     # Every value is written before it is read: to fill new tensors as well costs writes and changes nothing.

@@ -23,7 +23,6 @@ from moe_exp.checkpoint.format.settings import UNKNOWN_DATA, saved_config, saved
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config, ConfigError, problem, setting_error
-from moe_exp.config.data_stages import longest_sample
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import find_prepared_text
@@ -171,7 +170,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
-    if owner.settings.seq_len > (longest := longest_sample(saved)):
+    if owner.settings.seq_len > (longest := saved.longest_sample):
         text = "data: sequences of SEQ_LEN=%d as in %s; the model was trained on SEQ_LEN=%d"
         logger.warning(text, owner.settings.seq_len, owner.named, longest)
     saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})

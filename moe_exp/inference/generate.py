@@ -20,7 +20,6 @@ from torch import Tensor
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, setting_error
-from moe_exp.config.data_stages import longest_sample
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
@@ -156,7 +155,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
     tokenizer = tokenizer_for(
         saved, request.tokenizer, order=saved_order(folder), allow_special=request.allow_special
     )
-    seq_len = longest_sample(saved)
+    seq_len = saved.longest_sample
     max_positions = request.max_positions or seq_len
     prompts = []
     for prompt in request.prompts:

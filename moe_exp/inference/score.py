@@ -19,7 +19,6 @@ import torch
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, setting_error
-from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
 from moe_exp.inference import ranks
@@ -101,7 +100,7 @@ def plan_scoring(request: ScoreRequest) -> ScoringPlan:
     size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=request.capacity)
     plan = ScoringPlan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
-    if ids.shape[1] > (seq_len := longest_sample(saved)):
+    if ids.shape[1] > (seq_len := saved.longest_sample):
         text = "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d"
         logger.warning(text, ids.shape[1], seq_len)
     if saved.use_moe and saved.moe_type == "moe":

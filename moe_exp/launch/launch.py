@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.parameter_groups import group_lines
@@ -83,7 +82,7 @@ def train(
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
-        if problems := check_config(config) + ([] if dry_run else check_environment(config)):
+        if problems := [*config.problems(), *(() if dry_run else check_environment(config))]:
             raise ConfigError(problems)
         start = start_of(config)
         # what does not keep a run from starting
@@ -180,7 +179,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()
     typed = command or shlex.join([*program, "train", *module_arguments(flags)])
-    caller = Caller(shlex.join(program), typed, given, lambda c: check_config(c) + check_environment(c))
+    caller = Caller(shlex.join(program), typed, given, lambda c: [*c.problems(), *check_environment(c)])
     with signals_handled(signal.SIG_IGN):  # schedulers send several
         seconds = time.monotonic() - start
         ended = finish_run(config, folder, since=started, wall_seconds=seconds, code=code, caller=caller)

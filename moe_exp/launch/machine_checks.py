@@ -18,9 +18,7 @@ from packaging.version import Version
 from moe_exp.checkpoint.format.folders import is_converted, one_checkpoint
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
-from moe_exp.config.checks.checks import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
-from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text import needs_preparation, text_problems, validation_setting
 from moe_exp.data.tokens.manifests import check_ends, tokenizer_problems
@@ -54,7 +52,7 @@ def check_machine(config: Config) -> list[str]:
     """Devices, variables, packages and port; only warnings in a dry run, as another machine may have them."""
     return [
         *_devices(config),
-        *(environment_problems(config, os.environ) if count_gpus() else ()),
+        *(config.environment_problems(os.environ) if count_gpus() else ()),
         *_packages(config),
         *_prometheus(config),
         *_port(config),
@@ -230,7 +228,7 @@ def data_problems(c: Config) -> Iterator[str]:
         try:
             shares = parse_split(c.split)[:2]
         except ValueError:
-            return  # reported by check_config
+            return  # one of `Config.problems`
     if needs_preparation(c):
         yield from text_problems(c)
     # name, blend, sequence length, and the shares for training and validation that have to be long enough
@@ -238,7 +236,7 @@ def data_problems(c: Config) -> Iterator[str]:
         ("train_data", c.train_data, c.seq_len, shares),
         (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
     ]
-    of_all += [("data_stages", one.train_data, one.seq_len, [shares[0], None]) for one in stages_of(c)[1:]]
+    of_all += [("data_stages", one.train_data, one.seq_len, [shares[0], None]) for one in c.stages[1:]]
     prefixes: dict[str, None] = {}
     are_readable = True
     for name, blend, seq_len, parts in of_all:
@@ -293,7 +291,7 @@ def _vocabulary_fix(c: Config, size: int) -> str:
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
-    if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *stage_blends(c)))):
+    if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *c.stage_blends))):
         fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
         yield c.problem("prepend_bos", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
     if not c.tokenizer:

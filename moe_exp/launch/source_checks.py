@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 
 from moe_exp.checkpoint.format.folders import REPLACED, usable
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
-from moe_exp.config.data_stages import stages_of
 from moe_exp.config.learning_rate import BEGIN, Start
-from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
 from moe_exp.data.own_text import (
     already_prepared,
@@ -98,14 +95,14 @@ def _source(config: Config) -> _Source | None:
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
     """`config` whose stages in tokens begin with a batch, a line for each that this moves, and problems."""
     if not source.progress:
-        staged, lines = with_stage_begins(config)
-        return staged, lines, list(check_stage_begins(staged))
+        staged, lines = config.with_stage_begins()
+        return staged, lines, list(staged.stage_begin_problems())
     from moe_exp.data.samples.order import place_stages
 
     rollbacks = read_rollbacks(RunFolder.of(config))
     staged, lines, skipped = place_stages(config, source.progress, rollbacks)
     consumed = source.progress["consumed_samples"]
-    return staged, lines, list(check_stage_begins(staged, consumed, skipped))
+    return staged, lines, list(staged.stage_begin_problems(consumed, skipped))
 
 
 def _data_problems(config: Config, source: _Source) -> list[str]:
@@ -149,8 +146,8 @@ def data_warnings(config: Config) -> list[str]:
 
 
 def _repeated(config: Config, share: Share) -> Iterator[str]:
-    total = config.seq_len * samples_left(config, 0, config.train_iters)
-    stages = stages_of(config)
+    total = config.seq_len * config.batches.samples_of(config.train_iters, 0)
+    stages = config.stages
     # a stage may begin after the last iteration of this run
     firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
     tokens, num_sources = Counter[str](), 0  # read of each prefix in all stages; in the largest blend

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_exp.config import Config, problem
-from moe_exp.config.checks.checks import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain, settings_file
 from moe_exp.host.processes import (
@@ -56,7 +55,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
     """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and `key`, that of several nodes."""
     environ = dict(os.environ)
-    environ |= deterministic_environment(config, environ)
+    environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
         environ["OMP_NUM_THREADS"] = str(threads)
     environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set this, too, with a warning

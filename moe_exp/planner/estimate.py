@@ -7,9 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.data_stages import stages_of
-from moe_exp.config.ramp import ramp_steps
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import planned_loss
@@ -69,9 +66,9 @@ def cost_of(
     """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency, with DATA_STAGES."""
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
-    steps = ramp_steps(config, num_samples)
+    steps = config.batches.steps(num_samples)
     # Iterations cost alike while batch size (ramp-up) and sample length (DATA_STAGES) stay the same.
-    stages, seconds, consumed = stages_of(config), 0.0, 0
+    stages, seconds, consumed = config.stages, 0.0, 0
     begins = [stage.first_sample for stage in stages[1:]]
     for step in steps:
         end = consumed + step.samples
@@ -92,7 +89,7 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
     """The settings with TRAIN_ITERS and the decay for a token budget; None: as they are."""
     if num_tokens is None:
         return config
-    steps = ramp_steps(config, -(-num_tokens // config.seq_len))
+    steps = config.batches.steps(-(-num_tokens // config.seq_len))
     iterations = sum(step.num_iterations for step in steps)
     warmup = min(config.warmup_iters, iterations - 1)
     changes = {"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup}
@@ -118,7 +115,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
     found, before = [], prediction
     for setting, changes in _changes(config, hardware):
         changed = config.model_copy(update=changes)
-        problems = check_config(changed)
+        problems = list(changed.problems())
         if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
             problems = [f"{setting}: {hardware.name} does not run the kernel"]
         if problems:

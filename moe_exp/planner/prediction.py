@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.host.files import read_json
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import PlannedJob
@@ -130,7 +129,7 @@ def at_stage(config: Config, seq_len: int) -> Config:
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config
-    mbsz = microbatch_samples(config, seq_len) // factor
+    mbsz = config.microbatch_samples(seq_len) // factor
     return config.model_copy(update={"seq_len": seq_len, "mbsz": mbsz, "gbsz": config.gbsz // factor})
 
 
@@ -139,7 +138,7 @@ def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = N
     is that of the stage of DATA_STAGES that needs most, the time that of SEQ_LEN.
     """
     constants = constants or load_constants()
-    longer = {stage.seq_len for stage in stages_of(job.config)} - {job.config.seq_len}
+    longer = {stage.seq_len for stage in job.config.stages} - {job.config.seq_len}
     jobs = [job, *(replace(job, config=at_stage(job.config, seq_len)) for seq_len in longer)]
     memory = [memory_of(one, hardware, constants.memory) for one in jobs]
     return Prediction(

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from moe_exp.config import Config, ConfigError, setting_error
-from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.saves import Goodput, goodput_of
 from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
@@ -76,7 +75,7 @@ def plan_run(
     """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any. ConfigError if
     the settings cannot run.
     """
-    if problems := check_config(config):
+    if problems := list(config.problems()):
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)

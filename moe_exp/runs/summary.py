@@ -16,7 +16,6 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from moe_exp.config import Config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_json
@@ -34,7 +33,8 @@ class Caller:
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
     environ: Mapping[str, str] = field(default_factory=dict)  # settings from the environment, by variable
-    problems: Callable[[Config], list[str]] = check_config  # why a run with other settings would not start
+    # why a run with other settings would not start
+    problems: Callable[[Config], Iterable[str]] = Config.problems
 
     def command_with(self, **changes: Any) -> str:
         """The command with other values of some settings, in the place where the user gave them."""
@@ -319,6 +319,6 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
         if config.run_name:  # names that are built change by themselves
             changes |= {"run_name": f"{config.run_name}_{suffix}"}
         with suppress(ValidationError):
-            if not caller.problems(Config(**{**config.model_dump(), **changes})):
+            if not any(caller.problems(Config(**{**config.model_dump(), **changes}))):
                 lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines

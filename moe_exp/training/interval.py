@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
-from moe_exp.config.ramp import samples_left
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
@@ -99,7 +98,8 @@ class Interval:
         losses, experts = self._expert_records(sums, num_shares)
         on_gpu = self.runtime.device.type == "cuda"
         # with a batch ramp-up, later iterations take longer
-        num_left = samples_left(config, progress.consumed_samples, config.train_iters - progress.iteration)
+        iterations = config.train_iters - progress.iteration
+        num_left = config.batches.samples_of(iterations, progress.consumed_samples)
         # from seconds summed over ranks to milliseconds per iteration, mean over ranks
         per_iteration = self.num_iterations * config.world_size / 1e3
         timers = {phase: value / per_iteration for phase, value in zip(PHASES, phases, strict=False)}

@@ -28,8 +28,6 @@ from moe_exp.checkpoint.remote import Uploads
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.data_stages import stages_of
 from moe_exp.config.loading import given_values, settings_from_launcher
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
@@ -124,7 +122,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
     given = given_values(flags, os.environ)
     config = load_config(given, {})
     config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
-    if problems := check_config(config):
+    if problems := list(config.problems()):
         raise ConfigError(problems)
     return config
 
@@ -373,7 +371,7 @@ def measure(
     number, seq_len, _ = job.train_stream.stage_at(first_sample)
     begins_stage = first_sample and number != job.train_stream.stage_at(first_sample - 1).number
     if begins_stage and metrics is not None:
-        files = stages_of(config)[number].train_data
+        files = config.stages[number].train_data
         text = "data stage %d from sample %d on: %s, %d tokens each"
         logger.info(text, number, first_sample, files, seq_len)
         metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)

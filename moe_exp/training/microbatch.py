@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
-from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.runtime import Runtime
@@ -34,7 +33,7 @@ def read_microbatch(
         `num_counted`, tokens of the micro-batch that count; `documents`.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
-    size = microbatch_samples(config, seq_len)
+    size = config.microbatch_samples(seq_len)
     # Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
@@ -70,7 +69,7 @@ def run_schedule(
         forward_step_func=forward_step, forward_only=forward_only,
         data_iterator=[iter(microbatches) for _ in model] if has_chunks else iter(microbatches),
         model=model if has_chunks else model[0], num_microbatches=len(microbatches), seq_length=seq_len,
-        micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
+        micro_batch_size=config.microbatch_samples(seq_len) * config.seq_len // seq_len,
     )  # fmt: skip
     return [output["lm_loss"] for output in outputs]
 

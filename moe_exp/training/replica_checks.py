@@ -30,7 +30,8 @@ from torch import Tensor
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
-from moe_exp.config.parameter_groups import are_alike, is_norm_or_bias, multiples_of
+from moe_exp.config.parameter_groups import are_alike, multiples_of
+from moe_exp.config.parameter_names import is_norm_or_bias
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.engine.runtime import Runtime

@@ -12,8 +12,6 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.checks.data import check_stage_begins
-from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Range, Samples, SampleStream, merged, stream_number
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
@@ -47,7 +45,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     common: Any = {"seq_len": config.seq_len, "seed": config.seed}
     share, packing = train_share or (0.0, 1.0), config.document_packing
     stream = SampleStream(parse_blend(train_data), **common, share=share, packing=packing)
-    for stage in stages_of(config)[1:]:
+    for stage in config.stages[1:]:
         blend = parse_blend(stage.train_data or train_data)
         stream.add_stage(blend, seq_len=stage.seq_len, first_sample=stage.first_sample)
     valid_stream = None
@@ -72,7 +70,7 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
-    blends = [train_data, valid_data, *(stage.train_data for stage in stages_of(config)[1:])]
+    blends = [train_data, valid_data, *(stage.train_data for stage in config.stages[1:])]
     prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
     problems, eod_id = manifests.check_ends(config, prefixes)
     if problems:
@@ -113,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
     """
     # The run would end there otherwise, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
-    if problems := list(check_stage_begins(config, saved.consumed_samples if saved else 0, skipped)):
+    if problems := list(config.stage_begin_problems(saved.consumed_samples if saved else 0, skipped)):
         raise ConfigError(problems)
 
 
@@ -196,7 +194,7 @@ def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:
         return next_batch(config, consumed_samples, samples.stage_at(consumed_samples).seq_len)
 
     def starts(first: int) -> Iterator[tuple[int, int]]:
-        size = microbatch_samples(config, samples.stage_at(first).seq_len)
+        size = config.microbatch_samples(samples.stage_at(first).seq_len)
         return microbatch_starts(first - microbatch_start(0, 0, mbsz=size, **place), schedule, **place)
 
     on_gpu = rank.device.type == "cuda"

@@ -4,7 +4,6 @@ import pytest
 
 from helpers.checkpoint.legs import Leg, deviations, run_legs, write_data
 from moe_exp.config.learning_rate import learning_rate
-from moe_exp.config.ramp import ramp_steps
 
 
 def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
@@ -15,7 +14,7 @@ def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
     saved = tmp_path / "checkpoints"
     whole = Leg(settings, steps=10, saves={6: saved})
     # 4 batches of 2 reach 8 samples, 2 of 4 reach 16, and there it is saved.
-    assert ramp_steps(whole.config)[:3] == [(2, 4, 8), (4, 2, 8), (6, 2, 12)]
+    assert whole.config.batches.steps()[:3] == [(2, 4, 8), (4, 2, 8), (6, 2, 12)]
     expected, *resumed = run_legs([whole, Leg(settings, saved, 4), Leg(settings | {"tp": 2}, saved, 4)])
     samples = [2, 4, 6, 8, 12, 16, 22, 28, 36, 44]  # after each iteration
     rates = [learning_rate(whole.config, consumed) for consumed in samples]

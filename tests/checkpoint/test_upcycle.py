@@ -18,7 +18,6 @@ from helpers.whole_runs import SMALL, EndedRun, Runs
 from moe_exp.checkpoint.integrity import dense_problems
 from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 from moe_exp.config import Config, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.engine import runtime
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -127,7 +126,7 @@ OF_4 = {"upcycle_granularity": 4, "moe_ffn_hidden_size": 24}
     ],
 )
 def test_what_cannot_be_equal_is_refused(settings, line):
-    (problem,) = check_config(load_config(MOE | settings, {}))
+    (problem,) = load_config(MOE | settings, {}).problems()
     assert problem.startswith(line) and ". Fix: " in problem
 
 
@@ -135,7 +134,7 @@ def test_what_cannot_be_equal_is_refused(settings, line):
     "settings", [{}, {"router_pre_softmax": "true", "topk": 8}, {"moe_type": "moe", "capacity_factor": 2.0}]
 )
 def test_what_is_equal_is_not_refused(settings):
-    assert check_config(load_config(MOE | settings, {})) == []
+    assert list(load_config(MOE | settings, {}).problems()) == []
 
 
 class Losses(NamedTuple):
@@ -218,7 +217,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_step_0_is_the_dense_model(kind, layout, settings, dense_losses, record_property):
     settings = settings | LAYOUTS[layout] | KINDS[kind]
-    assert check_config(load_config(settings, {})) == []
+    assert list(load_config(settings, {}).problems()) == []
     upcycled = losses(settings)
     assert upcycled[:2] == pytest.approx(dense_losses[:2], rel=1e-6)
     record_property("relative_error", abs(upcycled.train / dense_losses.train - 1))

@@ -13,7 +13,6 @@ import pytest
 from helpers.planner.planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.config import load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.host.processes import own_command
 from moe_exp.planner.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
@@ -123,7 +122,7 @@ def test_export(plan, monkeypatch):
         environ = {"PATH": os.environ["PATH"]}
         sourced = subprocess.check_output(["bash", "-c", script], env=environ, text=True)
         config = load_config({}, dict(line.split("=", 1) for line in sourced.rstrip("\0").split("\0")))
-        assert check_config(config) == []
+        assert list(config.problems()) == []
         assert (config.world_size, config.hidden_size) == (384, 14336)
         assert config.rampup_batch_size == "192 16 9765"
         for name in ("tp", "pp", "vpp", "mbsz", "recompute", "pipeline_layers"):

@@ -18,8 +18,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.importing import architecture_of
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, choices, load_config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.checks.router import NAMES, RouterConfig
+from moe_exp.config.router import NAMES, RouterConfig
 from moe_exp.config.settings import Config
 from moe_exp.engine.optimizer_setup import build_scheduler, choose_optimizer
 from moe_exp.launch.machine_checks import check_machine
@@ -78,13 +77,13 @@ def test_traits_are_followed(added):
     elif added == "aux_loss_type":
         assert needs_scores([AuxLoss("dummy", 1.0)])
     elif added == "lr_decay_style":
-        (problem,) = check_config(config)
+        (problem,) = config.problems()
         assert "LR_DECAY_STYLE=dummy decays over 1 to" in problem
     elif added == "optimizer":
-        (problem,) = check_config(config)
+        (problem,) = config.problems()
         assert "OPTIMIZER=dummy needs whole matrices" in problem
     elif added == "expert_backend":
-        (problem,) = check_config(config_with(added, dtype="fp32"))
+        (problem,) = config_with(added, dtype="fp32").problems()
         assert problem.startswith("EXPERT_BACKEND=dummy: computes in bf16 only, not in fp32")
         (problem,) = check_machine(config)
         assert problem.startswith("EXPERT_BACKEND=dummy: nosuch is not installed. Fix: pip it")
@@ -98,7 +97,9 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
         assert main(["plan", "--preset=cpu", "--gpu=h100", "--gpus=2", "--ep=2", "--dispatcher=dummy"]) != 0
         assert "DISPATCHER=dummy: the planner has no price for it" in capsys.readouterr().err
     elif added == "lr_decay_style":
-        with pytest.raises(ValueError, match=r"lr_decay_style=dummy: config/learning_rate\.py does not know"):
+        with pytest.raises(
+            ValueError, match=r"lr_decay_style=dummy: config/sections/learning\.py does not know"
+        ):
             build_scheduler(config_with(added), SimpleNamespace(param_groups=[{}]))
     elif added == "optimizer":
         with pytest.raises(ValueError, match="optimizer=dummy: has no class"):

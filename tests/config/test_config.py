@@ -7,9 +7,19 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from helpers.whole_runs import SMALL
-from moe_exp.config import TRAITS, Config, ConfigError, add_arguments, load_config, problem, to_yaml
-from moe_exp.config.checks.checks import check_config
+from moe_exp.config import (
+    TRAITS,
+    Config,
+    ConfigError,
+    add_arguments,
+    load_config,
+    loading,
+    presets,
+    problem,
+    to_yaml,
+)
 from moe_exp.config.presets import PRESETS
+from moe_exp.config.sections import launch
 from moe_exp.config.setting_types import traits
 from moe_exp.config.settings_file import unknown_variables
 from moe_exp.planner.measured import FREE
@@ -37,12 +47,12 @@ def test_empty_variables_and_another_preset():
     ],
 )
 def test_default_preset_and_ranks(gpus, settings, preset, ranks, monkeypatch):
-    for module in ("loading", "model_settings", "presets"):
-        monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda: gpus)
-    monkeypatch.setattr("moe_exp.config.presets.num_cores", lambda: 64)
+    for module in (loading, launch, presets):
+        monkeypatch.setattr(module, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(presets, "num_cores", lambda: 64)
     config = load_config(settings, {})
     assert (config.preset, config.gpus_per_node) == (preset, ranks)
-    assert settings or not check_config(config)
+    assert settings or not any(config.problems())
 
 
 def test_vpp_is_none_or_a_number():

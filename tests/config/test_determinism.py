@@ -12,7 +12,7 @@ from helpers.model_on_ranks import TINY, run_models
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format import settings
 from moe_exp.config import Config, load_config
-from moe_exp.config.checks.checks import ENVIRONMENT
+from moe_exp.config.sections.optimizer import ENVIRONMENT
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model

@@ -3,7 +3,8 @@
 import pytest
 
 from moe_exp.config import load_config
-from moe_exp.config.parameter_groups import group_lines, multiples_of, parameter_sizes
+from moe_exp.config.parameter_groups import group_lines, multiples_of
+from moe_exp.config.parameter_names import parameter_sizes
 from moe_exp.config.presets import PRESETS
 from moe_exp.planner.costs.params import count_parameters
 

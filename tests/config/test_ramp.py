@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
-from moe_exp.config.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
+from moe_exp.config.ramp import RampStep
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
@@ -18,7 +18,7 @@ def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
 def one_by_one(config: Config, num_samples: int | None) -> list[RampStep]:
     sizes, consumed = [], 0
     while len(sizes) < config.train_iters if num_samples is None else consumed < num_samples:
-        sizes.append(batch_size_at(config, consumed))
+        sizes.append(config.batches.size_at(consumed))
         consumed += sizes[-1]
     return [RampStep(size, (count := len(list(same))), count * size) for size, same in groupby(sizes)]
 
@@ -26,25 +26,25 @@ def one_by_one(config: Config, num_samples: int | None) -> list[RampStep]:
 def test_by_hand():
     # Three steps of 100 samples: 7 batches of 16 reach 112, 3 of 32 reach 208, 2 of 48 reach 304.
     config = ramped("16 16 300", train_iters=20)
-    assert ramp_steps(config) == [(16, 7, 112), (32, 3, 96), (48, 2, 96), (64, 8, 512)]
-    assert ramp_steps(config, 250) == [(16, 7, 112), (32, 3, 96), (48, 1, 48)]
-    assert ramp_steps(config, 0) == []
-    assert ramp_sizes(config) == [16, 32, 48, 64]
+    assert config.batches.steps() == [(16, 7, 112), (32, 3, 96), (48, 2, 96), (64, 8, 512)]
+    assert config.batches.steps(250) == [(16, 7, 112), (32, 3, 96), (48, 1, 48)]
+    assert config.batches.steps(0) == []
+    assert config.batches.sizes == [16, 32, 48, 64]
 
 
 def test_without_a_ramp():
-    assert ramp_steps(ramped("", train_iters=5)) == [(64, 5, 320)]
-    assert ramp_steps(ramped("64 8 1000"), 65) == [(64, 2, 128)]
-    assert ramp_sizes(ramped("")) == ramp_sizes(ramped("64 8 1000")) == [64]
+    assert ramped("", train_iters=5).batches.steps() == [(64, 5, 320)]
+    assert ramped("64 8 1000").batches.steps(65) == [(64, 2, 128)]
+    assert ramped("").batches.sizes == ramped("64 8 1000").batches.sizes == [64]
 
 
 def test_a_step_may_be_passed_over():
     # A batch of 16 is larger than the 10 samples of a step.
-    assert [step.batch_size for step in ramp_steps(ramped("16 16 30", train_iters=9))] == [16, 32, 64]
+    assert [step.batch_size for step in ramped("16 16 30", train_iters=9).batches.steps()] == [16, 32, 64]
 
 
 def test_a_trillion_samples_take_no_time():
-    steps = ramp_steps(ramped("8 8 1000000000", gbsz=4096), 10**12)
+    steps = ramped("8 8 1000000000", gbsz=4096).batches.steps(10**12)
     assert len(steps) == 512
     assert 0 <= sum(step.samples for step in steps) - 10**12 < 4096
 
@@ -56,4 +56,4 @@ def test_a_trillion_samples_take_no_time():
 def test_as_counted_one_by_one(start, increment, num_steps, samples, train_iters, num_samples):
     gbsz = start + num_steps * increment
     config = ramped(f"{start} {increment} {samples}", gbsz=gbsz, train_iters=train_iters)
-    assert ramp_steps(config, num_samples) == one_by_one(config, num_samples)
+    assert config.batches.steps(num_samples) == one_by_one(config, num_samples)

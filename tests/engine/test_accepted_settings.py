@@ -13,7 +13,6 @@ from helpers.model_on_ranks import TINY, RandomTokens
 from helpers.planner.built_ranks import build_rank
 from helpers.ranks import run_on_ranks
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.choices import LOSSES, OPTIMIZERS, SCORES
 from moe_exp.config.setting_types import traits
 from moe_exp.launch.machine_checks import check_machine
@@ -69,7 +68,7 @@ def accepted(seed: int, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
             config = load_config(changed | fixed, {})
         except ConfigError:
             continue
-        if not check_config(config) and not [*check_machine(config)]:
+        if not any(config.problems()) and not [*check_machine(config)]:
             settings = changed | fixed
             yield settings
 

@@ -4,7 +4,6 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
-from moe_exp.config.ramp import ramp_steps
 from moe_exp.engine.optimizer_setup import next_batch
 
 
@@ -43,7 +42,7 @@ def test_sample_for_sample_through_a_whole_ramp(rampup, gbsz):
         theirs.update(consumed, consistency_check=True)
         assert at(config, consumed)[::2] == (theirs.get(), theirs.get_current_global_batch_size())
     consumed = 0
-    for step in ramp_steps(config, samples + 2 * gbsz):
+    for step in config.batches.steps(samples + 2 * gbsz):
         for _ in range(step.num_iterations):
             theirs.update(consumed, consistency_check=True)
             assert step.batch_size == theirs.get_current_global_batch_size()

@@ -15,7 +15,8 @@ from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.naming import logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import load_config
-from moe_exp.config.parameter_groups import multiples_of, parameter_sizes
+from moe_exp.config.parameter_groups import multiples_of
+from moe_exp.config.parameter_names import parameter_sizes
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import parameter_names

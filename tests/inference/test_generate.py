@@ -14,7 +14,6 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import load_config
-from moe_exp.config.data_stages import longest_sample
 from moe_exp.engine import runtime
 from moe_exp.inference.generate import Sampler, Sampling, new_tokens
 from moe_exp.inference.ranks import Layout, Stage, config_for_use, load_model
@@ -103,7 +102,7 @@ def test_settings_that_only_training_uses_are_no_obstacle(tmp_path):
         "dump_iters": "10", "dump_ranks": "0,4", "profile_iters": "10", "profile_ranks": "0,3",
     }  # fmt: skip
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
-    assert longest_sample(saved_config(folder)) == 64
+    assert saved_config(folder).longest_sample == 64
     with one_stage(folder) as stage:
         assert generated(stage) == theirs(model)
 

@@ -131,7 +131,7 @@ def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
     done = moe_exp("train", "--topk", "65", cwd=tmp_path, EP="3", GPUS_PER_NODE="3", GBSZ="48")
     assert (done.returncode, done.stdout) == (2, "")
     given = [line.partition(": ")[2].partition(":")[0] for line in done.stderr.splitlines()]
-    assert given == ["EP=3", "TOPK=65"] and list(tmp_path.iterdir()) == []
+    assert given == ["TOPK=65", "EP=3"] and list(tmp_path.iterdir()) == []
 
 
 def _drawn(name: str, rng: random.Random) -> str:

@@ -9,8 +9,6 @@ import pytest
 from helpers.checkpoint.ckpt_files import write_without_tensors
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
-from moe_exp.config.checks.data import with_stage_begins
-from moe_exp.config.data_stages import stages_of
 from moe_exp.data.samples.order import order_of_files
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.machine_checks import check_files
@@ -104,8 +102,8 @@ def test_where_a_later_stage_begins(stage, changes, refused, line, here):
 def test_a_stage_that_has_begun_keeps_its_place(sample, first, here):
     """Given in tokens, under another GBSZ; other files are refused once training has read them."""
     stages = [{"from_tokens": 16 * sample, "train_data": "b"}]
-    placed, _ = with_stage_begins(here(data_stages=stages))
-    assert stages_of(placed)[1].first_sample == first
+    placed, _ = here(data_stages=stages).with_stage_begins()
+    assert placed.stages[1].first_sample == first
     save(here(data_stages=stages), placed=placed)
     for gbsz in (8, 12):
         config = here(data_stages=stages, gbsz=gbsz)

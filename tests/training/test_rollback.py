@@ -10,7 +10,6 @@ from helpers.checkpoint.small_job import small_settings, write_tokens
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.integrity import Source
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training import saving
@@ -78,5 +77,5 @@ def test_load_dir_is_for_runs_without_checkpoints_of_their_own(own, other, expec
 
 def test_rollback_needs_checkpoints():
     config = load_config({"preset": "cpu", "spike_action": "rollback", "save_interval": 0}, {})
-    (problem,) = check_config(config)
+    (problem,) = config.problems()
     assert problem.startswith("SPIKE_ACTION=rollback: ") and "SAVE_INTERVAL=0" in problem

@@ -9,7 +9,6 @@ from typing import Any
 from moe_exp.checkpoint.hf import fields as rules
 from moe_exp.checkpoint.hf.fields import FieldRule, must_be, rope, same
 from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
-from moe_exp.config.data_stages import longest_sample
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ _LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
-    FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: longest_sample(c)}),
+    FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: c.longest_sample}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
     must_be("hidden_act", "silu", because="other activations than SwiGLU are not supported"),
 )  # fmt: skip

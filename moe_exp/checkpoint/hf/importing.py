@@ -24,7 +24,6 @@ from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, Mo
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, MappedPiece, joined, joined_shape, misfits, pieces
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import own_command
@@ -109,7 +108,7 @@ def from_hf(
     config = config_of(settings, "config.json", "correct the config.json")
     # A model that a run would refuse is refused, except for its data, which the next run names; without the
     # fixes, which change settings: config.json determines them here.
-    if problems := check_config(config.model_copy(update={"train_data": "data", "valid_data": "data"})):
+    if problems := list(config.model_copy(update={"train_data": "data", "valid_data": "data"}).problems()):
         rules = [line.partition(" Fix: ")[0] for line in problems]
         says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]
         raise ValueError("\n".join(says))

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
-from moe_exp.config.checks.data import with_stage_begins
-from moe_exp.config.data_stages import stages_of
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
 from moe_exp.data.samples.dataset import (
     Range,
@@ -87,7 +85,7 @@ class SampleOrder:
                     "files": prints,
                     "from_tokens": stage.from_tokens,
                 }
-                for stage, prints in zip(stages_of(config)[1:], stage_prints, strict=True)
+                for stage, prints in zip(config.stages[1:], stage_prints, strict=True)
             ],
         )
 
@@ -103,7 +101,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
         if not (embedded_folder(Path(config.data_dir)) / "manifest.json").is_file():
             return None
         blend = ensure_embedded_corpus(Path(config.data_dir)).train_prefix
-    blends = [blend, *(stage.train_data or blend for stage in stages_of(config)[1:])]
+    blends = [blend, *(stage.train_data or blend for stage in config.stages[1:])]
     prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
     # lengths of documents and tokens: the order depends on the former, the text on the latter
     first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
@@ -217,7 +215,7 @@ def place_stages(
     # One that begins with the very next sample keeps its place too.
     next_sample = stream_number(consumed, merged(past))
     begun = begun_stages((progress.get("sample_order") or {}).get("stages", ()), next_sample + 1)
-    return *with_stage_begins(config, consumed, skipped, begun), skipped
+    return *config.with_stage_begins(consumed, skipped, begun), skipped
 
 
 def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
-from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.loading import recorded_settings
+from moe_exp.config.sections.data import EMBEDDED_VOCAB_SIZE
 from moe_exp.config.setting_types import blend_members, is_text, names_text
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text import find_prepared_text, fitting_vocab_size
@@ -90,7 +89,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
             rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
             yield problem("tokenizer", config.tokenizer, rule, fix)
     blends = [("train_data", config.train_data), ("valid_data", config.valid_data)]
-    blends += [("data_stages", blend) for blend in stage_blends(config)]
+    blends += [("data_stages", blend) for blend in config.stage_blends]
     fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
     prefixes: list[str] = []
     for name, blend in blends:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
@@ -58,7 +57,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
     `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
     Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
     """
-    if problems := list(check_node_rank(config)):
+    if problems := list(config.node_rank_problems()):
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = None

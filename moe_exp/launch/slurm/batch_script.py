@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 from moe_exp.config import Config, ConfigError, module_arguments, problem
-from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, as_given, blend_members, is_one_line
 from moe_exp.host.files import is_url
@@ -170,7 +169,7 @@ def mounts(job: RunJob) -> list[str]:
 def own_folders(job: RunJob) -> list[str]:
     """Folders that the run needs: this package, the current folder, runs and data."""
     c = job.config
-    blends = (c.train_data, c.valid_data, *stage_blends(c))
+    blends = (c.train_data, c.valid_data, *c.stage_blends)
     # a container sees no folder that it is not given: those of data, of settings and of checkpoints
     files = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
     files += [c.tokenizer] if c.tokenizer else []

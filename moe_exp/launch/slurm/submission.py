@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import fixed_for, given_values, with_file
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.manifests import with_vocab_size
@@ -61,7 +60,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     except ConfigError as error:
         config, problems = None, problems + error.problems
     if config:
-        problems += [*check_config(config), *check_files(config, with_space=with_space)]
+        problems += [*config.problems(), *check_files(config, with_space=with_space)]
     if config and slurm:
         job = RunJob(config, given, slurm, passed_variables(slurm, environ))
         problems += _place_problems(job)

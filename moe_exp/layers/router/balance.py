@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.checks.router import RouterConfig
+from moe_exp.config.router import RouterConfig
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.router.decision import RoutingDecision, tokens_in_group
 

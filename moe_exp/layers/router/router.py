@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.checks.router import RouterConfig
 from moe_exp.config.choices import LOSSES
+from moe_exp.config.router import RouterConfig
 from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch

@@ -1,7 +1,7 @@
 """Exact parameter counts of a model and of one rank, and the bytes of weights and optimizer.
 
 Counts are of trained parameters; buffers (the expert bias, rotary frequencies) are left out. Every function
-takes a config that passed `moe_exp.config.checks.checks`: sizes that do not divide are rounded down here.
+takes a config without `problems`: sizes that do not divide are rounded down here.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Layouts that a search tries, and the rules that rule some out. No torch.
 
-A layout is a Config with its layout settings filled in, so training's own rules apply: `checks.check_config`
+A layout is a Config with its layout settings filled in, so training's own rules apply: `Config.problems`
 runs level by level (tensor and context parallel, pipeline, experts, micro-batch), later sizes still at 1. A
 refusal covers all layouts below it: millions are counted, hundreds are checked.
 """
@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 from moe_exp.config import Config, problem
-from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.costs.params import count_parameters, split_layers, stages_text
 
 # Decided by a search, in their usual order; world size, batch and sequence length are given.
@@ -118,13 +117,13 @@ def model_problems(config: Config) -> list[str]:
     alone |= {"profile_ranks": "0", "dump_ranks": ""}  # these are of the real number of ranks
     if config.dispatcher == "deepep":  # needs EP > 1; checked with every EP
         alone["dispatcher"] = "alltoall"
-    of_ranks = [line for line in check_config(config) if line.startswith(("PROFILE_RANKS=", "DUMP_RANKS="))]
-    return check_config(with_layout(config, **alone)) + of_ranks
+    of_ranks = [line for line in config.problems() if line.startswith(("PROFILE_RANKS=", "DUMP_RANKS="))]
+    return [*with_layout(config, **alone).problems(), *of_ranks]
 
 
 def layout_problems(config: Config) -> list[str]:
     """Lines on all problems of one layout, from training's checks and the search's own."""
-    return [*check_config(config), *_over_nodes(config)]
+    return [*config.problems(), *_over_nodes(config)]
 
 
 def _over_nodes(config: Config) -> Iterator[str]:
@@ -146,7 +145,7 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
             rejected[reason] += leaves * sum(map(len, splits.values()))
             continue
         for pp, stages in splits.items():
-            if config.world_size % (tp * cp * pp):  # check_config finds this as well, but slower
+            if config.world_size % (tp * cp * pp):  # `problems` finds this as well, but slower
                 rejected[_REASONS["gpus_per_node"]] += leaves * len(stages)
                 continue
             for split in stages:
@@ -165,7 +164,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 def _reason(config: Config, fallback: str = "") -> str:
     """The first problem with a layout setting, or `fallback` if there are only others."""
-    names = [line.partition("=")[0].lower() for line in check_config(config)]
+    names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
 
@@ -188,7 +187,7 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
         for vpp, sizes in batches.items():
             ep, etp = experts[0]
             inner = config.model_copy(update={"mbsz": mbsz, "vpp": vpp, "ep": ep, "etp": etp})
-            # check_config's rules on VPP, faster, as many layouts fail them
+            # the rules of `problems` on VPP, faster, as many layouts fail them
             chunks_fit = vpp is None or (
                 config.pp > 1
                 and not any(n % vpp for n in config.stage_layers)

@@ -2,11 +2,10 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.config.checks.checks import check_config
 from moe_exp.host.devices import device_name
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
@@ -29,7 +28,7 @@ _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 
 def dry_run(comparison: Comparison) -> str:
     """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
-    check_runs(comparison.runs(), check_config)
+    check_runs(comparison.runs(), Config.problems)
     comparison.compare_with_before()
     known = comparison.known_pace()
     pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
@@ -58,7 +57,7 @@ def run_comparison(comparison: Comparison) -> int:
     """
     if comparison.options.repeats > 1:
         need_packages("repeats", "scipy")
-    check_runs(comparison.runs(), check_config)
+    check_runs(comparison.runs(), Config.problems)
     comparison.compare_with_before()
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
@@ -176,7 +175,7 @@ def need_packages(field: str, *packages: str) -> None:
 
 def check_runs(
     runs: Sequence[Case],
-    problems_of: Callable[[Config], list[str]] = lambda one: check_config(one) + check_environment(one),
+    problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
     named: dict[str, list[str]] = {}

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moe_exp.config import ConfigError, problem
-from moe_exp.config.checks.checks import check_config
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
@@ -46,7 +45,7 @@ def check(ladder: Ladder) -> None:
     """ConfigError with all problems of the settings, or if the folder's runs were started with others."""
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
-        check_runs(comparison.runs(), check_config)
+        check_runs(comparison.runs(), Config.problems)
         comparison.compare_with_before()
     for name in ("config.yaml", "compare.json"):
         if (ladder.folder / name).exists():

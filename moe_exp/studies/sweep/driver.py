@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import main_settings, with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import Nodes, device_name
@@ -46,7 +45,7 @@ def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
     """The case with these settings, named by its layout; `local` also checks whether it can run here."""
     config = load_config(flags, {})
     name = case_name(config)
-    problems = check_config(config)
+    problems = list(config.problems())
     if local:
         # Every case gets a free port when it starts.
         problems += check_machine(config.model_copy(update={"master_port": free_port()}))

@@ -12,9 +12,6 @@ from helpers import ROOT
 from helpers.token_files import write_distinct, write_tokens
 from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
-from moe_exp.config.data_stages import stages_of
 from moe_exp.config.parsers import read_stages
 from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
 from moe_exp.launch.machine_checks import data_problems
@@ -96,7 +93,7 @@ def test_a_file_and_text_are_the_same(tmp_path):
     found = config(str(file), train_data="x")
     text = "[{from_tokens: 4e4, seq_len: 128}, {from_samples: 800, train_data: 0.5 a 0.5 b}]"
     assert found.data_stages == config(text, train_data="x").data_stages
-    stages = [tuple(vars(stage).values()) for stage in stages_of(found)]
+    stages = [tuple(vars(stage).values()) for stage in found.stages]
     assert stages == [(0, "x", 64, None), (625, "x", 128, 40000), (800, "0.5 a 0.5 b", 128, None)]
     assert read_stages(found.data_stages) == found.data_stages
 
@@ -158,7 +155,7 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
     ],
 )  # fmt: skip
 def test_stages_that_cannot_run(stages, changes, rule, fix):
-    problems = check_config(config(f"[{stages}]", **changes))
+    problems = list(config(f"[{stages}]", **changes).problems())
     (line,) = [one for one in problems if one.startswith("DATA_STAGES=")]
     assert rule in line and f"Fix: {fix}" in line
 
@@ -187,7 +184,7 @@ RAMP = {"rampup_batch_size": "16 16 400", "gbsz": 64, "train_iters": 400}
 )
 def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
     stages = [{"from_samples": first, "train_data": "a"} for first in begins]
-    found = list(check_stage_begins(config(stages, **changes), consumed, skipped))
+    found = list(config(stages, **changes).stage_begin_problems(consumed, skipped))
     rule = f"stage {len(begins)} begins at sample {begins[-1]}, where no batch begins"
     expected = [f"{rule}. Fix: let it begin at sample {fits}."] if fits else []
     assert [line.partition("]: ")[2] for line in found] == expected
@@ -210,17 +207,17 @@ def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
 )
 def test_a_stage_in_tokens_begins_with_the_next_batch(tokens, changes, consumed, skipped, begun, first):
     stages = [{"from_tokens": tokens, "train_data": "a"}]
-    found, lines = with_stage_begins(config(stages, **changes), consumed, skipped, begun)
-    assert stages_of(found)[1].first_sample == first
+    found, lines = config(stages, **changes).with_stage_begins(consumed, skipped, begun)
+    assert found.stages[1].first_sample == first
     assert len(lines) == (first * 64 != tokens)
-    assert list(check_stage_begins(found, consumed, skipped)) == []
-    assert with_stage_begins(found, consumed, skipped, begun)[0] == found
+    assert list(found.stage_begin_problems(consumed, skipped)) == []
+    assert found.with_stage_begins(consumed, skipped, begun)[0] == found
 
 
 def test_stages_that_can_run():
     stages = [{"from_samples": 80, "seq_len": 512}, {"from_tokens": 64 * 400, "train_data": "a"}]
-    assert check_config(config(stages)) == []
-    assert check_config(config(stages, gpus_per_node=4, gbsz=16, mbsz=8, tp=2)) == []
+    assert list(config(stages).problems()) == []
+    assert list(config(stages, gpus_per_node=4, gbsz=16, mbsz=8, tp=2).problems()) == []
 
 
 def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):

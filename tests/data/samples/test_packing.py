@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from helpers.token_files import write_distinct
 from moe_exp.config import load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspection import inspect_path
 from moe_exp.data.samples import corpus as packing
 from moe_exp.data.samples.corpus import attended_share, best_fit, cut_documents, piece_counts
@@ -160,7 +159,7 @@ def test_refused_with_the_fix():
     megatron = {"eod_mask_loss": "true", "data_order": "megatron"}
     for others, fix in (({}, "EOD_MASK_LOSS=true"), (megatron, "DATA_ORDER=stream")):
         config = load_config({"document_packing": "best_fit", **others}, {"PRESET": "cpu"})
-        (line,) = check_config(config)
+        (line,) = config.problems()
         assert line.startswith("DOCUMENT_PACKING=best_fit: ") and line.endswith(f"Fix: set {fix}.")
 
 

@@ -60,7 +60,6 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
     from importlib import import_module
 
     from moe_exp.config import load_config
-    from moe_exp.config.checks.checks import check_config
     from moe_exp.engine.model import build_chunk, transformer_config
 
     modeling = import_module(f"transformers.models.{pair.model}.modeling_{pair.model}")
@@ -69,7 +68,7 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
     # Without a mask the eager one would look ahead.
     settings._attn_implementation = "sdpa"
     config = load_config(OURS | pair.ours, {})
-    assert check_config(config) == []
+    assert list(config.problems()) == []
     theirs = getattr(modeling, f"{pair.name}Attention")(settings, 0)
     their_rotary = getattr(modeling, f"{pair.name}RotaryEmbedding")(settings)
     return theirs, their_rotary, build_chunk(config, transformer_config(config), rank, 0)

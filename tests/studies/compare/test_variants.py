@@ -6,7 +6,6 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError
-from moe_exp.config.checks.checks import check_config
 from moe_exp.studies.compare.variants import differences, make_variants
 
 
@@ -24,7 +23,7 @@ def test_default_and_kinds():
     assert (moe.config.use_moe, moe.config.moe_type, moe.config.capacity_factor) == (True, "moe", 1.5)
     assert (dmoe.config.use_moe, dmoe.config.moe_type, dmoe.config.capacity_factor) == (True, "dmoe", 0)
     assert not dense.config.use_moe
-    assert not any(check_config(one.config) for one in (moe, dmoe, dense))
+    assert not any(list(one.config.problems()) for one in (moe, dmoe, dense))
 
 
 def test_values_with_commas_and_names_as_flags():

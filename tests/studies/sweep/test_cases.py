@@ -8,7 +8,6 @@ import pytest
 from helpers.whole_runs import ROOT, SMALL
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.studies.child_runs import JobOptions, batch_script, run_environment
 from moe_exp.studies.sweep.driver import Sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings
@@ -56,7 +55,7 @@ def test_a_case_runs_with_the_settings_that_were_given_and_writes_no_checkpoint(
 def test_what_breaks_a_rule_has_all_reasons():
     by_name = {case.name: case for case in cases(GPUS="2", TPS="1 2", PPS="1 3", MBSZS="1 3")}
     broken = by_name["gpus_2_TP_1_PP_3_EP_1_MBS_3"]
-    assert list(broken.problems) == check_config(broken.config)
+    assert list(broken.problems) == list(broken.config.problems())
     assert [line.partition("=")[0] for line in broken.problems] == ["GPUS_PER_NODE", "PP"]
     assert by_name["gpus_2_TP_2_PP_1_EP_1_MBS_1"].problems == ()
     (line,) = by_name["gpus_2_TP_1_PP_1_EP_1_MBS_3"].problems

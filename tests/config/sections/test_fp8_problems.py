@@ -5,8 +5,7 @@ import re
 import pytest
 
 from moe_exp.config import load_config
-from moe_exp.config.checks.checks import check_config
-from moe_exp.config.checks.model import SIZE_MULTIPLES
+from moe_exp.config.sections.parallel import SIZE_MULTIPLES
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import moe_options, transformer_config
 from moe_exp.launch import machine_checks
@@ -20,7 +19,7 @@ BY_KERNELS = {"fp8": "e4m3", "fp8_recipe": "blockwise", "expert_backend": "trito
 
 
 def problems(**settings: str) -> list[str]:
-    return check_config(load_config(GOOD | settings, environ={}))
+    return list(load_config(GOOD | settings, environ={}).problems())
 
 
 @pytest.mark.parametrize("settings", [

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from moe_exp.config.checks.divisors import choices, divisors
 from moe_exp.config.choices import SCORES
+from moe_exp.config.errors import choices, divisors
 from moe_exp.config.setting_types import as_given
 
 # What the layers compute; `choices.SCORES` has the traits.
@@ -127,8 +127,13 @@ class RouterRules:
         elif is_sinkhorn and (self.num_groups or self.expert_bias):
             other = name["num_groups" if self.num_groups else "expert_bias"]
             yield line("assignment", f"balances by itself and does not go with {other}", "use one of the two")
+        yield from self._number_problems(name, given, line)
+        yield from self._group_problems(name, line)
 
-        # Rules by which tokens use different numbers of experts.
+    def _number_problems(
+        self, name: Mapping[str, str], given: Mapping[str, str], line: Callable[[str, str, str], str]
+    ) -> Iterator[str]:
+        """Rules by which tokens use different numbers of experts."""
         is_relu = self.score == "relu"
         free = {"score": is_relu, "top_p": self.top_p < 1, "num_null_experts": self.num_null_experts > 0}
         number = [field for field, is_set in free.items() if is_set]
@@ -143,7 +148,6 @@ class RouterRules:
             }
             for other in (other for other, is_set in others.items() if is_set):
                 yield line(number[0], f"does not go with {other}", "use one of the two")
-        yield from self._group_problems(name, line)
 
     def _group_problems(self, name: Mapping[str, str], line: Callable[[str, str, str], str]) -> Iterator[str]:
         groups, used, num_experts = self.num_groups, self.group_topk, self.num_experts

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.checks.checks import check_config
 from moe_exp.config.presets import PRESETS
 
 
@@ -18,7 +17,7 @@ def cpu(**values) -> Config:
 def problems(settings: str) -> list[str]:
     """Of settings written as in a shell."""
     try:
-        return check_config(cpu(**dict(word.split("=", 1) for word in shlex.split(settings))))
+        return list(cpu(**dict(word.split("=", 1) for word in shlex.split(settings))).problems())
     except ConfigError as error:
         return error.problems
 
@@ -28,7 +27,7 @@ def problems(settings: str) -> list[str]:
 def test_presets_have_no_problems(preset, ranks):
     data = {} if preset in ("cpu", "reference") else {"train_data": "a", "valid_data": "b"}
     config = load_config({"preset": preset, "gpus_per_node": ranks, "gbsz": 3072} | data, {})
-    assert check_config(config) == []
+    assert list(config.problems()) == []
 
 
 @given(st.data())
@@ -54,7 +53,7 @@ def test_accepted_layouts_divide_evenly(data):
         and c.seq_len // c.cp % c.tp == 0
         and (c.vpp is None or (c.pp > 1 and c.vpp > 1 and c.num_microbatches % c.pp == 0))
     )
-    assert (check_config(c) == []) == even
+    assert (list(c.problems()) == []) == even
 
 
 # Settings, and how the one line begins that refuses them: ... stands for any text. A fix is given where it is

@@ -1,1 +1,0 @@
-"""Constraints between settings, checked before a run starts. No torch."""

@@ -1,0 +1,1 @@
+"""Settings by section, with the values that follow from them and the rules between them. No torch."""
