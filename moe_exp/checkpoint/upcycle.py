@@ -108,7 +108,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     if granularity > 1:
         what = f"{copies} copies of each of {granularity} shards of the dense MLP"
         what += f", router in {copies} virtual groups"
-    assert config.router_weights_sum is not None  # config/checks/checks.py
+    assert config.router_weights_sum is not None  # config/sections/backends.py
     factor = granularity / config.router_weights_sum
     what = f"{sum(config.moe_layers)} MoE layers with {what}"
     return f"upcycled from {folder}: {what}, second projection times {factor:g}"
@@ -169,7 +169,7 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
             like = parameters[name][0]
             joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
             shards[int(shard)][name] = joined.view_as(like)
-    assert config.router_weights_sum is not None  # config/checks/checks.py
+    assert config.router_weights_sum is not None  # config/sections/backends.py
     c, granularity = config.router_weights_sum, config.upcycle_granularity
     filled = experts_of(shards, _local_experts(experts), granularity=granularity, weights_sum=c)
     for name, parameter in parameters.items():
