@@ -95,6 +95,9 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
             raise ValueError(f"extra {name!r} does not exist: use one of {', '.join(known)}")
     found = []
     for line in required + [line for name in extras for line in known[name]]:
+        if own := re.match(r"moe-exp\[([\w,]+)\]", line):  # other extras of ours
+            found += [one for one in requirements(own[1].split(",")) if one not in found]
+            continue
         # a marker, if there is one, is of Python's version
         markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
         if all((sys.version_info >= (int(a), int(b))) == (sign == ">=") for sign, a, b in markers):
