@@ -5,7 +5,7 @@ docs/generate_settings.py
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from moe_exp.config import Config, sections
+from moe_exp.config import Config, names_by_section
 from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS
 
@@ -286,7 +286,7 @@ def render() -> str:
         f"| `{name}` | {PRESET_TEXTS[name]} |" for name in sorted(PRESETS, key=list(PRESET_TEXTS).index)
     )
     lines = [HEADER.replace("{presets}", f"| `PRESET` | model |\n|---|---|\n{presets}")]
-    for heading, names in sections().items():
+    for heading, names in names_by_section().items():
         lines += [
             f"## {heading}\n",
             "| setting | default | values | meaning | Megatron |",

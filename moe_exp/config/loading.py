@@ -14,7 +14,7 @@ from moe_exp.config.choices import choices_of
 from moe_exp.config.errors import ConfigError, problem
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import ONE_LINE_FIX, shown
-from moe_exp.config.settings import Config, sections
+from moe_exp.config.settings import Config, names_by_section
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import Nodes, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain, settings_file
@@ -30,7 +30,7 @@ def add_arguments(
     if settings is Config and not names:
         about = "settings in a file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
         parser.add_argument("--config", metavar="FILE", help=about)
-        for heading, of_section in sections().items():
+        for heading, of_section in names_by_section().items():
             _add_flags(parser.add_argument_group(f"{heading} settings"), settings, of_section)
     else:
         _add_flags(parser, settings, names or settings.model_fields)

@@ -29,7 +29,7 @@ SECTIONS = {
 }
 
 
-def sections() -> dict[str, list[str]]:
+def names_by_section() -> dict[str, list[str]]:
     """Names of the settings by section, in order."""
     heading_of = {first: heading for heading, first in SECTIONS.items()}
     found: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ import pytest
 from helpers.docs.commands import problem_of, whole_parser
 from moe_exp import cli
 from moe_exp.commands.parsers import EXAMPLES
-from moe_exp.config import sections
+from moe_exp.config import names_by_section
 
 PARSER = whole_parser()
 
@@ -53,7 +53,7 @@ def test_examples_are_accepted(example):
 @pytest.mark.parametrize("path", ["train", "compare", "sweep", "slurm", "plan"])
 def test_settings_are_grouped_by_section(path):
     groups = {group.title: group for group in COMMANDS[path]._action_groups}
-    for heading, names in sections().items():
+    for heading, names in names_by_section().items():
         found = {action.dest for action in groups[f"{heading} settings"]._group_actions}
         assert found <= set(names)
         assert found or path == "sweep"

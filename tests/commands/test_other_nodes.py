@@ -23,7 +23,7 @@ ON_GPUS_AS_ON_CPUS = ("cpu", "fp32", "muon", 2)
 
 
 def on_machine(monkeypatch, gpus: int) -> None:
-    for module in ("loading", "model_settings", "presets", "settings"):
+    for module in ("loading", "presets", "sections.launch", "sections.data"):
         monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda: gpus)
 
 

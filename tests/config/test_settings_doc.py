@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from helpers import ROOT
-from moe_exp.config import Config, sections
+from moe_exp.config import Config, names_by_section
 from moe_exp.config.settings import SECTIONS
 from moe_exp.runs.records import TRAIN_KEYS, VALID_KEYS
 
@@ -24,8 +24,8 @@ def test_file_is_current(generator: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_in_one_section() -> None:
-    assert [name for names in sections().values() for name in names] == list(Config.model_fields)
-    assert list(sections()) == list(SECTIONS)
+    assert [name for names in names_by_section().values() for name in names] == list(Config.model_fields)
+    assert list(names_by_section()) == list(SECTIONS)
 
 
 def test_megatron_flags_name_settings(generator: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def test_training_from_settings_env_does_not_depend_on_the_machine(tmp_path, cap
     flags = {"config": str(tmp_path / "ours/settings.env"), "train_iters": 200}
     found = []
     for num_gpus in (0, 8):
-        for module in ("loading", "presets", "settings", "model_settings"):
+        for module in ("loading", "presets", "sections.launch", "sections.data"):
             monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda number=num_gpus: number)
         found += [load_config(flags | data, {}) for data in ({}, {"train_data": "tokens"})]
     for config in found:
