@@ -319,6 +319,7 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
                         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
                             values = values.clone()
                         torch.save(values, cast("IO[bytes]", file))
+                        del values  # before the next is copied, so that the host holds only one
                     places[index] = _StorageInfo(name, start, file.tell() - start)
             entries[name] = file.entry()
         if rank == 0:

@@ -109,7 +109,6 @@ class Hashes:
         mine_first, mine_second = self._words
         if not len(first):
             return np.zeros(len(self), dtype=np.bool_)
-
         place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
         return (first[place] == mine_first) & (second[place] == mine_second)
 

@@ -40,7 +40,6 @@ def fitting_vocab_size(config: Config) -> int | None:
         return None
     with suppress(ValueError, OSError):  # the checks of files name it
         num_bytes, size = estimate_line_bytes(_text_sources(config)[0].files), 512
-
         while size < 32768 and 2 * size * 1000 <= num_bytes:
             size *= 2
         return size
@@ -70,8 +69,6 @@ def with_prepared_text(config: Config) -> Config:
 
 def already_prepared(config: Config) -> Config | None:
     """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
-    if not needs_preparation(config):
-        return config
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -82,7 +79,7 @@ def already_prepared(config: Config) -> Config | None:
         return made
 
     try:
-        return _resolved(config, found, is_text)
+        return _resolved(config, found, is_text) if needs_preparation(config) else config
     except (LookupError, ValueError, OSError):  # the checks of files name what is wrong
         return None
 

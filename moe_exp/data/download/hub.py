@@ -373,9 +373,7 @@ def _asked(
         # the hub answers the same for a private dataset and for none
         if status in (401, 404):
             rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-            fix = (
-                "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that"
-            )
+            fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token"
             raise input_error(f"source={name}", rule, f"{fix} that may read it") from error
         if passes(error):
             fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"

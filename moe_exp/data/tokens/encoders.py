@@ -161,7 +161,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
                 raise
             why = "it is not installed (pip install gigatoken)"
         except ValueError as error:
-            why = str(error)
+            why = str(error) or type(error).__name__
         if why and requested == "gigatoken":
             fix = "give --backend tokenizers"
             raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)

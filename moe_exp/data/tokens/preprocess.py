@@ -7,7 +7,7 @@ in the order of the inputs as soon as it can; or tasks make and join them on man
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -386,6 +386,19 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
 # Token files of shards, joined into those that one run over all of them would have made
 
 
+def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
+    """Bytes of the sequences in the order of the index, which Megatron follows; a generator, as a shard may
+    have a billion sequences.
+    """
+    index = read_index(prefix)
+    if order_problem(prefix) is None:  # one after the other: in large pieces
+        end = int(index.sizes.sum(dtype=np.int64)) * index.dtype.itemsize
+        yield from ((start, min(start + _COPY_BYTES, end)) for start in range(0, end, _COPY_BYTES))
+        return
+    for pointer, size in zip(index.pointers, index.sizes, strict=True):
+        yield int(pointer), int(pointer) + int(size) * index.dtype.itemsize
+
+
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
     """Joins token files of shards, those of other programs too, in order, and returns the manifest.
 
@@ -402,15 +415,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
         with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:
             for prefix in prefixes:
-                index = read_index(prefix)
-                lengths = index.sizes.astype(np.int64) * index.dtype.itemsize
-                if order_problem(prefix) is None:  # one after the other: in large pieces
-                    starts = range(0, end := int(lengths.sum()), _COPY_BYTES)
-                    ranges = [(start, min(start + _COPY_BYTES, end)) for start in starts]
-                else:  # in the order of the sequences, as Megatron follows the pointers of an index
-                    ends = (index.pointers + lengths).tolist()
-                    ranges = list(zip(index.pointers.tolist(), ends, strict=True))
-                for chunk in read_ranges(str(prefix), ranges):
+                for chunk in read_ranges(str(prefix), _ranges(prefix)):
                     file.write(chunk)
                     advance(len(chunk))
             file.flush()
