@@ -75,7 +75,7 @@ def under_way(what: str = "") -> int:
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs what `add_steps` has parsed; what a user can fix is one line and exit code 1."""
+    """Runs what `declare_steps` has parsed; what a user can fix is one line and exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 

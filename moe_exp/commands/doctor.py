@@ -96,13 +96,13 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
     found = []
     for line in required + [line for name in extras for line in known[name]]:
         if own := re.match(r"moe-exp\[([\w,]+)\]", line):  # other extras of ours
-            found += [one for one in requirements(own[1].split(",")) if one not in found]
+            found += requirements(own[1].split(","))
             continue
         # a marker, if there is one, is of Python's version
         markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
         if all((sys.version_info >= (int(a), int(b))) == (sign == ">=") for sign, a, b in markers):
             found.append(line.partition(";")[0].strip())
-    return found
+    return list(dict.fromkeys(found))
 
 
 def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:

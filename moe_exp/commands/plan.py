@@ -212,8 +212,8 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.prediction import load_constants
     from moe_exp.planner.tables import PlanPrinter
 
-    measured = _read(arguments)
     prior = load_constants(arguments.prior) if arguments.prior else None
+    measured = _read(arguments)
     runs = [run_of_row(row) for row in measured]
     calibration = calibrate(runs, prior, prior or load_constants())
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))

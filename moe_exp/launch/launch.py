@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,9 @@ def train(
         if problems := [*config.problems(), *(() if dry_run else check_environment(config))]:
             raise ConfigError(problems)
         start = start_of(config)
-        # what does not keep a run from starting
-        warnings = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
-        warnings += data_warnings(config)
         if dry_run:
-            return _dry_run(config, given, sources, start, warnings)
-        _warn(warnings)
+            return _dry_run(config, given, sources, start)
+        _warn(_warnings(config, start))
         _report_changes(config)
         if vocabulary and config.node_rank == 0:
             print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
@@ -219,7 +216,6 @@ def _dry_run(
     flags: Mapping[str, Any],
     sources: Mapping[str, str],
     start: Start,
-    warnings: Iterable[str],
 ) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources, start), flush=True)
@@ -229,11 +225,19 @@ def _dry_run(
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     room = () if run_folder_problems(config) else disk_problems(config)
-    _warn([*check_machine(config), *room, *warnings])
+    _warn([*check_machine(config), *room, *_warnings(config, start)])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)
     return 0
+
+
+def _warnings(config: Config, start: Start) -> Iterator[str]:
+    """What does not keep a run from starting. Reads token files, and asks the planner."""
+    yield from schedule_warnings(config, start)
+    yield from disk_warnings(config)
+    yield from memory_warnings(config)
+    yield from data_warnings(config)
 
 
 def _report_changes(config: Config) -> None:

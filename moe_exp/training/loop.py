@@ -367,14 +367,13 @@ def measure(
 ) -> float | None:  # fmt: skip
     """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
     config, iteration, valid_loss = job.config, step.done.iteration, None
-    first_sample = step.done.first_sample
-    number, seq_len, _ = job.train_stream.stage_at(first_sample)
-    begins_stage = first_sample and number != job.train_stream.stage_at(first_sample - 1).number
-    if begins_stage and metrics is not None:
-        files = config.stages[number].train_data
-        text = "data stage %d from sample %d on: %s, %d tokens each"
-        logger.info(text, number, first_sample, files, seq_len)
-        metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
+    if metrics is not None and (first_sample := step.done.first_sample):
+        number, seq_len, _ = job.train_stream.stage_at(first_sample)
+        if number != job.train_stream.stage_at(first_sample - 1).number:
+            files = config.stages[number].train_data
+            text = "data stage %d from sample %d on: %s, %d tokens each"
+            logger.info(text, number, first_sample, files, seq_len)
+            metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
 
     heartbeat.enter("end_of_iteration")
     with heartbeat.during("profile"):

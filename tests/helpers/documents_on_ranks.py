@@ -77,7 +77,7 @@ def _in_float64() -> None:
 
 
 def built(settings: dict[str, Any], port: int) -> Any:
-    """A job as train.py has it, with the settings of DOUBLE and no optimizer."""
+    """A job as training/loop.py has it, with the settings of DOUBLE and no optimizer."""
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.engine.optimizer_setup import build_optimizer

@@ -1,7 +1,7 @@
 """Processes that read the next micro-batches of a rank while it computes, with the same numbers.
 
 The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start
-in milliseconds and import nothing, where `spawn` and `forkserver` would import `moe_exp.train` with all of
+in milliseconds and import nothing, where `spawn` and `forkserver` would import the training loop with all of
 Megatron once per process. A forked process may not use CUDA, gloo or NCCL, of which it has the memory but not
 the threads; the workers read files and copy integers, no more.
 """

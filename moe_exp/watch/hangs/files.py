@@ -146,7 +146,7 @@ class Frame:
     """A function on a stack."""
 
     name: str  # as the tool prints it, qualified or not
-    file: str  # from the package name on for PACKAGES (`moe_exp/train.py`), else the whole path
+    file: str  # from the package name on for PACKAGES (`moe_exp/training/loop.py`), else the whole path
     line: int  # 0 for a function in C
 
     @property
