@@ -203,13 +203,14 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
     """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start: that
     of the checkout of this package, with "+changes" for edited files; None outside a checkout.
     """
+    started = datetime.now().astimezone()  # before git, which may take seconds on a slow disk
     package, commit, changes = Path(__file__).parent, None, None
     # If installed inside another repository, git would return that one's commit.
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None:
         commit = _git(package, "rev-parse", "HEAD")
         changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
     return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "time": started.isoformat(timespec="seconds"),
         "command": list(argv),
         "host": socket.gethostname(),
         "device": device_name(),

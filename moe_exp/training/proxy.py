@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class Proxy:
-    """Trains as `training/loop.py` does: Megatron's model, schedule and optimizer, the samples of the settings."""
+    """Trains as loop.py does: Megatron's model, schedule and optimizer, the samples of the settings."""
 
     def __init__(self, config: Config):
         self.config, self._runtime = config, share_alone(config)

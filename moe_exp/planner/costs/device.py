@@ -191,7 +191,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
     slices = Group(config.etp, 1, hardware, config.gpus_per_node)
     older = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
     one_for_all = {"auto": False, "alltoall": False, "deepep": True, "allgather": False}
-    sends_once = priced(config, "dispatcher", one_for_all)
+    sends_once = config.ep > 1 and priced(config, "dispatcher", one_for_all)
     rows, seconds = slots, 0.0  # bytes that a rank's experts get
     if config.dispatcher == "allgather" and (config.ep > 1 or not hardware.is_recent):
         rows, seconds = everywhere, experts.reduce_scatter(everywhere, experts.ring_share(constants, older))
