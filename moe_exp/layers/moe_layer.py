@@ -182,9 +182,20 @@ class MoELayer(nn.Module):
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
         balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
         z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
-        sizes |= {"shape": shape, "batch_dim": settings.batch_dim, "balance": balance}
-        sizes["global_counts_E"] = getattr(self.router, "global_tokens_per_expert", None)
-        inputs = LossInputs(decision, scores, counts_E, expert_TK, counted_TK, config.topk, **sizes)
+        inputs = LossInputs(
+            decision,
+            scores,
+            counts_E,
+            expert_TK,
+            counted_TK,
+            config.topk,
+            num_tokens,
+            group,
+            shape=shape,
+            batch_dim=settings.batch_dim,
+            balance=balance,
+            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
+        )
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
+from moe_exp.layers.experts import SharedExpert
 from moe_exp.layers.moe_layer import MoELayer, mark
 
 
@@ -54,6 +55,19 @@ def test_phases_in_both_directions_and_the_same_numbers(backend, dispatcher, pha
     assert seen.phases == phases * (3 if recompute else 2)  # recomputed before what backward does
     for without, with_timers in zip(*results, strict=True):
         assert torch.equal(without, with_timers)
+
+
+def test_a_shared_expert_has_the_same_gradients_with_and_without_timers() -> None:
+    """The order in which backward adds the gradients of experts and shared expert does not depend on them."""
+    found = []
+    for timers in (None, Seen()):
+        torch.manual_seed(1)
+        shared = SharedExpert(hidden_size=HIDDEN, ffn_size=12, gate=True)
+        layer = tiny_layer(dtype=torch.float32, shared=shared)
+        layer.timers, x_TD = timers, random(64, HIDDEN, seed=9).float().requires_grad_()
+        layer(x_TD)[0].square().sum().backward()
+        found.append(x_TD.grad)
+    assert torch.equal(*found)
 
 
 def test_evaluation_is_no_phase() -> None:

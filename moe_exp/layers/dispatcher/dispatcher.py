@@ -67,7 +67,13 @@ class RoutedTokens:
     x_TD: Tensor
     decision: RoutingDecision
     rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
-    record: DispatchRecord = DispatchRecord(None)  # the experts sum a token's results: nothing to combine
+
+    @property
+    def record(self) -> DispatchRecord:
+        """Nothing to combine, as the experts sum a token's results. Not a field: torch.compile refuses its
+        default.
+        """
+        return DispatchRecord(None)
 
 
 Pending = Callable[[], Dispatched | RoutedTokens]  # a dispatch in flight; pass to `finish` once
@@ -161,6 +167,9 @@ class TokensDispatcher(Dispatcher):
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
+        # A node older than the shared expert: backward adds the gradients of both in the same order as with
+        # timers, and with [S, B, D].
+        x_TD = x_TD.view_as(x_TD)
         return lambda: RoutedTokens(x_TD, decision, rows_per_expert)
 
 

@@ -106,7 +106,8 @@ class _Experts(torch.autograd.Function):
         up: Any = in_fp8.up_projection if fp8 else up_projection
         product: Any = in_fp8.grouped_matmul if fp8 else grouped_matmul
         gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
-        options = gathering | {"bias1_LW": bias1_LW, "keeps_hidden": has_backward}
+        # no `|`: torch.compile knows it only in later versions of torch
+        options = {**gathering, "bias1_LW": bias1_LW, "keeps_hidden": has_backward}
         hidden_RW, active_RF = up(x, weight1_LWD, offsets_L1, **options)
         of_bias = None if bias2_LD is None else weights_R
         y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)

@@ -108,11 +108,11 @@ class MegatronRouter(Router):
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Called by Megatron's finalize_model_grads per global batch; Megatron updates the expert bias."""
-        self.end_of_batch(self.batch_group, GlobalFractions)
+        self.update_rules(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
         """Updates what Megatron's finalize_model_grads, after which it is called, does not know."""
-        self.end_of_batch(self.batch_group, (QuantileBias, L1Factor))
+        self.update_rules(self.batch_group, QuantileBias, L1Factor)
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:

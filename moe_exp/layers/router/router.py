@@ -87,9 +87,9 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        for rule in self.rules:
-            for name in rule.buffers(self.config.num_outputs, "meta"):
-                nn.init.constant_(getattr(self, name), rule.initial if name in rule.saved else 0.0)
+        initial = {name: rule.initial for rule in self.rules for name in rule.saved}
+        for name, buffer in self.named_buffers(recurse=False):
+            nn.init.constant_(buffer, initial.get(name, 0.0))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keeps counters and accumulators in their dtype when the model is cast to bf16."""
@@ -179,20 +179,18 @@ class Router(nn.Module):
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
-    @torch.no_grad()
-    def end_of_batch(
-        self,
-        group: ProcessGroup | None = None,
-        kinds: type[BalanceRule] | tuple[type[BalanceRule], ...] = BalanceRule,
-    ) -> None:
+    def end_of_batch(self, group: ProcessGroup | None = None) -> None:
         """Updates the expert bias and what losses need of earlier batches, after the last forward pass of a
         global batch.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
-            kinds: update rules of these classes only, see balance.py. Within Megatron, finalize_model_grads
-                does what SignBias does.
         """
+        self.update_rules(group, BalanceRule)
+
+    @torch.no_grad()
+    def update_rules(self, group: ProcessGroup | None, *kinds: type[BalanceRule]) -> None:
+        """The part of `end_of_batch` of these rules: Megatron itself does that of SignBias."""
         for rule in self.rules:
             if isinstance(rule, kinds):
                 rule.end_of_batch(self, group)
