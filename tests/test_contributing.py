@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's "Where to start": the files, functions and tables that it names are there."""
+"""CONTRIBUTING.md's "Where to start": the files, functions and tables that it names exist."""
 
 import re
 
@@ -8,19 +8,22 @@ from helpers import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SECTION = TEXT.split("## Where to start")[1].split("\n## ")[0]
-ROWS = [line.strip("|").split("|") for line in SECTION.splitlines() if line.startswith("| ")][1:]
+CHANGES = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=^\*\*|\Z)", SECTION, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("change", "files", "tests"), ROWS, ids=lambda text: text.strip()[:24])
-def test_what_a_row_names_exists(change, files, tests):
-    production, proofs = (
-        re.findall(r"`(moe_exp/[\w./-]+)`", files),
-        re.findall(r"`(tests/[\w/]+\.py)`", tests),
-    )
-    assert production and proofs, change
-    assert [name for name in production + proofs if not (ROOT / name).is_file()] == []
-    for file, what in re.findall(r"`(moe_exp/[\w./-]+\.py)`:([^;|]*)", files):
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert [
-            name for name in re.findall(r"`(\w+)`", what) if not re.search(rf"\b{name}\b", source)
-        ] == [], file
+def test_every_change_has_files_and_tests():
+    assert len(CHANGES) >= 18
+    for change, text in CHANGES:
+        assert re.search(r"^1\. ", text, re.MULTILINE) and re.search(r"^Tests: `tests/", text, re.MULTILINE), change
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES, ids=[change[:24] for change, _ in CHANGES])
+def test_what_a_change_names_exists(change, text):
+    """A name in backticks is a path, or a whole word of a file that the same line of the list names."""
+    for line in re.split(r"\n(?=\d\. |\n)", text):
+        names = re.findall(r"`([^`]+)`", line)
+        paths = [ROOT / name for name in names if "/" in name]
+        assert [path for path in paths if not path.exists()] == []
+        source = "\n".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
+        words = [name for name in names if re.fullmatch(r"\w+", name)]
+        assert [word for word in words if not re.search(rf"\b{word}\b", source)] == [], line

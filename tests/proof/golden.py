@@ -142,9 +142,16 @@ def main() -> int:
         print(why)
         return 2
     if arguments.write and not (same_cpu and record["versions"] == here["versions"]):
-        if arguments.only:
-            parser.error("--only: golden.json is of another CPU or of other versions. Fix: write all parts.")
-        record = {"entries": {}}
+        # Texts are the same on every CPU, so they may be written beside the numbers of another one.
+        if any(COMPUTED.match(f"{part}/resumed/") for part in arguments.only or PARTS):
+            if arguments.only:
+                rule = "golden.json is of another CPU or other versions"
+                parser.error(f"--only: {rule}. Fix: write all parts, or usage, printed, sbatch and data only.")
+            record = {"entries": {}}
+        elif record["versions"] != here["versions"]:
+            parser.error(other_versions(record))
+        else:
+            here = {name: record[name] for name in here}
     if arguments.check and not same_cpu:
         print(
             f"golden.json is of another CPU, {record['cpu']}: computed numbers are compared within {LIMITS}"
