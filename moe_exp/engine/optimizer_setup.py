@@ -73,8 +73,8 @@ def _megatron_builds(config: Config) -> Iterator[None]:
         )
         made = partial(Muon, momentum=config.muon_momentum, dense=dense, experts=experts)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
-    # The last value is for an isinstance check, which refuses SGD because of Megatron's own checkpoint format.
-    # We do not write that format.
+    # The last value passes an isinstance check, which refuses SGD because of Megatron's checkpoint format; we
+    # write our own.
     values = [(module, "Adam", made), (module, "SGD", chosen), (module, "USING_PYTORCH_OPTIMIZER", False)]
     values += [(distributed, "Adam", (chosen,))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
@@ -95,7 +95,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon steps on the parameter as split along `axis`; not on embedding, output layer and routers."""
+    """Whether Muon steps on the parameter, split along `axis`: not embedding, output layer and routers."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -242,23 +242,22 @@ def base_learning_rate(scheduler: LearningRateScheduler) -> float:
 
 
 def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int, int, int]:
-    """(micro-batches per data parallel rank, samples per micro-batch, global batch size) of the next iteration.
+    """(micro-batches per data parallel rank, micro-batch size, global batch size) of the next iteration.
 
-    Constant, or ramped up by RAMPUP_BATCH_SIZE. Samples have `seq_len` tokens (DATA_STAGES), but are counted
-    in units of SEQ_LEN tokens.
+    Samples have `seq_len` tokens (DATA_STAGES), but are counted in units of SEQ_LEN tokens.
     """
     size, batch_size = config.microbatch_samples(seq_len), config.batches.size_at(consumed_samples)
     return batch_size // (size * config.data_parallel_size), size, batch_size
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes all parts of `optimizer` on all ranks skip steps together and use the same loss scale (fp16 only).
+    """Makes all parts of `optimizer` on all ranks skip steps together and share one loss scale (fp16 only).
 
     Costs one scalar reduction over all ranks per step.
     """
     # Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
-    # multiplied by the scale of the first one, but each part divides its gradients by its own scale and lowers
-    # it when its own gradients overflow. After an overflow in one part, gradients are wrong by a power of two.
+    # multiplied by the scale of the first one, but each part divides its gradients by its own scale and
+    # lowers it when its own gradients overflow. From then on, other gradients are wrong by a power of two.
     parts = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None) is not None]
     if not parts:
         return
@@ -279,10 +278,10 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 # Skipping of optimizer steps with a non-finite gradient, on all ranks or none.
 #
-# Megatron computes the gradient norm before clipping. It is identical on every rank: one NaN or infinity on any
+# Megatron computes the gradient norm before clipping. It is identical on every rank: a NaN or infinity on any
 # rank makes it NaN or infinite on all. With bf16 and fp32 Megatron takes the step anyway; with fp16 the loss
-# scaler checks the gradients first. Here the step ends once the norm is known, at no cost, because the norm is
-# already on the host. `microbatch.lm_loss` ensures that a non-finite loss has a non-finite gradient.
+# scaler checks the gradients first. Here the step ends once the norm is known, at no cost: it is already on
+# the host. `microbatch.lm_loss` ensures that a non-finite loss has a non-finite gradient.
 
 
 class _NotFiniteError(Exception):
@@ -332,7 +331,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if has_relu else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state, then calls `finalize` (which updates them) and our own update."""
+        """Hook that copies the routers' state, then updates it by `finalize` and `end_of_global_batch`."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

@@ -60,7 +60,7 @@ def start(config: Config) -> Runtime:
     if world_size != config.world_size:
         raise ValueError(
             f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} this requires"
-            f" {config.world_size} ranks, but torchrun started {world_size}. Fix: use the same numbers in both."
+            f" {config.world_size} ranks, but torchrun started {world_size}. Fix: give both the same numbers."
         )
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
@@ -131,7 +131,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank, whose process group is created once and kept; ValueError with several ranks."""
+    """Runtime of a single rank; its process group is created once and kept. ValueError with more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -165,7 +165,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; PyTorch then raises for operations without one. Call before GPU work."""
+    """Enables deterministic algorithms, before any GPU work; operations without one then raise."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -254,7 +254,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """Result of `make` on rank 0, None on other ranks. Called by every rank; raises like `from_first_rank`."""
+    """Result of `make` on rank 0, None elsewhere. Called by every rank; raises like `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
@@ -279,7 +279,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """This rank's result of `make`. If it raises a ValueError on any rank, every rank raises the same text."""
+    """This rank's result of `make`; if it raises ValueError on any rank, every rank raises the same text."""
     value, line = None, ""
     try:
         value = make()
