@@ -61,14 +61,12 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Exchanges weights and average inside the block and restores them, to the bit, at its end.
-
-    Called by every rank, within `parameters_in_sync`. Buffers such as the routers' expert bias do not change.
-    """
+    """Exchanges weights and average inside the block. Called by every rank, within `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:
-        # In place, block by block: a copy of all weights would need 4 more bytes per parameter.
+        # A second exchange undoes it, to the bit. In place and block by block, because a copy of all weights
+        # would need 4 more bytes per parameter. Buffers such as the expert bias have no average.
         for main, average in _pairs(optimizer):
             for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
                 held = ours.clone()
@@ -82,10 +80,7 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Copies the optimizer's main weights, rounded, to the model on all ranks, and waits.
-
-    Called by every rank, within `parameters_in_sync`.
-    """
+    """Copies the rounded main weights to the model. Called by every rank, within `parameters_in_sync`."""
     for part in optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

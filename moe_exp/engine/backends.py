@@ -91,10 +91,7 @@ PARTS = {"experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entro
 
 
 def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
-    """Compares a run's kernels with plain PyTorch. Called by every rank before the model is built.
-
-    Returns:
-        Parts with a wrong kernel, for `build_model` and `backends_of`.
+    """Compares a run's kernels with plain PyTorch and returns wrong ones. Called by every rank.
 
     Raises:
         ConfigError: on every rank, if a kernel requested by name is wrong on any rank, or MOE_SM_MARGIN is
@@ -122,7 +119,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
         of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, mine)
-        # the same on all ranks: each part's problems on the first rank that has any
+        # each part's problems on the first rank that has any, the same on all ranks
         found = [next((lines for lines in part if lines), []) for part in zip(*of_ranks, strict=True)]
     failures = []
     for part, lines in zip(parts, found, strict=True):
@@ -143,11 +140,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
 
 
 def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]) -> None:
-    """Times the kernels' configs on rank 0 for every class of row counts; all ranks use its choices.
-
-    With several ranks nothing is tuned during training, so that no rank waits for another. Called by every
-    rank after `check_run`, whose result is `failures`.
-    """
+    """Times the kernels' configs on rank 0; all ranks use its choices. `failures` are from `check_run`."""
     failed = {failure.part for failure in failures}
     parts = [part for part in parts_with_kernels(config, runtime.device) if part not in failed]
     if not parts or not can_check(runtime.device):
@@ -170,6 +163,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
         return choices()
 
     found = from_first_rank(timed)
+    # With several ranks nothing is tuned during training, so that no rank waits for another.
     if runtime.world_size > 1:
         take_choices(found)
     if runtime.device.type == "cuda":

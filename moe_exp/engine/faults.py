@@ -101,11 +101,7 @@ class StopRules:
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
-    """Ends this rank without a traceback; rank 0 prints `lines`. Called by every rank.
-
-    On a nonzero exit code torchrun prints a page of text that would bury the lines. Under our launcher the
-    ranks therefore report the code to the launcher and exit with 0.
-    """
+    """Ends this rank without a traceback; rank 0 prints `lines`. Called by every rank."""
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
         leave_reasons(*lines)
@@ -114,21 +110,20 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
         # Other ranks may still need messages that are queued on this GPU.
         torch.cuda.synchronize()
         time.sleep(1.0)  # lets NCCL finish sending over the network
+    # On a nonzero exit code torchrun prints a page of text that would bury the lines, so our launcher gets
+    # the code from a file. os._exit skips the cleanup of process groups, which would wait for other ranks.
     has_launcher = report_exit_code(code)
-    # skips the cleanup of process groups, which would wait for the other ranks
     os._exit(0 if has_launcher else code)
 
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error in the block with rank, host name and device; user errors only as their line.
-
-    When a rank dies, the others fail in the collective that waits for it. They hold back their own error
-    until torchrun terminates them (SIGTERM sets `stop`), so only the rank that failed first prints its error.
-    """
+    """Prints an error in the block with rank, host name and device; user errors only as their line."""
     try:
         yield
     except Exception as error:
+        # When a rank dies, the others fail in the collective that waits for it. They hold back their own
+        # error until torchrun terminates them (SIGTERM sets `stop`): only the first rank prints its error.
         deadline = time.monotonic() + 5.0
         while any(text in str(error) for text in CAUSED_BY_ANOTHER) and time.monotonic() < deadline:
             if stop.reason or reported_exit_code() == BAD_INPUT:  # another rank prints the user error

@@ -198,7 +198,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 
 def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -> dict[str, Any]:
-    """MoE options without a field in TransformerConfig; `kernel_failures` as in `build_model`."""
+    """MoE options without a field in TransformerConfig; `kernel_failures` is from `backends.check_run`."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     routing, _ = choose_routing(
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
@@ -244,10 +244,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = ()
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism.
-
-    `kernel_failures`: parts that must not use their kernels, from `backends.check_run`.
-    """
+    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism."""
     settings = transformer_config(config)
     chunks = [
         build_chunk(config, settings, runtime, stage, kernel_failures=kernel_failures)

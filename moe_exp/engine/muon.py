@@ -114,11 +114,9 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Rank of each task: assigns the costliest task first, each to the rank with the lowest total so far.
-
-    The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
-    anomalies", theorem 2). Ties go to the earlier task and the lower rank, so all ranks get the same result.
-    """
+    """Rank of each task: assigns the costliest task first, each to the rank with the lowest total so far."""
+    # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
+    # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
     for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
         sum_so_far, owners[task] = ranks[0]
@@ -192,11 +190,9 @@ def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | No
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Approximately U V^T for fp32 matrices U S V^T [..., rows, columns], by five Newton-Schulz steps.
-
-    The singular values become 0.7 to 1.2.
-    """
-    # Jordan's coefficients: steep at 0, so that small singular values grow fast, but not convergent to 1.
+    """Approximately U V^T for fp32 matrices U S V^T [..., rows, columns], by five Newton-Schulz steps."""
+    # Jordan's coefficients: steep at 0, so that small singular values grow fast. The result does not converge
+    # to 1, but to 0.7 to 1.2.
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.reshape(-1, *matrices.shape[-2:])

@@ -24,10 +24,7 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel.
-
-    `adam_w_mode` must be True, and `capturable`, for CUDA graphs, False.
-    """
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
 
@@ -104,10 +101,7 @@ def _fused_adamw(
 
 
 class Bf16Adam(Adam):
-    """Adam with bf16 moments, converted to fp32 for the update (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2).
-
-    Rounds to nearest, so a change of a moment by less than 2^-8 of its value may be lost.
-    """
+    """Adam with bf16 moments, fp32 during the update (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
     _dtype = torch.bfloat16
 
@@ -118,6 +112,7 @@ class Bf16Adam(Adam):
         for p in params:
             moments = self.moments(p)
             _fused_adamw(group, [p], [moments])
+            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
             self.set_moments(p, moments)
 
 
@@ -203,13 +198,7 @@ class Adam8bit(Adam):
 
 
 def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """`table[codes] * scale` with a scale per 256 values: fp32, flat.
-
-    Args:
-        codes: uint8, n values in any shape.
-        scale: fp32 [ceil(n / 256)].
-        table: fp32 [256], ascending.
-    """
+    """`table[codes] * scale`, fp32 [n], for n uint8 codes, fp32 scales [ceil(n / 256)] and a table [256]."""
     flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -219,10 +208,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes, uint8 [n], and scales, fp32 [ceil(n / 256)], for `dequantized`.
-
-    A block's scale is the smallest that keeps all its values in the range of the table.
-    """
+    """Nearest codes, uint8 [n], and the smallest scales, fp32 [ceil(n / 256)], that keep values in range."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []

@@ -107,10 +107,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Names of this rank's parameters in checkpoints, with layer numbers, by parameter id.
-
-    They are the same in every layout. A tied output layer has the name of the embedding.
-    """
+    """Checkpoint names, with layer numbers, of this rank's parameters by id; the same in every layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -198,10 +195,7 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler and its checkpointed state, with the learning rates of `config.learning_rate`.
-
-    Each parameter group follows the schedule between its own `max_lr` and `min_lr`.
-    """
+    """Megatron's scheduler with the schedule of `config.learning_rate` between a group's own bounds."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
@@ -242,19 +236,14 @@ def base_learning_rate(scheduler: LearningRateScheduler) -> float:
 
 
 def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int, int, int]:
-    """(micro-batches per data parallel rank, micro-batch size, global batch size) of the next iteration.
-
-    Samples have `seq_len` tokens (DATA_STAGES), but are counted in units of SEQ_LEN tokens.
-    """
+    """(micro-batches per data parallel rank, micro-batch size, global batch size) of the next iteration."""
+    # samples have `seq_len` tokens (DATA_STAGES), but are counted in units of SEQ_LEN tokens
     size, batch_size = config.microbatch_samples(seq_len), config.batches.size_at(consumed_samples)
     return batch_size // (size * config.data_parallel_size), size, batch_size
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes all parts of `optimizer` on all ranks skip steps together and share one loss scale (fp16 only).
-
-    Costs one scalar reduction over all ranks per step.
-    """
+    """Makes all parts of `optimizer` on all ranks skip steps together and use one loss scale (fp16 only)."""
     # Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
     # multiplied by the scale of the first one, but each part divides its gradients by its own scale and
     # lowers it when its own gradients overflow. From then on, other gradients are wrong by a power of two.

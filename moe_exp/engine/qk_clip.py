@@ -29,9 +29,8 @@ def clip_attention_logits(
 ) -> None:
     """Makes `optimizer.step` also apply QK-clip whenever it changes the weights.
 
-    Costs a second product of queries and keys per forward pass, and a reduction of one value per head over
-    `replicas`, the data and context parallel ranks. Requires whole main weights on every rank, and
-    `CausalAttention` as attention core.
+    Requires whole main weights on every rank, and `CausalAttention` as attention core. `replicas` are the
+    data and context parallel ranks.
     """
     attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
     cores = attention_cores(model)

@@ -47,13 +47,9 @@ def choose_communication() -> tuple[str, str]:
 
 
 def start(config: Config) -> Runtime:
-    """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
+    """Joins torchrun's job, or an existing process group, which `stop` then keeps.
 
-    Uses an existing process group, which `stop` then keeps.
-
-    Raises:
-        ValueError: if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment rules out
-            DETERMINISTIC.
+    ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
     """
     global _found
     rank, world_size = _place()
@@ -201,10 +197,8 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds the random streams of Python, numpy, PyTorch and Megatron, by tensor and pipeline rank.
-
-    Initial weights do not come from these streams, see `initial_weights.py`.
-    """
+    """Seeds the random streams of Python, numpy, PyTorch and Megatron (not of `initial_weights.py`)."""
+    # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -261,15 +255,12 @@ def on_first_rank(make: Callable[[], T]) -> T | None:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, which only rank 0 calls, on every rank. Called by every rank.
-
-    A ValueError of `make` is raised on every rank, so that no rank waits for one that has failed.
-    """
+    """Result of `make`, called on rank 0 alone, on every rank; its ValueError is raised on every rank."""
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
             box = [(make(), None)]
-        except ValueError as caught:
+        except ValueError as caught:  # sent to all ranks, so that none waits for one that has failed
             box = [(None, caught)]
     torch.distributed.broadcast_object_list(box)
     value, error = box[0]

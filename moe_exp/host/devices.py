@@ -124,10 +124,7 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory still available to this process: the minimum over the machine and its control groups.
-
-    Supports cgroup version 2 and 1; 2 GiB if neither limit is known (macOS).
-    """
+    """Memory still available to this process: minimum over machine and control groups (version 2 or 1)."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]
     for line in _lines(proc / "self/cgroup"):
@@ -148,6 +145,7 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 # cache counts as used, but the kernel drops it on demand
                 found.append(limit - used + int(statistics.get("inactive_file", 0)))
+    # macOS has neither file: assume 2 GiB
     return max(0, min(found, default=2 * 2**30))
 
 

@@ -29,10 +29,8 @@ CAUSED_BY_ANOTHER = (
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
-    """Reports the job's exit code to this node's launcher, from the first local rank; False without one.
-
-    torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0.
-    """
+    """Reports the job's exit code to this node's launcher, from the first local rank; False without one."""
+    # torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0
     path = os.environ.get(EXIT_CODE_FILE)
     if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
         try:

@@ -96,12 +96,9 @@ def regular(path: Path) -> Path:
 def read_json(path: Path, *, fix: str = "") -> Any:
     """Value in a JSON file.
 
-    Args:
-        fix: the fix in the error of a damaged file; without it, the error is only the reason.
-
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if it is not JSON, or nested too deep, or has too long numbers for Python.
+        ValueError: if it is damaged; with `fix` as a complete line, without it only the reason.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Differences between the versions of Megatron-Core that setup.py accepts, 0.16 to 0.19.
 
 Only some of these versions need the code here; the rest of the package uses features that all of them have.
-This module imports nothing from Megatron; callers pass its modules. tests/host/test_megatron_versions.py lists
-each difference and fails once the accepted versions no longer differ, so that the code here can be removed.
+Callers pass Megatron's modules, none is imported here. tests/host/test_megatron_versions.py lists each
+difference and fails once the accepted versions no longer differ, so that the code here can be removed.
 """
 
 import logging
@@ -27,29 +27,23 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Fixes a NameError in the router of 0.16 without Transformer Engine; only comparisons use that router."""
+    """Fixes a NameError in the router of 0.16 without Transformer Engine, which only comparisons use."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 
 
 def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
-    """Lets Megatron build multi-latent attention without Transformer Engine.
-
-    Args:
-        linear: Megatron's own linear layer, which from 0.19 on it imports only with Transformer Engine.
-    """
+    """Lets Megatron build multi-latent attention without Transformer Engine, with Megatron's own `linear`."""
     if not isinstance(multi_latent_attention.TELinear, type):
         # The names are then stand-ins, which Megatron mistakes for Transformer Engine's classes.
         multi_latent_attention.HAVE_TE = False
-        multi_latent_attention.Linear = linear
+        multi_latent_attention.Linear = linear  # from 0.19 on, imported only with Transformer Engine
 
 
 class PartsOfSpec:
-    """Makes multi-latent attention of 0.19 use the norms of its spec, as before.
+    """Makes multi-latent attention of 0.19 use the norms of its spec, as before."""
 
-    Its own rules require Transformer Engine if queries are not compressed.
-    """
-
+    # Megatron's own rules require Transformer Engine if queries are not compressed.
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return vars(submodules)
 
@@ -62,11 +56,9 @@ def refuse_cuda_graphs(capturable: bool) -> None:
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:
-    """Makes the rank itself write checkpoints with `write`, which puts its results into `results`.
-
-    0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
-    and is in another process.
-    """
+    """Makes the rank itself write checkpoints with `write`, which puts its results into `results`."""
+    # 0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
+    # and is in another process.
     filesystem_async._get_write_results_queue = lambda *args: results
     filesystem_async.get_write_results_queue = lambda *args: results
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)

@@ -1,8 +1,7 @@
 """Files in an object store, through fsspec: s3:// with s3fs, gs:// with gcsfs, hf:// with huggingface_hub.
 
 These packages read credentials and the server address from AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN and fsspec's configuration. Failed requests are retried, and files are
-downloaded in parts.
+GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN and fsspec's configuration.
 """
 
 import contextlib
@@ -188,10 +187,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts and resumes a previous partial download next to `path`.
-
-        Raises as above, and a ConnectionError if the file is no longer the `known` version.
-        """
+        """Downloads a file in parts, or resumes; ConnectionError if it is no longer the `known` version."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)

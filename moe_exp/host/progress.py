@@ -25,10 +25,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that reports completed units out of `total`.
-
-    `unit` is `bytes` or a plural noun; `done` units were completed by an earlier call.
-    """
+    """Yields a function that reports completed units; an earlier call completed `done` of `total`."""
     # bound now, because a step may redirect sys.stderr to silence a package
     console = Console(file=sys.stderr)
     if console.is_terminal:

@@ -1,7 +1,4 @@
-"""Numbers as text, with the same units in tables, in the terminal and on the report page.
-
-A dash means not measured. `assets/format.js` of the report has the same rules.
-"""
+"""Numbers as text, by the same rules as the report's `assets/format.js`; a dash means not measured."""
 
 import math
 from datetime import timedelta

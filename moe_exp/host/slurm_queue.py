@@ -98,12 +98,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Reads the jobs with a --job-name and user (default: the current user), or with `job_ids`, from squeue.
-
-    Raises:
-        NoSqueue: if squeue is not on PATH.
-        QueueError: if squeue fails or takes longer than a minute.
-    """
+    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; else QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
@@ -162,7 +157,7 @@ def job_environment() -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Output of squeue. Requested jobs may have ended. Raises like `read_queue`."""
+    """Output of squeue. NoSqueue if it is not on PATH; QueueError if it fails or takes over a minute."""
     # Drop the user's own settings, which may hide jobs, truncate long array ids or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
@@ -174,6 +169,7 @@ def _squeue(*options: str) -> str:
         raise NoSqueue(f"squeue: not found on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError("squeue: no response in 60 s") from None
+    # an error about requested jobs only means that they ended some time ago
     if done.returncode and "invalid job id" not in done.stderr.lower():
         raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
     return done.stdout

@@ -43,10 +43,7 @@ class Mark:
 
 
 def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
-    """Marks from the events in a run's records, sorted by iteration.
-
-    A resume removes marks after its checkpoint. The first start is not a resume, even from LOAD_DIR.
-    """
+    """Marks from the events in a run's records, sorted by iteration."""
     found: dict[tuple[str, int], Mark] = {}
     is_first = True
     for event in records:
@@ -61,6 +58,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
             label = ", ".join(map(str, changes)) if isinstance(changes, list) else str(changes)
             found["resume", iteration] = Mark("settings", iteration, label)
         elif name in ("start", "resume"):
+            # Iterations after the checkpoint are repeated. The first start, even from LOAD_DIR, has no mark.
             found = {key: mark for key, mark in found.items() if mark.after <= iteration}
             if name == "resume" and not is_first:
                 found.setdefault(("resume", iteration), Mark("resume", iteration))
@@ -69,10 +67,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draws train and validation loss and the learning rate over iterations as a PNG, with `marks_of`.
-
-    ValueError if no train record has a loss.
-    """
+    """Draws losses and learning rate over iterations as a PNG, with `marks_of`; ValueError without a loss."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -166,10 +161,8 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values to each side, fewer at the steep start.
-
-    NaN stays NaN, to show gaps, and is excluded from the means around it.
-    """
+    """Centered moving mean over up to `half_width` values to each side, fewer at the steep start."""
+    # NaN stays NaN, to show gaps, and is excluded from the means around it
     sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
     counts = [0, *accumulate(int(not math.isnan(value)) for value in values)]
     means = []
@@ -206,10 +199,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks display, without empty panels.
-
-    Raises:
-        ValueError: if all panels are empty.
+        A matplotlib Figure that notebooks display, without empty panels; ValueError if all are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -277,23 +267,17 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 
 
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Indices of runs grouped by settings, ignoring SEED and settings that do not affect training.
-
-    A run without settings is a group of its own.
-    """
+    """Indices of runs, grouped by all settings that affect training except SEED."""
     found: dict[object, list[int]] = {}
     for index, values in enumerate(settings):
         names = (name for name in values if name not in TRAITS or TRAITS[name].compared)
         compared = sorted((name, str(values[name])) for name in names if name != "seed")
-        found.setdefault(tuple(compared) or index, []).append(index)
+        found.setdefault(tuple(compared) or index, []).append(index)  # without settings, a run is alone
     return list(found.values())
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names from the differences between runs, such as `dense` and `dmoe, TOPK=2`.
-
-    Falls back to `names` if settings are unknown, not different, or too long for a name.
-    """
+    """Names from the differences between runs, such as `dense` and `dmoe, TOPK=2`; else `names`."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))

@@ -113,10 +113,7 @@ EVENTS = {
 
 
 def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
-    """Appends an event (one of EVENTS) to a metrics.jsonl, which is created if missing.
-
-    `iteration` is the last one known to be complete.
-    """
+    """Appends one of EVENTS to a metrics.jsonl; `iteration` is the last one known to be complete."""
     append(path, event_record(name, iteration, **details))
 
 
@@ -213,13 +210,11 @@ def newest_records(path: Path) -> list[Record]:
 
 
 def drop_records_after(path: Path, iteration: int) -> int:
-    """Removes train and valid records after `iteration` and a broken last line, atomically.
-
-    Keeps events, which are part of the run's history even if their iterations are repeated. Reads backwards
-    and only as far as needed, because the file may be large. Returns the number of removed records.
-    """
+    """Removes train and valid records after `iteration` atomically; returns the number of removed records."""
     if not path.exists():
         return 0
+    # Keeps events, which are part of the run's history even if their iterations are repeated. Reads backwards
+    # and only as far as needed, because the file may be large.
     kept, num_removed, begin, end = list[bytes](), 0, 0, path.stat().st_size
     for begin, line in _backwards(path):
         record = parsed_record(line) if line.endswith(b"\n") else None

@@ -196,10 +196,7 @@ def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any]
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of a start.
-
-    The commit has the suffix "+changes" if files are modified, and is None outside a checkout.
-    """
+    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of a start."""
     started = datetime.now().astimezone()  # before git, which may take seconds on a slow disk
     package, commit, changes = Path(__file__).parent, None, None
     # If the package is installed inside another repository, git would return that one's commit.
@@ -248,13 +245,10 @@ _UNREPORTED = (
 
 
 def changes_of_resume(config: Config) -> list[str]:
-    """Changes since the previous start that affect training, such as `LR 0.001 -> 0.003`.
-
-    Empty without a checkpoint to resume from.
-    """
+    """Changed settings at a resume that affect training, such as `LR 0.001 -> 0.003`."""
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
-        return []
+        return []  # nothing to resume from
     before, changed = _changed_settings(folder, config)
     decay_before = before.get("decay_iters") or before.get("train_iters")  # 0 stands for TRAIN_ITERS
     changed["decay_iters"] = [decay_before, config.decay_end]

@@ -65,11 +65,9 @@ def finish_run(
     code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:
-    """Writes the summary of the start that was launched at `since` (with time zone).
+    """Writes the summary of the start launched at `since` (with time zone); returns status and text.
 
-    Returns:
-        The status and the summary text, which also reports write errors; None if the start ended before it
-        wrote its first record.
+    None if the start ended before it wrote its first record.
     """
     records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
@@ -120,11 +118,9 @@ def summarize(
     status: Status,
     code: int | None = None,
 ) -> dict[str, Any]:
-    """Content of summary.json for the latest start.
+    """Content of summary.json; losses are in nats per token, None if not measured or not finite.
 
-    Losses are in nats per token, None if not measured or not finite. Speeds are medians over the train
-    records, so that warm-up, evaluation and checkpoints do not distort them. `records` and `experts` are from
-    `split_experts`; `code` is the exit code of the ranks, None if unknown.
+    `records` and `experts` are from `split_experts`; `code` is the exit code of the ranks, None if unknown.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
@@ -160,6 +156,7 @@ def summarize(
         "consumed_samples": last.get("consumed_samples", 0),
         "consumed_tokens": last.get("consumed_tokens", 0),
         "wall_seconds": round(wall_seconds, 3),
+        # medians, so that warm-up, evaluation and checkpoints do not distort them
         "tokens_per_second": _median(train, "tokens_per_second"),
         "ms_per_iteration": _median(train, "elapsed_time_per_iteration_ms"),
         "tflops_per_gpu": _median(train, "tflops_per_gpu"),

@@ -136,18 +136,14 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
-
-    INFO goes to stdout, WARNING and above to stderr. Rank 0 must open the run folder first. A second call
-    replaces the handlers.
-    """
+    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank."""
     end_logging()
     lowest = logging.INFO if rank == 0 else logging.WARNING
     stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     stdout.addFilter(lambda record: record.levelno < logging.WARNING)
     stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
     handlers: list[logging.Handler] = [stdout, stderr]
-    # Without a shared file system, a node logs only to its console.
+    # Rank 0 has created the folder. Without a shared file system, a node logs only to its console.
     if folder.path.is_dir():
         # delay: ranks without warnings never open the file.
         handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))

@@ -245,12 +245,9 @@ class IterationEnd:
 def end_of_iteration(
     *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
 ) -> IterationEnd:
-    """Agrees with the other ranks by one all-reduce, in which the host waits for the GPU.
-
-    If ranks stop for different reasons, the first in `reasons` is used. `losses` as in `Step`, or empty if
-    another rank of the tensor parallel group counts them.
-    """
-    # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens.
+    """Agrees with the other ranks by one all-reduce, in which the host waits for the GPU."""
+    # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
+    # have different reasons, the first one is used.
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:
@@ -267,12 +264,10 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Time between `start` and `stop` of each phase on this rank (LOG_TIMERS).
+    """Time between `start` and `stop` of each phase on this rank (LOG_TIMERS)."""
 
-    On a GPU both record events in the current stream and synchronize only in `take`. The time of a phase then
-    includes waits for other ranks and for the host.
-    """
-
+    # On a GPU both record events in the current stream and synchronize only in `take`. The time of a phase
+    # then includes waits for other ranks and for the host.
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._seconds = dict.fromkeys(PHASES, 0.0)

@@ -397,11 +397,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Measures and records the validation loss of the weights and, with EMA_DECAY, of their average.
-
-    Returns:
-        The loss of the weights in nats per token, the same on every rank, and the elapsed seconds.
-    """
+    """Records the validation loss (nats per token) of weights and average; returns the first, and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

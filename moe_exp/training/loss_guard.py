@@ -1,7 +1,6 @@
 """Reactions to a bad loss: consecutive bad steps end the run; a spike is logged or rolled back.
 
-Every rank calls the guard after every iteration with the same numbers, so that all ranks decide alike without
-a collective.
+Every rank calls the guard after every iteration with the same numbers: all decide alike without a collective.
 """
 
 import itertools
@@ -80,11 +79,7 @@ class LossGuard:
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
     def check(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
-        """Checks the iteration `done`, after which `progress` was advanced.
-
-        Raises:
-            GuardEnd: on every rank, if the run must end or restart from before a spike.
-        """
+        """Checks the iteration `done`; GuardEnd on every rank if the run must end or restart."""
         self._recent.append(done)
         # A skipped step has a norm if the norm is not finite. Without a norm fp16 has overflowed, which
         # counts only if the loss scaler cannot lower its scale further.
@@ -249,10 +244,9 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without those that earlier rollbacks skip, if training resumes from `source`.
+    """`samples` without those that rollbacks skip if training resumes from `source`. Called by every rank.
 
-    Called by every rank. `sample_order` is `SampleOrder.facts` of this start. ConfigError on every rank if
-    the rollbacks of the run in `folder` cannot be read.
+    `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:

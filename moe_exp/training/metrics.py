@@ -31,10 +31,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics:
-    """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
-
-    Removes records after `start_iteration`, where training resumes. ConfigError if wandb cannot start.
-    """
+    """Writer of a run's records on rank 0; close it. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config

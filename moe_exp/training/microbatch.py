@@ -24,11 +24,7 @@ def read_microbatch(
     config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
     eod_id: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
-
-    Args:
-        first_sample: first sample of the iteration.
-        eod_id: token that ends a document (DOCUMENT_MASK, EOD_MASK_LOSS).
+    """Micro-batch `index` of this data-parallel rank in the iteration that starts at `first_sample`.
 
     Returns:
         This context parallel rank's part of `split_batch` and of `padding_mask`, True for filler, [B, S/C];
@@ -62,9 +58,7 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns the values that `lm_loss` logs for each micro-batch, [] before the
-    last pipeline stage.
-    """
+    """Runs Megatron's schedule; returns what `lm_loss` logs per micro-batch, [] before the last stage."""
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
     has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(

@@ -91,10 +91,7 @@ def tensorboard_name(name: str) -> str:
 
 
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
-    """The TensorBoard mirror, or [] if TensorBoard is not installed or not writable.
-
-    Purges records after `start_iteration` and, with TENSORBOARD_AXES, after the last record's position.
-    """
+    """The TensorBoard mirror, or [] if TensorBoard is not installed or its folder is not writable."""
     # The next `write` raises the errors of TensorBoard's writer threads; suppress their tracebacks on stderr.
     before = threading.excepthook
 

@@ -101,9 +101,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs for a micro-batch by part, [number of such parts, ...]; and for routers and output layer
-        the contribution of the change of their weights since the start.
-        """
+        """Outputs by part, [number of such parts, ...]; and the contributions of changed weights by part."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

@@ -114,10 +114,7 @@ def is_dumped(config: Config, iteration: int) -> bool:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes this rank's dump if it is in DUMP_RANKS. Called by every rank; failures are only logged.
-
-    Copies the tensors to host memory first.
-    """
+    """Writes this rank's dump if it is in DUMP_RANKS. Called by every rank; failures are only logged."""
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
@@ -178,11 +175,7 @@ class DumpedTensor:
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two dump files, or the files of equal names in two folders, tensor by tensor.
-
-    Raises:
-        ValueError: if there is nothing to compare, or a file is not a dump.
-    """
+    """Compares two dump files, or files of equal names in two folders; ValueError if they cannot be."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
         raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")

@@ -64,11 +64,7 @@ class ReplicaError(RuntimeError):
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns the elapsed seconds. Called by every rank.
-
-    Raises:
-        ReplicaError: on every rank, if any rank has a problem.
-    """
+    """Compares all replicas; returns the elapsed seconds. ReplicaError on every rank if any has a problem."""
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
         if metrics is not None:

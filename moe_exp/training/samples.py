@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples of TRAIN_DATA and VALID_DATA (or a split), or of the embedded corpus.
-
-    Both must name token files; data/own_text.py prepares text.
-    """
+    """Training and validation samples from token files (TRAIN_DATA, VALID_DATA, or the embedded corpus)."""
     train_data, valid_data = _blends(config)
     if config.data_order == "megatron":  # its order depends on the number of samples that the run needs
         num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
@@ -65,15 +62,13 @@ def _blends(config: Config) -> tuple[str, str]:
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
-    """End-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS.
-
-    ConfigError if files have no such token or different ones; usually `machine_checks` has refused them.
-    """
+    """End-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS."""
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
     blends = [train_data, valid_data, *(stage.train_data for stage in config.stages[1:])]
     prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
+    # normally empty: `machine_checks` has already refused such files
     problems, eod_id = manifests.check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)
@@ -108,9 +103,7 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
-    """ConfigError on every rank if a stage of DATA_STAGES would start inside a batch of the run resumed from
-    `source`. `skipped` are ranges of stream numbers.
-    """
+    """ConfigError on every rank if a stage would start inside a batch of the run resumed from `source`."""
     # Checked at the start; otherwise the run would fail at the stage, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(config.stage_begin_problems(saved.consumed_samples if saved else 0, skipped)):
@@ -157,7 +150,7 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
 
 def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and its differences from the order of the checkpoint `source`. Called by every rank.
+    """The sample order, and its differences from the checkpoint's. Called by every rank.
 
     ConfigError on every rank if the orders differ, unless ALLOW_OTHER_DATA is set.
     """

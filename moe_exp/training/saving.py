@@ -42,8 +42,7 @@ class CheckpointManager:
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint, or starts to with ASYNC_SAVE; returns the seconds that training waited.
 
-        `valid_loss` is in nats per token, if measured at this iteration. SaveError on every rank if the last
-        checkpoint of the run (`is_last`) cannot be written.
+        SaveError on every rank if the last checkpoint of the run (`is_last`) cannot be written.
         """
         start = time.monotonic()
         self.finish()
@@ -102,10 +101,7 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """The run's newest complete checkpoint, here or in REMOTE_DIR, else the one in LOAD_DIR, else None.
-
-    ConfigError on every rank if all checkpoints are damaged or LOAD_DIR has none.
-    """
+    """Newest complete checkpoint of the run (or REMOTE_DIR), else of LOAD_DIR, else None; or ConfigError."""
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
             _from_store(lambda: fetch_run(config))
@@ -141,9 +137,8 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads the checkpoint `source`; without one, starts at iteration 0, from UPCYCLE_FROM if that is set.
-
-    RestoreError on every rank if the loaded tensors differ from the saved ones. The checkpoint is kept.
+    """Loads `source`, else starts at iteration 0, upcycled if UPCYCLE_FROM is set. RestoreError on every rank
+    if loaded tensors differ from the saved ones.
     """
     if source is None:
         if config.upcycle_from:

@@ -55,13 +55,10 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass
 class Baseline:
-    """Normal range of one quantity, from the last accepted values and departures, oldest first.
+    """Normal range of one quantity, from the last accepted values and departures, oldest first."""
 
-    The spread is at least `relative_floor` times the level, and at least `floor`.
-    """
-
-    relative_floor: float = 0.0
-    floor: float = 0.0
+    relative_floor: float = 0.0  # minimum of spread / level
+    floor: float = 0.0  # minimum of the spread
     values: deque[float] = field(default_factory=lambda: deque(maxlen=LEVEL_WINDOW))
     departures: deque[float] = field(default_factory=lambda: deque(maxlen=SPREAD_WINDOW))
 
@@ -150,10 +147,7 @@ class SpikeDetector:
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Checks an iteration's finite loss in nats per token and its gradient norm before clipping.
-
-        Call it in order of iterations; skipped steps may be omitted.
-        """
+        """Checks a finite loss (nats per token) and norm before clipping, of increasing iterations."""
         log_norm = math.log(grad_norm) if grad_norm else None
         norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
         reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)
