@@ -48,7 +48,7 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if name != "adam":
-        raise ValueError(f"optimizer={name}: unknown to engine/optimizer_setup.py. Fix: use adam.")
+        raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
     if config.optimizer_state_dtype == "bf16":
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:

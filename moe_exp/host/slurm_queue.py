@@ -166,7 +166,7 @@ def _squeue(*options: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60.0)
     except FileNotFoundError:
         fix = "add its folder to PATH (cron's is short), run this on a login node, or omit --slurm-name"
-        raise NoSqueue(f"squeue: not found on PATH. Fix: {fix}.") from None
+        raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError("squeue: no response in 60 s") from None
     # an error about requested jobs only means that they ended some time ago
@@ -180,7 +180,7 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        rule = f"not found on PATH, cannot check the SLURM jobs {' '.join(job_ids)}"
+        rule = f"is not on PATH, cannot check the SLURM jobs {' '.join(job_ids)}"
         raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())

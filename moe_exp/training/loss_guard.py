@@ -124,7 +124,7 @@ class LossGuard:
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
         span = f"iterations {done.iteration - self._num_bad + 1} to {done.iteration}"
-        rule = f"loss or gradient not finite in every step of {span}; {where}"
+        rule = f"no optimizer step possible in {span}, loss or gradient not finite; {where}"
         fix = "check the samples of the bad_step event in metrics.jsonl, lower LR, or set MAX_BAD_STEPS=0"
         raise GuardEnd(f"MAX_BAD_STEPS={config.max_bad_steps}: {rule}. Fix: {fix}.", FAILED)
 

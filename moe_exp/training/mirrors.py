@@ -154,7 +154,7 @@ class Prometheus:
         except OSError as error:
             # warn once per outage, not once per record
             if not self._failed:
-                line = "PROMETHEUS_FILE=%s: cannot write (%s)"
+                line = "PROMETHEUS_FILE=%s: cannot be written (%s)"
                 logger.warning(line, self._path, error.strerror or error)
             self._failed = True
 

@@ -121,7 +121,7 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     row = int(is_bad_BS1.any(dim=1).nonzero()[0])
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
     sample = f"sample {first + row} (documents {', '.join(map(str, origin.documents))})"
-    rule = f"token {token} of {sample} must be less than VOCAB_SIZE={vocab_size}"
+    rule = f"{sample} has the token {token}, but VOCAB_SIZE is {vocab_size}"
     fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to its tokenizer's"
     raise ValueError(f"{origin.prefix}: {rule}. Fix: {fix}.")
 

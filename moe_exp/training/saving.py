@@ -63,7 +63,7 @@ class CheckpointManager:
                 self._uploads.add(saved.iteration)
         if saved is not None and self._metrics is not None:
             if saved.error:
-                logger.warning("no checkpoint saved at iteration %d: %s", saved.iteration, saved.error)
+                logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
                 self._metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
             else:
                 logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
@@ -71,7 +71,7 @@ class CheckpointManager:
                 self._metrics.event("checkpoint", saved.iteration, **facts)
         self._report_uploads()
         if saved is not None and saved.error and is_last:
-            what = f"could not save the last iteration, {saved.iteration} ({saved.error})"
+            what = f"could not save the last checkpoint, at iteration {saved.iteration} ({saved.error})"
             fix = "free disk space and repeat the command to resume from the previous checkpoint"
             raise SaveError(f"{what}. Fix: {fix}.")
         return time.monotonic() - start
