@@ -1,6 +1,6 @@
 """Backend of each part of a run and its reason; self-test and tuning of the run's Triton kernels.
 
-All ranks decide alike. If a kernel is wrong on any rank, EXPERT_BACKEND=auto, ROUTING_KERNELS=auto and
+All ranks choose the same. If a kernel is wrong on any rank, EXPERT_BACKEND=auto, ROUTING_KERNELS=auto and
 CROSS_ENTROPY=auto continue without Triton's kernels for that part. If kernels were requested by name, the
 start fails.
 """

@@ -91,7 +91,7 @@ class StopRules:
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
 
     def acknowledge(self, reason: str) -> None:
-        """Removes the EXIT file after the run ended for that reason; else the next start would stop, too."""
+        """Removes the EXIT file if it ended the run; otherwise it would also stop the next start."""
         if reason == "EXIT" and self._file is not None:
             try:
                 self._file.unlink(missing_ok=True)

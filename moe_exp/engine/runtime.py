@@ -226,9 +226,7 @@ def freeze_garbage() -> None:
 def stop() -> None:
     """Destroys Megatron's parallel state, and the process group unless `start` found it."""
     if torch.distributed.is_initialized():
-        groups = (
-            parallel_state._global_process_group_list or ()
-        )  # Megatron drops them without destroying them
+        groups = parallel_state._global_process_group_list or ()  # which Megatron does not destroy
         parallel_state.destroy_model_parallel()
         if torch.distributed.group.WORLD is not _found:
             torch.distributed.destroy_process_group()

@@ -278,9 +278,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         elif is_last:
             saves.finish()
         if is_last:
-            rules.acknowledge(
-                end.stop
-            )  # only now: if killed during the last save, the next start stops again
+            rules.acknowledge(end.stop)  # not earlier: if killed during its last save, the run stops again
         if end.stop and iteration < config.train_iters:
             saves.finish_uploads(end.stop)
             return "stopped", saves.stopped_code(progress)
@@ -460,12 +458,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     try:
         with faults.stop_signal() as stop:
             code = run(config, stop)
-    except (
-        ConfigError,
-        SaveError,
-        ReplicaError,
-        GuardEnd,
-    ):  # raised on every rank, so none waits for another
+    except (ConfigError, SaveError, ReplicaError, GuardEnd):  # on every rank, so none waits for another
         runtime.stop()
         raise
     finally:

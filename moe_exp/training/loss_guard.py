@@ -1,6 +1,6 @@
 """Reactions to a bad loss: consecutive bad steps end the run; a spike is logged or rolled back.
 
-Every rank calls the guard after every iteration with the same numbers: all decide alike without a collective.
+Every rank calls the guard with the same numbers after every iteration, so no collective is needed to agree.
 """
 
 import itertools
