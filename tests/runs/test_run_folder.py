@@ -245,7 +245,7 @@ input()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     first = subprocess.Popen([sys.executable, "-c", program], **pipes)
     assert first.stdout is not None and first.stdout.readline() == "held\n"
-    text = f"RUN_NAME=a: another run is writing {config.run_dir}/a. Fix: "
+    text = f"RUN_NAME=a: another run is writing to {config.run_dir}/a. Fix: "
     (line,) = run_folder.lock_problems(config)
     assert line.startswith(text)
     assert (
