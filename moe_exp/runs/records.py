@@ -195,7 +195,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
             if (record := parse(line)) is not None:
                 yield record
             elif line.strip():
-                logger.warning("%s: ignoring line %d, which is not a record", path, number)
+                logger.warning("%s: line %d is not a record, ignoring it", path, number)
 
 
 def newest_records(path: Path) -> list[Record]:
