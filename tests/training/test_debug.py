@@ -128,7 +128,7 @@ def test_quit_ends_the_job_and_does_not_start_it_again(tmp_path):
     terminal.wait_for("(Pdb rank 0) ")
     terminal.type("q")
     assert terminal.end() == 1, terminal.text
-    assert "the job ends" in terminal.text
+    assert "ending the job" in terminal.text
     assert "start again" not in terminal.text
     assert "has 3.0" not in terminal.text
 
