@@ -212,7 +212,7 @@ def check_documents() -> int:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from moe_exp.engine.backends import HEADER, find_leaks
+        from moe_exp.engine.document_leaks import HEADER, find_leaks
 
         leaks = list(find_leaks())
     title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"

@@ -4,8 +4,8 @@ With d = EMA_DECAY and the main weights w after a step, the n-th update is
 
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
-This is ema <- d * ema + (1 - d) * w with the correction that Adam makes for its moments (Kingma and Ba 2015,
-arXiv:1412.6980, section 3): the average of w_1 ... w_n with weights proportional to d^(n-i).
+This is ema <- d * ema + (1 - d) * w with Adam's bias correction (Kingma and Ba 2015, arXiv:1412.6980,
+section 3): the average of w_1 ... w_n with weights proportional to d^(n-i).
 """
 
 from collections.abc import Iterator
@@ -20,57 +20,53 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-_BLOCK = 1 << 24  # values that are exchanged at once, to bound memory
+_BLOCK = 1 << 24  # values exchanged at once, to bound memory
 
 
 def allocate_average(optimizer: MegatronOptimizer) -> None:
-    """Gives every parameter of this rank's optimizer an average, equal to its weights: fp32, same shape."""
-    # A state of the optimizer, so each rank keeps it for the values that it steps on, its shard with the
-    # distributed optimizer, and it is saved, loaded and reshaped like the moments.
+    """Adds an average to the optimizer's state of every parameter: fp32, initially equal to the weights."""
+    # As optimizer state, it is sharded by the distributed optimizer, and saved, loaded and resharded like the
+    # moments.
     for main, state in _states(optimizer):
         state[AVERAGE] = main.detach().float().clone()
 
 
 def _states(optimizer: MegatronOptimizer) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Main weights and their state, of all parameters."""
+    """(main weights, state) of every parameter."""
     parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     return [(x, part.state[x]) for part in parts for group in part.param_groups for x in group["params"]]
 
 
 def _pairs(optimizer: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
-    """Main weights and their average, of all parameters; empty without an average."""
+    """(main weights, average) of every parameter; empty without EMA_DECAY."""
     return [(main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state]
 
 
 @torch.no_grad()
 def restart_average(optimizer: MegatronOptimizer) -> None:
-    """Sets the average to the present weights; does nothing without one."""
+    """Resets the average to the current weights; does nothing without EMA_DECAY."""
     for main, average in _pairs(optimizer):
         average.copy_(main)
 
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
-    """Updates the moving average of the weights: the n-th update, `number`, with d = `decay`."""
+    """Updates the moving average of the weights for the n-th time; n = `number`, d = `decay`."""
     if pairs := _pairs(optimizer):
         weights, averages = zip(*pairs, strict=True)
-        # With the correction the average is the weights after the first update. Without, it would keep a
-        # share of d^(n-1) of these long after they are out of date. After some 5 / (1 - d) updates both are
-        # alike.
+        # Without the correction, the initial weights would keep a share of d^n in the average. After about
+        # 5 / (1 - d) updates it makes no difference.
         torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay**number))
 
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, the weights are their average, and afterwards what they were, to the bit.
-
-    Called by every rank, within `parameters_in_sync`. Buffers, such as the expert bias of routers, stay as
-    they are.
-    """
+    """Exchanges weights and average inside the block. Called by every rank, within `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:
-        # In place, block by block: a copy of all weights would be 4 bytes per parameter more.
+        # A second exchange undoes it, to the bit. In place and block by block, because a copy of all weights
+        # would need 4 more bytes per parameter. Buffers such as the expert bias have no average.
         for main, average in _pairs(optimizer):
             for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
                 held = ours.clone()
@@ -84,10 +80,7 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Sets the chunks' weights to the optimizer's main weights, rounded, on all ranks, and waits.
-
-    Called by every rank, within `parameters_in_sync`.
-    """
+    """Copies the rounded main weights to the model. Called by every rank, within `parameters_in_sync`."""
     for part in optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

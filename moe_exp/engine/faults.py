@@ -1,4 +1,4 @@
-"""Unplanned ends of a run: a signal, or an error on one rank."""
+"""Ends of a run before TRAIN_ITERS: stop requests, and errors on one or all ranks."""
 
 import contextlib
 import json
@@ -29,19 +29,19 @@ from moe_exp.host.processes import STOP_SIGNALS, end_with_parent, signals_handle
 
 logger = logging.getLogger(__name__)
 
-# Why a run ends before TRAIN_ITERS, and in words. If ranks have different reasons, the first is reported.
-STOP_REASONS = {name: f"a rank got {name}" for name in ("SIGTERM", "SIGINT", "SIGUSR1")} | {
-    "EXIT": "the file EXIT is in the run folder",
-    "EXIT_DURATION": "EXIT_DURATION minutes have passed since the launch",
-    "EXIT_INTERVAL": "the iteration is a multiple of EXIT_INTERVAL",
+# Reasons to stop before TRAIN_ITERS. If ranks have different reasons, the first in this order is reported.
+STOP_REASONS = {name: f"a rank received {name}" for name in ("SIGTERM", "SIGINT", "SIGUSR1")} | {
+    "EXIT": "found the file EXIT in the run folder",
+    "EXIT_DURATION": "reached EXIT_DURATION minutes since the launch",
+    "EXIT_INTERVAL": "reached a multiple of EXIT_INTERVAL",
 }
 
 
 class StopSignal:
-    """Whether a signal asked this rank to save and exit; `interval.end_of_iteration` informs the others."""
+    """Stop request to this rank by a signal; `interval.end_of_iteration` informs the other ranks."""
 
     def __init__(self) -> None:
-        self.reason = ""  # of STOP_REASONS
+        self.reason = ""  # key of STOP_REASONS, or empty
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
@@ -50,24 +50,24 @@ class StopSignal:
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Handles STOP_SIGNALS; processes that import this package for other purposes keep their handlers."""
+    """Handles STOP_SIGNALS inside the block."""
     stop = StopSignal()
     with signals_handled(stop.receive, signals=STOP_SIGNALS):
-        # The agent starts ranks with these blocked: delivers what was sent during the imports.
+        # The agent starts ranks with these signals blocked; this delivers those sent during the imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which nothing else would end after its agent
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not survive its agent
             end_with_parent(signal.SIGTERM)
         yield stop
 
 
 class StopRules:
-    """Why a run should end after an iteration; called once per iteration on every rank, and cheap.
+    """Rules that decide after each iteration, on each rank, whether to stop.
 
     Args:
-        stop: signals that this rank got.
-        exit_file: checked at most once a second; None except on rank 0.
-        exit_minutes: since the launch, over all restarts, or 0; checked with `exit_file`.
-        exit_interval: iterations, or 0.
+        stop: signals received by this rank.
+        exit_file: file that requests a stop, checked at most once a second; None except on rank 0.
+        exit_minutes: time limit since the launch, over all restarts, on rank 0; 0: none.
+        exit_interval: stop at multiples of this many iterations; 0: never.
     """
 
     def __init__(self, stop: StopSignal, exit_file: Path | None, *, exit_minutes: float, exit_interval: int):
@@ -77,13 +77,13 @@ class StopRules:
         self._next_check = 0.0
 
     def reason(self, iteration: int) -> str:
-        """One of STOP_REASONS, or empty."""
+        """Key of STOP_REASONS, or empty to continue."""
         if self._stop.reason:
             return self._stop.reason
         now = time.monotonic()
         if self._file is not None and now >= self._next_check:
             self._next_check = now + 1.0
-            with contextlib.suppress(OSError):  # a network file system may be gone for a moment
+            with contextlib.suppress(OSError):  # a network file system may be unavailable for a moment
                 if self._file.exists():
                     return "EXIT"
         if self._file is not None and now >= self._end:
@@ -91,68 +91,62 @@ class StopRules:
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
 
     def acknowledge(self, reason: str) -> None:
-        """Called when the run has ended because of `reason`: removes the EXIT file for the next start."""
+        """Removes the EXIT file if it ended the run; otherwise it would also stop the next start."""
         if reason == "EXIT" and self._file is not None:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                line = "%s cannot be removed (%s): the next start will end by it again"
+                line = "cannot remove %s (%s): the next start will stop again"
                 logger.warning(line, self._file, error.strerror)
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
-    """Ends this rank for a reason that is not our error; called by every rank. Rank 0 prints `lines`.
-
-    torchrun follows an exit code with a page of text, which would bury the lines. Under our launcher the
-    ranks report the code to the launcher and exit with 0.
-    """
+    """Ends this rank without a traceback; rank 0 prints `lines`. Called by every rank."""
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
         leave_reasons(*lines)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        # Messages to other ranks that are still on the GPU would be lost with the process.
+        # Other ranks may still need messages that are queued on this GPU.
         torch.cuda.synchronize()
-        time.sleep(1.0)  # for what NCCL has handed to the network
+        time.sleep(1.0)  # lets NCCL finish sending over the network
+    # On a nonzero exit code torchrun prints a page of text that would bury the lines, so our launcher gets
+    # the code from a file. os._exit skips the cleanup of process groups, which would wait for other ranks.
     has_launcher = report_exit_code(code)
-    # Skips the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if has_launcher else code)
 
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints the causing error first, with rank, host name and device; for user errors only their line.
-
-    When a rank dies, the others fail in the collective that waits for it. They hold back their own error
-    until torchrun ends them (SIGTERM, seen in `stop`), so the message shown is that of the rank that failed.
-    """
+    """Prints an error in the block with rank, host name and device; user errors only as their line."""
     try:
         yield
     except Exception as error:
+        # When a rank dies, the others fail in the collective that waits for it. They hold back their own
+        # error until torchrun terminates them (SIGTERM sets `stop`): only the first rank prints its error.
         deadline = time.monotonic() + 5.0
         while any(text in str(error) for text in CAUSED_BY_ANOTHER) and time.monotonic() < deadline:
-            if stop.reason or reported_exit_code() == BAD_INPUT:  # which prints its own line
+            if stop.reason or reported_exit_code() == BAD_INPUT:  # another rank prints the user error
                 os._exit(1)
             time.sleep(0.1)
         _leave_error(error)
         if isinstance(error, ValueError) and ". Fix: " in str(error):
-            # A user error, which a restart would not fix; the node's first rank prints it.
+            # A user error, which a restart would not fix. The first rank of the node to get here prints it.
             if report_first(BAD_INPUT):
                 complain(*str(error).splitlines())
                 leave_reasons(*str(error).splitlines())
             os._exit(BAD_INPUT)
         line = f"{rank_place()} failed: {type(error).__name__}: {error}"
         leave_reasons(line)
-        with contextlib.suppress(OSError):  # a log on a full disk
+        with contextlib.suppress(OSError):  # stderr may be a log on a full disk
             print(f"moe-exp: {line}", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
-        # Skips the clean-up of process groups, which would wait for the other ranks.
-        os._exit(1)
+        os._exit(1)  # without cleanup, as in `end_job`
 
 
 def _leave_error(error: Exception) -> None:
-    """Writes the error in one line, where and as torchrun's agent reads it."""
+    """Writes the error as one line to the file that torchrun's agent reads, in its format."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}

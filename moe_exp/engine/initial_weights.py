@@ -1,4 +1,4 @@
-"""Initial weights, drawn by SEED and global parameter name, so that they are the same in every layout."""
+"""Initial weights, drawn from SEED and global parameter names, so that every parallel layout has the same."""
 
 import hashlib
 import math
@@ -16,11 +16,11 @@ from megatron.core.models.gpt import GPTModel
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from its own generator, keyed by seed and global name, and keeps this rank's part.
+    """Draws every weight from its own generator, seeded by SEED and global name, and keeps this rank's part.
 
-    So the initial model does not depend on TP, PP, VPP, EP and ETP. Normal with standard deviation INIT_STD,
-    or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford et al. 2019, GPT-2).
-    Norms are 1, biases 0. PARAMETRIZATION=mup has factors of its own on top.
+    The initial model therefore does not depend on TP, PP, VPP, EP and ETP. Weights are normal with standard
+    deviation INIT_STD, or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford
+    et al. 2019, GPT-2), times a factor with PARAMETRIZATION=mup. Norms are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -30,18 +30,18 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
                 draw_weight(weight1, f"{key}.weight1", config, dim=0, stride=stride, ranks=ranks)
                 draw_weight(weight2, f"{key}.weight2", config, dim=1, stride=1, ranks=ranks)
         if getattr(module, "parallel_mode", "") is None:
-            # A linear layer of Transformer Engine that every tensor parallel rank has whole, such as the down
-            # projections of latent attention: it marks its weights as parts also if it does not split them.
+            # Transformer Engine marks weights as split even in linear layers that every tensor parallel rank
+            # has whole, such as the down projections of latent attention.
             for parameter in module.parameters(recurse=False):
                 if hasattr(parameter, "partition_dim"):
                     parameter.tensor_model_parallel, parameter.partition_dim = False, -1
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name or parameter.dim() < 2:
             continue
-        # If tied, the output layer of the last stage is a copy of the embedding.
+        # with tied embeddings, the output layer on the last stage is a copy of the embedding
         tied = config.tie_embeddings and name == "output_layer.weight"
         key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
-        # By name: Transformer Engine's layers do not record that a rank holds parts of gate and up.
+        # By name, because Transformer Engine's layers do not record that a rank holds parts of gate and up.
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         dim = getattr(parameter, "partition_dim", -1)
         draw_weight(parameter, key, config, dim=dim, stride=stride, ranks=chunk.pg_collection.tp)
@@ -50,10 +50,10 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
 def draw_weight(
     weight: Tensor, key: str, config: Config, *, dim: int, stride: int, ranks: ProcessGroup
 ) -> None:
-    """Draws the whole weight called `key`, and keeps this rank's part.
+    """Draws the whole weight called `key` and copies this rank's part to `weight`.
 
-    That is every n-th of stride*n blocks along `dim`, with n `ranks`, as Megatron splits gated projections
-    (stride 2); with dim -1 it is the whole weight.
+    With n `ranks` the part is every n-th of stride*n blocks along `dim`, as Megatron splits gated projections
+    (stride 2). With dim -1 it is the whole weight.
     """
     num_ranks = ranks.size() if dim >= 0 else 1
     std = config.init_std * factors(config, kind_of(key)).init
@@ -73,7 +73,7 @@ def draw_weight(
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """`name` with the layer's index in the whole model instead of on this stage."""
+    """`name` with the layer's index in the whole model instead of the index on this stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)

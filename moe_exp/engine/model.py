@@ -1,4 +1,4 @@
-"""From Config to Megatron's GPTModel with our layers and topology-independent initial weights."""
+"""Megatron's GPTModel from a Config, with our layers and layout-independent initial weights."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def use_te(config: Config) -> bool:
-    """Whether the parts around the MoE layer are Transformer Engine's."""
+    """Whether the modules around the MoE layer are Transformer Engine's."""
     if config.impl == "auto":
         return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     return config.impl == "te"
 
 
 def transformer_config(config: Config) -> TransformerConfig:
-    """Megatron's description of the model and its parallelism."""
+    """Megatron's configuration of the model and its parallelism."""
     dtype = DTYPES[config.dtype]
     activation, gated, limit, offset = ACTIVATIONS[config.activation]
     on_gpu = torch.cuda.is_available()
@@ -59,7 +59,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_qkv_bias=config.qkv_bias,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        # `initialize_weights` draws the weights; Megatron's own step still marks parameters.
+        # `initialize_weights` draws the weights. Megatron's initialization still runs and marks parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -70,11 +70,12 @@ def transformer_config(config: Config) -> TransformerConfig:
         fp8=None if config.fp8 == "none" or config.is_fp8_by_kernels else config.fp8,
         fp8_recipe=config.fp8_recipe,
         pipeline_dtype=dtype,
-        # Without biases and dropout it is one sum, which a compiled function starts ten times as slowly.
+        # Without biases and dropout it is a single sum, and a compiled function takes ten times as long to
+        # launch.
         bias_dropout_fusion=on_gpu and (config.add_bias_linear or config.dropout > 0),
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # Fused, it ignores YaRN's factor on queries and keys; with MLA it is experimental. Transformer
-        # Engine's has the same positions in every sample.
+        # The fused rotary embedding ignores YaRN's factor on queries and keys, is experimental with MLA, and
+        # in Transformer Engine uses the same positions in every sample.
         apply_rope_fusion=(install_rotary() or (on_gpu and use_te(config)))
         and not config.document_mask
         and config.rope_scaling != "yarn"
@@ -90,9 +91,9 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def _parallel_settings(config: Config) -> dict[str, Any]:
-    """Parallelism and activation recompute."""
+    """Fields for parallelism and activation recomputation."""
     layout = None
-    if len(set(config.stage_layers)) > 1:  # parts per model chunk: allows any split of the layers
+    if len(set(config.stage_layers)) > 1:  # lists the layers of each chunk, if stages differ
         vpp = config.vpp or 1
         layout = [["decoder"] * (layers // vpp) for _ in range(vpp) for layers in config.stage_layers]
         layout[0].insert(0, "embedding")
@@ -106,7 +107,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         recompute = {
             "recompute_granularity": "selective",
             "recompute_modules": [module if config.use_moe else "core_attn"],
-            # Megatron accepts activation recompute only under its name for grouped experts.
+            # Megatron accepts recomputation of the activation only with grouped experts.
             "moe_grouped_gemm": config.use_moe and module == "moe_act",
         }
     return recompute | {
@@ -115,14 +116,15 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": config.vpp,
         "pipeline_model_parallel_layout": layout,
         "context_parallel_size": config.cp,
-        # EP and ETP are those of the MoE that a dense model is compared with; they do not apply to it.
+        # A dense baseline keeps EP and ETP of the MoE model that it is compared with, but does not use them.
         "expert_model_parallel_size": config.ep if config.use_moe else 1,
         "expert_tensor_parallel_size": config.etp if config.use_moe else 1,
         "sequence_parallel": config.tp > 1,
-        # The interleaved schedule needs overlapped p2p, or two pipeline ranks mix up micro-batches.
+        # Without overlapped p2p the interleaved schedule mixes up micro-batches on two pipeline ranks.
         "overlap_p2p_comm": config.vpp is not None,
         "batch_p2p_comm": config.vpp is None,
-        # gloo may still send from storage that Megatron frees; with overlapped p2p, before 0.19, NCCL, too.
+        # gloo may still be sending from storage that Megatron frees, and with overlapped p2p so may NCCL
+        # before Megatron-Core 0.19.
         "deallocate_pipeline_outputs": torch.cuda.is_available() and config.vpp is None,
     }
 
@@ -130,14 +132,14 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        # 1, not a list of ones: then all layers' tensors have one key, as in Megatron's MoE checkpoints.
+        # 1 instead of a list of ones gives all layers one key, as in Megatron's MoE checkpoints.
         "moe_layer_freq": 1 if all(config.moe_layers) else [int(is_moe) for is_moe in config.moe_layers],
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
         "moe_shared_expert_gate": config.shared_expert_gate,
         "moe_latent_size": config.moe_latent_size or None,
         "moe_router_topk": config.topk,
-        "moe_router_pre_softmax": True,  # else it refuses TOPK=1 with any score, see `_set_beyond_megatron`
+        "moe_router_pre_softmax": True,  # False is refused with TOPK=1; `_set_beyond_megatron` sets the value
         "moe_router_topk_scaling_factor": config.router_scaling_factor,
         "moe_router_dtype": config.router_dtype,
         "moe_input_jitter_eps": config.router_jitter or None,
@@ -158,17 +160,17 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Sets what our layers support and Megatron's checks refuse or have no field for."""
+    """Sets values that our layers support, but that Megatron's checks refuse or have no field for."""
     settings.context_stripes = config.context_stripes
     if config.use_moe:
         losses = config.balancing_losses
         settings.moe_router_score_function = config.router_score
         settings.moe_router_pre_softmax = config.router_pre_softmax
-        # Megatron's finalize_model_grads moves the bias of these; see also `optimizer_setup.RouterState`.
+        # Megatron's finalize_model_grads then updates the bias; see also `optimizer_setup.RouterState`.
         settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
         settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
         settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
-    if config.rope_scaling == "yarn" and not config.multi_latent_attention:  # which has fields for it
+    if config.rope_scaling == "yarn" and not config.multi_latent_attention:  # MLA has fields for YaRN
         settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
         settings.yarn_original_max_position_embeddings = config.rope_seq_len
         settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
@@ -185,7 +187,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
         "v_head_dim": config.v_head_dim,
         "rope_type": "yarn" if config.rope_scaling == "yarn" else "rope",
         "rotary_base": config.rotary_base,
-        # Megatron scales the scores by this factor and by mscale_all_dim, whatever rope_type is.
+        # Megatron scales the scores by this factor and by mscale_all_dim regardless of rope_type.
         "rotary_scaling_factor": config.rope_scaling_factor,
         "original_max_position_embeddings": config.rope_seq_len,
         "beta_fast": config.yarn_beta_fast,
@@ -196,7 +198,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 
 def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -> dict[str, Any]:
-    """Settings that TransformerConfig has no field for; `kernel_failures`: see `build_model`."""
+    """MoE options without a field in TransformerConfig; `kernel_failures` is from `backends.check_run`."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     routing, _ = choose_routing(
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
@@ -223,7 +225,7 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
 
 
 def router_problem(config: Config) -> str:
-    """Why the router takes no kernel, see `layers.router.kernel_problem`; empty if it does."""
+    """Reason why the router cannot use a kernel, see `layers.router.kernel_problem`; empty if it can."""
     if not config.use_moe:
         return ""
     settings = transformer_config(config)
@@ -242,10 +244,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = ()
 ) -> list[DistributedDataParallel]:
-    """Model chunks of this rank (one, or VPP), with initial weights, wrapped for data parallelism.
-
-    `kernel_failures`: parts of the model that must not use their kernels, from `backends.check_run`.
-    """
+    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism."""
     settings = transformer_config(config)
     chunks = [
         build_chunk(config, settings, runtime, stage, kernel_failures=kernel_failures)
@@ -255,8 +254,8 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
-    # Buckets for the first chunk alone, as in Megatron: communication of the others overlaps with computation
-    # anyway.
+    # As in Megatron, only the first chunk has buckets: communication of the others overlaps with computation
+    # in any case.
     return [
         DistributedDataParallel(
             settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups
@@ -274,7 +273,7 @@ def build_chunk(
     initial_weights: bool = True,
     kernel_failures: Sequence[KernelFailure] = (),
 ) -> GPTModel:
-    """One model chunk; `initial_weights` False if they will be read from a checkpoint."""
+    """One model chunk; `initial_weights` is False if a checkpoint will be loaded."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage, is_yarn = vp_stage if config.vpp else None, config.rope_scaling == "yarn"
     failure = failure_of("cross entropy", kernel_failures)
@@ -294,7 +293,7 @@ def build_chunk(
         pre_process=pp_rank == 0 and vp_stage == 0,
         post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
         share_embeddings_and_output_weights=config.tie_embeddings,
-        # multi-latent attention creates its own
+        # multi-latent attention creates its own YaRN embedding
         position_embedding_type="rope" if config.multi_latent_attention or not is_yarn else "yarn",
         rotary_base=config.rotary_base,
         rotary_percent=config.rotary_fraction,
@@ -304,7 +303,7 @@ def build_chunk(
         vp_stage=stage,
     )
     if config.document_mask:
-        for module in list(chunk.modules()):  # the model, or with latent attention its layers
+        for module in list(chunk.modules()):  # the model has one, or with latent attention each layer
             if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
                 module.rotary_pos_emb = RestartingPositions(rotary)
     if initial_weights:
@@ -313,7 +312,8 @@ def build_chunk(
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:
-    has_peers = config.world_size > config.pp  # on its stage; else buckets only cost the host time
+    # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
+    has_peers = config.world_size > config.pp
     overlap = (
         has_peers and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
     )
@@ -326,7 +326,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 
 
 def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]]:
-    """(layer index in the whole model, MegatronMoELayer) of every MoE layer on this rank."""
+    """(layer index in the whole model, layer) of every MoE layer on this rank."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, MegatronMoELayer):
@@ -337,6 +337,6 @@ class GPTModelWithOwnLoss(GPTModel):
     """GPTModel with the cross entropy of layers/kernels/cross_entropy.py (CROSS_ENTROPY=triton)."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""
+        """Loss of each token, fp32 [B, S], from labels [B, S] and this rank's logits [S, B, V]."""
         losses = token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp)
         return losses.transpose(0, 1).contiguous()

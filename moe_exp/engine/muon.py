@@ -3,17 +3,17 @@
     M <- momentum * M + (1 - momentum) * G        U = orthogonalized(lerp(G, M, momentum))
     W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * U
 
-The factor makes updates as large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. Like
-torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in any layout, and
-per expert. Megatron-Core's Muon needs the package emerging_optimizers and leaves tensors without exactly two
-axes, such as our experts, to Adam.
+The factor makes updates as large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The
+formula is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in
+any layout, and per expert. Megatron-Core's Muon needs the package emerging_optimizers and leaves tensors
+without exactly two axes, such as our experts, to Adam.
 
-Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings, and so do routers:
-Muon trains them worse (docs/recipes.md). The query, key and value projections are one matrix as stored, and
-so are gate and up projection.
+Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings. So do routers, which
+train worse with Muon (docs/recipes.md). Query, key and value projections are one matrix, as stored, and so
+are gate and up projections.
 
-Memory: the running mean, 4 bytes per parameter; during the step the updates of the rank's own matrices, 4
-bytes per parameter over the number of ranks that share them, and a bucket of 256 MiB.
+Memory: the running mean, 4 bytes per parameter. During the step also the updates of the rank's own matrices
+(4 bytes per parameter, divided by the number of ranks that share them) and a bucket of 256 MiB.
 """
 
 import heapq
@@ -28,36 +28,37 @@ from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.host.gloo import all_gather
 from moe_exp.layers.groups import group_size
 
-# In a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
+# Key in a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
 AXIS = "muon_axis"
-# Values of all ranks that are gathered at once.
-_BUCKET = 1 << 26
+_BUCKET = 1 << 26  # values gathered at once from all ranks
 
 
 class Ranks(NamedTuple):
-    """Process groups of some matrices."""
+    """Process groups of a set of matrices."""
 
-    split: dist.ProcessGroup | None = None  # have a part of each matrix; None: it is whole
-    shared: dist.ProcessGroup | None = None  # have the same ones, and share the work; None: only this rank
+    split: dist.ProcessGroup | None = None  # ranks that each have a part of every matrix; None: not split
+    shared: dist.ProcessGroup | None = None  # ranks with the same matrices, which share the work
 
 
 class _Matrices(NamedTuple):
-    """A parameter [rows, columns] or [experts, rows, columns] of this step."""
+    """A parameter in this step, [rows, columns] or [experts, rows, columns]."""
 
     parameter: Tensor
     mean: Tensor
     group: Mapping[str, Any]
 
 
-# Matrices of a parameter, by their number in it.
-_Owned = tuple[_Matrices, list[int]]
+_Owned = tuple[_Matrices, list[int]]  # a parameter, and indices of some of its matrices
 
 
 class Muon(Adam):
-    """Muon for the parameter groups that have a `muon_axis`, AdamW for the others.
+    """Muon for parameter groups with a `muon_axis`, AdamW for the others.
 
-    `momentum` is the decay of Muon's running mean, `dense` the ranks of dense matrices, `experts` those of
-    groups with `is_expert_parallel`, [experts, rows, columns] each; `adam` are Adam's arguments.
+    Args:
+        momentum: decay of Muon's running mean.
+        dense: ranks of the dense matrices.
+        experts: ranks of groups with `is_expert_parallel`, whose parameters are [experts, rows, columns].
+        adam: arguments for Adam.
     """
 
     def __init__(self, params: Any, *, momentum: float, dense: Ranks, experts: Ranks, **adam: Any):
@@ -69,13 +70,13 @@ class Muon(Adam):
         if AXIS not in group:
             super().allocate(p, group)
         elif not self.state[p]:
-            # On every rank, also of matrices that another owns, so that checkpoints do not depend on owners.
+            # On every rank, not only on a matrix's owner, so that checkpoints do not depend on owners.
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         super().step(closure)
-        # All groups at once: the more matrices, the better they are balanced.
+        # All groups at once: the more matrices, the better the load balance.
         for is_expert, waiting in self._waiting.items():
             if waiting:
                 self._step_matrices(waiting, self._ranks[is_expert])
@@ -93,18 +94,17 @@ class Muon(Adam):
     def _step_matrices(self, waiting: Sequence[_Matrices], ranks: Ranks) -> None:
         for p, _, group in waiting:
             p.mul_(1 - group["lr"] * group["weight_decay"])
-        if group_size(ranks.shared) == 1:  # as stored, without copies
+        if group_size(ranks.shared) == 1:  # no other ranks to share the work with: no copies
             for p, mean, group in waiting:
                 assert p.grad is not None
                 update = _whole_orthogonalized(p.grad.lerp(mean, self._momentum), group[AXIS], ranks.split)
                 p.add_(update, alpha=-group["lr"])
             return
-        # Ranks that hold the same matrices share the work, as in Jordan's and Liu et al.'s (section 2.3):
-        # each matrix, and each expert's, is orthogonalized by one of them, its owner, and all add the same
-        # bits.
+        # Ranks with the same matrices share the work, as in Jordan's and Liu et al.'s code (section 2.3): one
+        # of them, the owner, orthogonalizes a matrix (or an expert's), and all add the same bits.
         owned = _owned(waiting, ranks)
 
-        def updates() -> Iterator[Tensor]:  # one at a time: once it is in the buffer, its memory is free
+        def updates() -> Iterator[Tensor]:  # one at a time, as each is freed once it is in the buffer
             for (p, mean, group), indices in owned[dist.get_rank(ranks.shared)]:
                 assert p.grad is not None
                 gradient = _stacked(p.grad)[indices].lerp(_stacked(mean)[indices], self._momentum)
@@ -114,11 +114,9 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Rank that has each of the tasks: the costliest first, each to the rank with the least so far.
-
-    The largest sum is at most 4/3 of the least possible (Graham 1969, "Bounds on multiprocessing timing
-    anomalies", theorem 2). Ties go to the earlier task and the lower rank, so all ranks find the same.
-    """
+    """Rank of each task: assigns the costliest task first, each to the rank with the lowest total so far."""
+    # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
+    # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
     for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
         sum_so_far, owners[task] = ranks[0]
@@ -127,8 +125,8 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """What each rank of `ranks.shared` owns, without parameters of which it owns nothing."""
-    costs = []  # proportional to the operations of `orthogonalized`
+    """Parameters and indices of the matrices that each rank of `ranks.shared` owns."""
+    costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
         if axis:
@@ -149,12 +147,12 @@ def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
 def _add_gathered(
     owned: Sequence[Sequence[_Owned]], updates: Iterable[Tensor], ranks: dist.ProcessGroup | None
 ) -> None:
-    """Adds to all parameters -lr times `updates`, gathered from their owners [matrices, rows, columns]."""
+    """Adds -lr * update to all parameters; `updates` [matrices, rows, columns] are this rank's own."""
     targets: list[list[tuple[Tensor, float]]] = [[] for _ in owned]
     for of_rank, own in zip(targets, owned, strict=True):
         for each, indices in own:
             of_rank += [(_stacked(each.parameter)[index].view(-1), each.group["lr"]) for index in indices]
-    # Ranks own different numbers of values, and each sends as many as the one with the most.
+    # Ranks own different numbers of values, but an all-gather needs equal sizes: pad all to the largest.
     longest = max(sum(target.numel() for target, _ in of_rank) for of_rank in targets)
     flat, offset = next(own[0][0].parameter for own in owned if own).new_zeros(longest), 0
     for update in updates:
@@ -165,7 +163,7 @@ def _add_gathered(
         gathered = part.new_empty(len(owned), part.numel())
         all_gather(gathered.view(-1), part, group=ranks)
         for of_rank, values in zip(targets, gathered, strict=True):
-            # A bucket has the values from `start` on of the rank's targets, one after the other.
+            # A bucket covers values from `start` on of the rank's concatenated targets.
             offset = 0
             for target, lr in of_rank:
                 low, high = max(offset, start), min(offset + target.numel(), start + values.numel())
@@ -175,12 +173,12 @@ def _add_gathered(
 
 
 def _stacked(x: Tensor) -> Tensor:
-    """A view [matrices, rows, columns]."""
+    """View of `x` as [matrices, rows, columns]."""
     return x.view(-1, *x.shape[-2:])
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the orthogonalized whole, scaled to the size of Adam's updates."""
+    """This rank's part of the orthogonalized whole matrices, scaled to the size of Adam's updates."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:
@@ -192,10 +190,9 @@ def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | No
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Near U V^T for every fp32 matrix U S V^T [..., rows, columns], by five Newton-Schulz steps: singular
-    values become 0.7 to 1.2.
-    """
-    # Jordan's coefficients: steep at 0, so that small singular values grow fast, and not convergent to 1.
+    """Approximately U V^T for fp32 matrices U S V^T [..., rows, columns], by five Newton-Schulz steps."""
+    # Jordan's coefficients: steep at 0, so that small singular values grow fast. The result does not converge
+    # to 1, but to 0.7 to 1.2.
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.reshape(-1, *matrices.shape[-2:])

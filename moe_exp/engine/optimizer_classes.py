@@ -1,8 +1,8 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
-Megatron expects one `step` per parameter group, and only moments as the state of a parameter. Their format in
-memory is up to the optimizer: `moments` returns them in fp32, in the parameter's shape, for checkpoints,
-which therefore fit every layout and every optimizer with the same moments; `set_moments` restores them. With
+Megatron expects one `step` per parameter group, and only moments as a parameter's state. Each optimizer
+chooses their format in memory. For checkpoints `moments` converts them to fp32 in the parameter's shape, so
+that they fit every layout and every optimizer with the same moments; `set_moments` restores them. With
 Megatron's distributed optimizer, a parameter here is a flat fp32 range of a model parameter.
 """
 
@@ -16,20 +16,17 @@ from torch.optim.adamw import adamw
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-AVERAGE = "ema"  # one more state of a parameter, which no optimizer uses: see averaged_weights.py
-BLOCK = 256  # values that share a scale in 8 bits, as in the kernels of bitsandbytes
-# Smaller tensors keep fp32 moments, as in bitsandbytes: norms are sensitive and cost nothing.
+AVERAGE = "ema"  # another state of a parameter, not used by the optimizers: see averaged_weights.py
+BLOCK = 256  # values that share a scale in 8 bits, as in bitsandbytes' kernels
+# Smaller tensors keep fp32 moments, as in bitsandbytes: norms are sensitive, and their moments take no space.
 SMALL = 4096
 _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) like FusedAdam, by torch's fused kernel.
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
 
-    `adam_w_mode` must be True, and `capturable`, for CUDA graphs, False.
-    """
-
-    _dtype: torch.dtype | None = None  # of moments; None: that of the parameter
+    _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
 
     def __init__(
         self,
@@ -51,8 +48,8 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if group["params"]:
-                # In the group: torch's own AdamW keeps a tensor per parameter, which is missing in
-                # checkpoints; after a load all parameters share one, which advances once per parameter.
+                # Kept in the group: PyTorch's AdamW has a step tensor per parameter, which Megatron does not
+                # save. After a load all parameters share one, which advances once per parameter.
                 group["step"] = group.get("step", 0) + 1
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
@@ -60,17 +57,17 @@ class Adam(torch.optim.Optimizer):
                 self._update(group, params)
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Creates a parameter's moments if it has none: zeros."""
+        """Creates a parameter's moments, initially zero, unless they exist."""
         if not self.state[p]:
             names = ("exp_avg", "exp_avg_sq")
             self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """The MOMENTS that `p` has, in fp32 and in its shape."""
+        """Moments of `p` by name (MOMENTS), in fp32 and in its shape."""
         return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Stores `values`, which have the format of `moments`."""
+        """Sets the moments of `p` to `values`, in the format of `moments`."""
         for name, value in values.items():
             self.state[p][name].copy_(value)
 
@@ -83,7 +80,7 @@ def _fused_adamw(
 ) -> None:
     if not params:
         return
-    # The kernel increments each step tensor before use.
+    # the kernel increments each step tensor before use
     steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
     adamw(
         list(params),
@@ -104,10 +101,7 @@ def _fused_adamw(
 
 
 class Bf16Adam(Adam):
-    """Adam with moments in bf16, in fp32 during the update (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2).
-
-    Rounds to nearest: a moment that changes by less than 2^-8 of its value in a step may not change at all.
-    """
+    """Adam with bf16 moments, fp32 during the update (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
     _dtype = torch.bfloat16
 
@@ -118,14 +112,15 @@ class Bf16Adam(Adam):
         for p in params:
             moments = self.moments(p)
             _fused_adamw(group, [p], [moments])
+            # rounds to nearest: a change by less than 2^-8 of a moment may be lost
             self.set_moments(p, moments)
 
 
 class Adam8bit(Adam):
-    """Adam with 8-bit moments and an fp32 scale per 256 values, on the kernels of bitsandbytes.
+    """Adam with 8-bit moments and an fp32 scale per 256 values, with bitsandbytes' kernels.
 
     Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values in
-    [-1, 1] ([0, 1] for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+    [-1, 1] ([0, 1] for the second moment). Tensors with fewer than 4096 values have fp32 moments.
 
     Raises:
         ValueError: if the installed bitsandbytes kernels do not run on the parameters' device.
@@ -137,7 +132,7 @@ class Adam8bit(Adam):
         super().__init__(*args, **kwargs)
         self._kernels = bitsandbytes.functional
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
-        # A step on zeros: fails before training, in one line, if the package was built for another device.
+        # A trial step: if bitsandbytes was built for another device, this fails before training, in one line.
         params = self.param_groups[0]["params"]
         device = params[0].device if params else torch.device("cpu")
         p = torch.zeros(SMALL, device=device)
@@ -160,7 +155,7 @@ class Adam8bit(Adam):
             return
         num_blocks = -(-p.numel() // BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
-            # Code 0 is the lowest value, not 0; with a scale of 0 every code is 0.
+            # Code 0 is the lowest value of the table, not 0. With a scale of 0 every code means 0.
             self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
             self.state[p][f"{name}_scale"] = torch.zeros(num_blocks, device=p.device)
 
@@ -203,10 +198,7 @@ class Adam8bit(Adam):
 
 
 def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """`table[codes] * scale` with a scale per 256 values: fp32, flat.
-
-    Of uint8 codes, n of any shape; fp32 scales [ceil(n / 256)]; and an ascending fp32 table [256].
-    """
+    """`table[codes] * scale`, fp32 [n], for n uint8 codes, fp32 scales [ceil(n / 256)] and a table [256]."""
     flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -216,11 +208,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes, uint8 [n], and their scales, fp32 [ceil(n / 256)].
-
-    A block's scale is the smallest that keeps all values in the table's range; `table` is as in
-    `dequantized`, from 0 or below up to 1.
-    """
+    """Nearest codes, uint8 [n], and the smallest scales, fp32 [ceil(n / 256)], that keep values in range."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []
@@ -229,8 +217,8 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
         scale = blocks.amax(1).clamp(min=0) / table[-1]
         if table[0] < 0:
-            # bitsandbytes uses the largest absolute value, but the lowest value of the signed table is
-            # -0.993: requantizing finds this scale again, and so the same codes.
+            # bitsandbytes uses the largest absolute value. The lowest value of the signed table, however, is
+            # -0.993; only with this scale does requantizing return the same scale and codes.
             scale = torch.maximum(scale, blocks.amin(1) / table[0])
         shares = blocks / torch.where(scale > 0, scale, 1.0)[:, None]
         nearest = torch.bucketize(shares, bounds).view(-1)[: part.numel()]
@@ -240,19 +228,19 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sgd(torch.optim.SGD):
-    """torch's SGD with momentum from the start, so that checkpoints before the first step have it.
+    """PyTorch's SGD, with momentum allocated at the start, so that checkpoints before the first step have it.
 
-    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch starts with m = g, as from m = 0.
+    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. PyTorch starts with m = g, as if m were 0.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Creates a parameter's momentum if it has none: zeros."""
+        """Creates a parameter's momentum, initially zero, unless it exists."""
         if self.defaults["momentum"] and not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the moments of all parameters of one of these optimizers."""
+    """Creates the moments of all parameters of an optimizer of this module."""
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -260,17 +248,17 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Name in MOMENTS to a parameter's running mean in fp32, in its shape: not a copy if kept in fp32."""
+    """A parameter's moments by name (MOMENTS), in fp32 and in its shape; no copy if stored in fp32."""
     if isinstance(optimizer, Adam):
         return optimizer.moments(p)
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Sets a parameter's moments, named as in `moments`; nothing is copied onto itself."""
+    """Sets a parameter's moments, in the format of `moments`."""
     kept = optimizer.state[p]
     if all(kept.get(name) is value for name, value in values.items()):
-        return
+        return  # `moments` returned the stored tensors themselves, which were changed in place
     if isinstance(optimizer, Adam):
         optimizer.set_moments(p, values)
     else:

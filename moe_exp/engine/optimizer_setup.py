@@ -1,4 +1,4 @@
-"""Parameter groups, Megatron's (distributed) optimizer and its steps, learning rate and batch ramp-up."""
+"""Megatron's (distributed) optimizer and its steps, parameter groups, learning rate and batch ramp-up."""
 
 import math
 import re
@@ -32,18 +32,18 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, P
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, local_multi_tensor_l2_norm
 
-# Transformer Engine's or Apex's, if one of them is installed.
+# Transformer Engine's or Apex's fused Adam, if one of them is installed
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
 
 
 def choose_optimizer(config: Config) -> tuple[str, str]:
-    """The optimizer that runs, and the reason in words."""
+    """(name of the optimizer that runs, reason)."""
     name = config.optimizer
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {config.sgd_momentum:g}"
     if name == "muon":
         reason = f"OPTIMIZER=muon, momentum {config.muon_momentum:g}"
-        reason += "; orthogonalized in fp32, by one data parallel rank each"
+        reason += "; each matrix is orthogonalized in fp32 by one data parallel rank"
         return "Muon, AdamW for embeddings, routers, norms and biases", reason
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
@@ -53,14 +53,13 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
-    reason = "neither Transformer Engine nor Apex is installed; torch's kernel behind Apex's contract"
-    return "torch fused", reason
+    return "torch fused", "neither Transformer Engine nor Apex is installed"
 
 
 @contextmanager
 def _megatron_builds(config: Config) -> Iterator[None]:
-    """Inside, Megatron builds the chosen class, and its distributed optimizer accepts it."""
-    # Megatron has no argument for the class: it takes names of its module, which get their values back.
+    """Makes Megatron build the chosen class inside the block, and its distributed optimizer accept it."""
+    # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
@@ -74,8 +73,8 @@ def _megatron_builds(config: Config) -> Iterator[None]:
         )
         made = partial(Muon, momentum=config.muon_momentum, dense=dense, experts=experts)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
-    # The last one is for isinstance: SGD is refused because of Megatron's own checkpoint format, which we do
-    # not write.
+    # The last value passes an isinstance check, which refuses SGD because of Megatron's checkpoint format; we
+    # write our own.
     values = [(module, "Adam", made), (module, "SGD", chosen), (module, "USING_PYTORCH_OPTIMIZER", False)]
     values += [(distributed, "Adam", (chosen,))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
@@ -87,7 +86,7 @@ def _megatron_builds(config: Config) -> Iterator[None]:
         for owner, name, value in before:
             setattr(owner, name, value)
     if _FUSED_ADAM is None:
-        # For good: state dicts ask for it. Our classes keep the step in the parameter group, as Apex does.
+        # Not restored, because state dicts read it later. Like Apex, our classes keep the step in the group.
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
@@ -96,7 +95,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon steps on it as split along `axis`: not embedding, output layer and routers."""
+    """Whether Muon steps on the parameter, split along `axis`: not embedding, output layer and routers."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -108,9 +107,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Name in checkpoints of this rank's parameters by their id, with the number of the layer: the same in
-    every layout, and of a tied output layer that of the embedding.
-    """
+    """Checkpoint names, with layer numbers, of this rank's parameters by id; the same in every layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -118,13 +115,13 @@ def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
         for own, shard in inner.sharded_state_dict(metadata=metadata).items():
             if isinstance(shard, ShardedTensor | ShardedTensorFactory):
                 layer = ".".join(global_name(inner, own).split(".")[:3])
-                # Megatron's key has no number if all layers are alike.
+                # Megatron's key has no layer number if all layers are of the same kind.
                 names[id(shard.data)] = re.sub(r"^decoder\.layers(?=\.\D)", layer, shard.key)
     return names
 
 
 def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[ParamKey, Any]:
-    """Groups of `config.parameter_groups`."""
+    """Megatron's overrides for the groups of `config.parameter_groups`."""
     if are_alike(config):
         return {}
     found: dict[Multiples, set[int]] = {}
@@ -159,7 +156,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         log_num_zeros_in_grad=True,
     )
-    # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
+    # By dimension instead of name: a norm in the decayed group would make the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_groups(config, model)
     for axis in (0, -1, -2) if config.optimizer == "muon" else ():
@@ -170,7 +167,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
             settings, model, config_overrides=overrides, use_gloo_process_groups=False
         )
     for part in optimizer.chained_optimizers:
-        # Before the first step: fp16 may save before any step, and out-of-memory errors come early.
+        # Before the first step: fp16 runs may save before any step, and out-of-memory errors occur early.
         if not part.is_stub_optimizer:
             if isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
@@ -188,7 +185,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
 
 
 def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
+    """Sets Megatron's hooks that finish gradients, scale the loss and delay communication."""
     settings = get_model_config(model[0])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
@@ -198,13 +195,11 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler, with its state in checkpoints, and the rates of `config.learning_rate`: each
-    parameter group has the schedule between its own `max_lr` and `min_lr`.
-    """
+    """Megatron's scheduler with the schedule of `config.learning_rate` between a group's own bounds."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
-        # Counts samples, so that a ramped-up batch does not bend the curve. Before Megatron's constructor,
-        # which asks for rates.
+        # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
+        # does not distort the schedule.
         self._config, batch = config, config.gbsz
         super().__init__(
             optimizer,
@@ -225,44 +220,39 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """The rate of a parameter group after the samples so far."""
+        """Learning rate of a parameter group after the samples so far."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> LearningRateScheduler:
-    """The schedule of LR_DECAY_STYLE over the groups of `optimizer`."""
+    """Schedule of LR_DECAY_STYLE for the groups of `optimizer`."""
     return LearningRateScheduler(config, optimizer)
 
 
 def base_learning_rate(scheduler: LearningRateScheduler) -> float:
-    """The rate of groups without their own (LR_GROUPS)."""
+    """Learning rate of parameters without a multiplier (LR_GROUPS)."""
     return scheduler.get_lr({})
 
 
 def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int, int, int]:
-    """Micro-batches per data parallel rank, samples of one, and of all, in the next iteration.
-
-    Constant, or ramped up by RAMPUP_BATCH_SIZE. Samples have `seq_len` tokens (DATA_STAGES), but are counted
-    in SEQ_LEN.
-    """
+    """(micro-batches per data parallel rank, micro-batch size, global batch size) of the next iteration."""
+    # samples have `seq_len` tokens (DATA_STAGES), but are counted in units of SEQ_LEN tokens
     size, batch_size = config.microbatch_samples(seq_len), config.batches.size_at(consumed_samples)
     return batch_size // (size * config.data_parallel_size), size, batch_size
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes all parts of `optimizer`, on all ranks, take or skip a step together and scale alike (fp16 only),
-    by one scalar reduction over all ranks per step.
-    """
+    """Makes all parts of `optimizer` on all ranks skip steps together and use one loss scale (fp16 only)."""
     # Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
-    # multiplied by the first one's scale, but each part divides its gradients by its own, and lowers it when
-    # its own gradients overflow: after an overflow of one part the others are wrong by a power of two.
+    # multiplied by the scale of the first one, but each part divides its gradients by its own scale and
+    # lowers it when its own gradients overflow. From then on, other gradients are wrong by a power of two.
     parts = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None) is not None]
     if not parts:
         return
     updates, prepare = [part.grad_scaler.update for part in parts], optimizer.prepare_grads
     for part in parts:
-        part.grad_scaler.update = lambda found_inf: None  # an overflow in one part alone decides nothing
+        part.grad_scaler.update = lambda found_inf: None  # called with the overflow of one part only
 
     def prepare_grads() -> bool:
         overflowed = torch.tensor(float(prepare()), device=parts[0].found_inf.device)
@@ -272,27 +262,26 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
             update(is_overflow)
         return is_overflow
 
-    # On the instance: Megatron's own step calls it.
-    optimizer.prepare_grads = prepare_grads
+    optimizer.prepare_grads = prepare_grads  # on the instance, where Megatron's own step finds it
 
 
-# Skips optimizer steps whose gradient is not finite, on all ranks or none.
+# Skipping of optimizer steps with a non-finite gradient, on all ranks or none.
 #
-# Megatron computes the gradient norm before clipping, identical on every rank: one NaN or infinity on one
-# rank makes it NaN or infinite on all. With bf16 and fp32 it takes the step anyway; with fp16 the loss scaler
-# checks the gradients first. Here the step ends once the norm is known, at no cost: it is already on the
-# host. A loss that is not finite need not have such a gradient; `microbatch.lm_loss` ensures that it does.
+# Megatron computes the gradient norm before clipping. It is identical on every rank: a NaN or infinity on any
+# rank makes it NaN or infinite on all. With bf16 and fp32 Megatron takes the step anyway; with fp16 the loss
+# scaler checks the gradients first. Here the step ends once the norm is known, at no cost: it is already on
+# the host. `microbatch.lm_loss` ensures that a non-finite loss has a non-finite gradient.
 
 
 class _NotFiniteError(Exception):
-    """Ends Megatron's step between the norm, its argument, and its use."""
+    """Ends Megatron's step after the norm (its argument) was computed and before it is used."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
-    Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
-    routers (expert bias, and what losses keep) is restored. Called after `set_megatron_hooks`.
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Both restore the routers' state of
+    the global batch (expert bias, state of balancing losses). Call it after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -310,16 +299,16 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
             updated, norm, num_zeros = make_step()
         except _NotFiniteError as found:
             updated, norm, num_zeros = False, found.args[0], None
-        if not updated:  # Megatron has updated it before the step
+        if not updated:  # finalize_model_grads has already updated the routers
             routers.restore()
         return updated, norm, num_zeros
 
-    # On the instance: Megatron's own step calls get_grad_norm.
+    # on the instance, where Megatron's own step finds get_grad_norm
     optimizer.get_grad_norm, optimizer.step = finite_norm, step
 
 
 class RouterState:
-    """Router state that is updated per global batch, saved before."""
+    """Copy of the router state that every global batch updates, taken before the update."""
 
     def __init__(self, model: list[DistributedDataParallel]):
         modules = (module for chunk in model for module in chunk.modules())
@@ -331,7 +320,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if has_relu else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """`finalize`, which updates routers, and the update that is ours, after a copy of their state."""
+        """Hook that copies the routers' state, then updates it by `finalize` and `end_of_global_batch`."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
@@ -339,10 +328,10 @@ class RouterState:
                 torch._foreach_copy_(self._before, self._kept)
             finalize(*args, **kwargs)
             if self._stages is not None:
-                # Every ReLU router gets the counts of all layers, so that `l1` has one weight: TOPK is a mean
-                # over tokens and layers (ReMoE, arXiv:2412.14711, equation 7).
+                # Every ReLU router gets the counts of all layers, so that `l1` has a single weight: TOPK is a
+                # mean over tokens and layers (ReMoE, arXiv:2412.14711, equation 7).
                 counts = [router.slots_and_tokens for router in self._routers]
-                # a stage may have no MoE layer
+                # starts at zeros, because a stage may have no MoE layer
                 total = torch.zeros(2, dtype=torch.int64, device=device_of_model())
                 total += sum(counts)
                 torch.distributed.all_reduce(total, group=self._stages)
@@ -355,25 +344,25 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Reverts what was done to the routers."""
+        """Restores the copied state."""
         if self._kept:
             torch._foreach_copy_(self._kept, self._before)
 
 
-# Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to get the norm of all,
-# and scales one after the other. These two are called instead, with Megatron's arguments.
+# Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to compute the norm, and
+# scales gradients one by one. These two functions with Megatron's arguments replace that.
 
 
 def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """The norm of all tensors as one vector, fp32 [1], and nothing: no norms of each."""
+    """(norm of all tensors as one vector, fp32 [1]; None instead of norms per tensor)."""
     norms = torch._foreach_norm([x for some in tensors for x in some])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def scale_all(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
-    """Writes the first list of tensors times `factor` to the second, which may be the same."""
+    """Writes the first list of tensors times `factor` to the second list, which may be the same."""
     sources, targets = tensors
     if sources is not targets:
         torch._foreach_copy_(targets, sources)

@@ -1,11 +1,11 @@
-"""QK-clip: smaller query and key projections for attention heads with large logits (QK_CLIP).
+"""QK-clip: scales down query and key projections of attention heads with large logits (QK_CLIP).
 
-Kimi K2 (arXiv:2507.20534, section 2.1): after an optimizer step, with S the largest logit q k * scale of a
-head in that iteration, over all samples and ranks, and f = min(1, QK_CLIP / S),
+Kimi K2 (arXiv:2507.20534, section 2.1). S is the largest logit q k * scale of a head in the iteration, over
+all samples and ranks. After the optimizer step, with f = min(1, QK_CLIP / S),
 
-    W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        so that its logits are f times as large.
+    W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        which multiplies the head's logits by f.
 
-Biases are scaled like weights, unlike in Megatron-Core. The optimizer's moments stay.
+Unlike in Megatron-Core, biases are scaled like weights. The optimizer's moments do not change.
 """
 
 import math
@@ -27,11 +27,10 @@ def clip_attention_logits(
     threshold: float,
     replicas: dist.ProcessGroup,
 ) -> None:
-    """Makes `optimizer.step` clip, too, whenever it changes the weights.
+    """Makes `optimizer.step` also apply QK-clip whenever it changes the weights.
 
-    Costs the products of queries and keys once more per forward pass, and a reduction of one value per head
-    over `replicas`, the data and context parallel ranks. Every rank needs whole main weights, and the model's
-    attention cores must be `CausalAttention`.
+    Requires whole main weights on every rank, and `CausalAttention` as attention core. `replicas` are the
+    data and context parallel ranks.
     """
     attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
     cores = attention_cores(model)
@@ -44,40 +43,39 @@ def clip_attention_logits(
         updated = False
         try:
             updated, norm, num_zeros = make_step()
-        finally:  # also of a skipped step, whose logits must not count for the next
+        finally:  # also after a skipped step, whose logits must not count for the next one
             logits = [core.take_max_logits() for core in cores]
         if updated and logits:
             logits_LH = torch.stack(logits)
             dist.all_reduce(logits_LH, op=dist.ReduceOp.MAX, group=replicas)
             for attention, logits_H in zip(attentions, logits_LH, strict=True):
-                # one that is not finite would erase the head: the loss and its gradient were finite
+                # a non-finite logit would erase the head, although loss and gradient were finite
                 known_H = torch.where(logits_H.isfinite(), logits_H, threshold)
                 _scale(attention, (threshold / known_H.clamp(min=threshold)).float())
         return updated, norm, num_zeros
 
-    # On the instance: training calls it.
+    # replaces the method on this instance only
     optimizer.step = step
 
 
 def attention_cores(model: list[DistributedDataParallel]) -> list[CausalAttention]:
-    """This rank's attention cores, in the order of its layers."""
+    """This rank's attention cores, in layer order."""
     return [module for chunk in model for module in chunk.modules() if isinstance(module, CausalAttention)]
 
 
 @torch.no_grad()
 def _scale(attention: Attention, factors_H: Tensor) -> None:
-    """Makes the logits of this rank's heads `factors_H` times as large."""
+    """Multiplies the logits of this rank's heads by `factors_H`."""
     c, ones = attention.config, torch.ones_like(factors_H)
     if c.multi_latent_attention:
         query = attention.linear_q_proj if c.q_lora_rank is None else attention.linear_q_up_proj
         roots = factors_H.sqrt()
-        # All heads share the rotary part of the key, which stays: that of the query is scaled by f.
+        # All heads share the rotary part of the key, so it stays, and the query's rotary part is scaled by f.
         _scale_rows(query, [(roots, c.qk_head_dim), (factors_H, c.qk_pos_emb_head_dim)])
         _scale_rows(attention.linear_kv_up_proj, [(roots, c.qk_head_dim), (ones, c.v_head_dim)])
         return
-    # Heads that share a key, of which the paper says nothing, are all scaled by the largest logit of their
-    # group, as in Megatron-Core's `clip_qk`. Rows as Megatron-Core stores them: per group the queries of its
-    # heads, a key and a value.
+    # The paper does not cover heads that share a key. As in Megatron-Core's `clip_qk`, the largest logit of
+    # the group scales all of them. Megatron-Core stores rows per group: queries of its heads, key, value.
     per_group = factors_H.view(attention.num_query_groups_per_partition, -1)
     roots, size = per_group.amin(1).sqrt(), c.kv_channels
     rows = [(roots, (per_group.size(1) + 1) * size), (torch.ones_like(roots), size)]
@@ -85,12 +83,12 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 
 
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
-    """Multiplies the output rows: for each head, or group, as many of every part by its factor there."""
+    """Multiplies output rows; each part is (factor of every head or group, number of its rows)."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
     for name, x in linear.named_parameters(recurse=False):
         if name.startswith("layer_norm"):
-            continue  # the norm that Transformer Engine keeps in the module
+            continue  # Transformer Engine fuses the norm into the module
         main: Tensor = getattr(x, "main_param", x)
         main.mul_(rows.view(-1, *[1] * (x.dim() - 1)))
-        if main is not x:  # rounded from the main weights, as a resume does
+        if main is not x:  # rounded from the main weights, as after a resume
             x.copy_(main)

@@ -1,4 +1,4 @@
-"""Ranks, devices, process groups and seeds: from torchrun's environment to Megatron's parallel state."""
+"""Ranks, devices, process groups and seeds, from torchrun's environment to Megatron's parallel state."""
 
 import atexit
 import datetime
@@ -27,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 @dataclass(frozen=True)
 class Runtime:
-    """One rank of a job; `device` is its GPU or the CPU, `groups` Megatron's process groups."""
+    """One rank of a job: its GPU (or the CPU) and Megatron's process groups."""
 
     rank: int
     world_size: int
@@ -37,26 +37,26 @@ class Runtime:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes and prints for all."""
+        """Whether this is rank 0, which writes and prints for all ranks."""
         return self.rank == 0
 
 
 def choose_communication() -> tuple[str, str]:
-    """The backend of torch.distributed, and the reason in words."""
-    return ("nccl", "a CUDA device is there") if torch.cuda.is_available() else ("gloo", "no CUDA device")
+    """(backend of torch.distributed, reason)."""
+    return ("nccl", "found a CUDA device") if torch.cuda.is_available() else ("gloo", "no CUDA device")
 
 
 def start(config: Config) -> Runtime:
-    """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC. A
-    process group that exists is used, and `stop` keeps it. ValueError if the number of ranks is not NNODES *
-    GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
+    """Joins torchrun's job, or an existing process group, which `stop` then keeps.
+
+    ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
     """
     global _found
     rank, world_size = _place()
     if world_size != config.world_size:
         raise ValueError(
-            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size}"
-            f" ranks, torchrun started {world_size}. Fix: give torchrun and the settings the same numbers."
+            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} this requires"
+            f" {config.world_size} ranks, but torchrun started {world_size}. Fix: give both the same numbers."
         )
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
@@ -68,7 +68,7 @@ def start(config: Config) -> Runtime:
 
 def _init_group(device: torch.device, rank: int, world_size: int) -> None:
     timeout = datetime.timedelta(minutes=30)
-    # Only NCCL knows the device; given here, it connects at once and a missing GPU is noticed at the start.
+    # With device_id NCCL connects at once, so that a missing GPU is an error now instead of in training.
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     torch.distributed.init_process_group(
         choose_communication()[0], timeout=timeout, rank=rank, world_size=world_size,
@@ -78,42 +78,41 @@ def _init_group(device: torch.device, rank: int, world_size: int) -> None:
 
 
 def join_job(config: Config) -> None:
-    """Starts the process group of torchrun's job if there is none, and keeps it for further runs: the ranks
-    could not connect a second time.
-    """
+    """Creates the process group of torchrun's job unless one exists, and keeps it for later runs."""
+    # the ranks could not connect a second time
     if not is_in_group():
         atexit.register(_leave)
         rank, world_size = _place()
         _init_group(_device(config, int(os.environ["LOCAL_RANK"])), rank, world_size)
 
 
-# Default process groups: one that `start` found, and that of `share_alone`.
+# Default process groups: the one that `start` found, and the one created by `share_alone`.
 _found: Any = None
 _alone: Any = None
 
 
 def is_rank() -> bool:
-    """Whether another program has started this process as a rank: under torchrun, or in a process group."""
+    """Whether another program has started this process as a rank, under torchrun or in a process group."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() or is_in_group()
 
 
 def is_in_group() -> bool:
-    """Whether this process is in a process group that is not `share_alone`'s."""
+    """Whether this process is in a process group other than the one of `share_alone`."""
     return torch.distributed.is_initialized() and torch.distributed.group.WORLD is not _alone
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size of the process group, or of torchrun's environment without one."""
+    """Rank and world size, from the process group or else from torchrun's environment."""
     if is_in_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def world_settings() -> dict[str, int]:
-    """GPUS_PER_NODE, NNODES and NODE_RANK of this rank's job; ValueError if Megatron has a parallel state."""
+    """GPUS_PER_NODE, NNODES and NODE_RANK of this job; ValueError if Megatron's parallel state exists."""
     if parallel_state.model_parallel_is_initialized():
         fix = "call parallel_state.destroy_model_parallel() first, or train in another process"
-        raise ValueError(f"parallel_state: it is initialized, and training sets up its own. Fix: {fix}.")
+        raise ValueError(f"parallel_state: must not be initialized before training. Fix: {fix}.")
     rank, world_size = _place()
     found = os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or world_size
     per_node = min(int(found), world_size)
@@ -121,16 +120,14 @@ def world_settings() -> dict[str, int]:
 
 
 def start_alone(config: Config) -> Runtime:
-    """Like `start` for a single-rank program, without launcher or port."""
+    """Like `start`, for a program with a single rank, without launcher or port."""
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
     return joined(config, 0, device)
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank; creates its process group on the first call and keeps it. Raises a
-    ValueError if this process is one of several ranks.
-    """
+    """Runtime of a single rank; its process group is created once and kept. ValueError with more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -138,8 +135,8 @@ def share_alone(config: Config) -> Runtime:
         _alone = torch.distributed.group.WORLD
         return rank
     if (world_size := torch.distributed.get_world_size()) > 1:
-        fix = "call it in a process of its own, or use moe-exp generate, score or eval with --tp or --ep"
-        raise setting_error("world_size", world_size, "a model is loaded by one rank", fix)
+        fix = "load the model in a separate process, or use moe-exp generate, score or eval with --tp or --ep"
+        raise setting_error("world_size", world_size, "must be 1 to load a model", fix)
     device = _device(config, 0)
     if not parallel_state.model_parallel_is_initialized():
         return joined(config, 0, device)
@@ -148,7 +145,7 @@ def share_alone(config: Config) -> Runtime:
 
 
 def joined(config: Config, rank: int, device: torch.device) -> Runtime:
-    """Sets up parallel state and seeds of a rank whose default process group exists, with any backend."""
+    """Sets up parallel state and seeds of a rank whose default process group exists."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -164,31 +161,31 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms, before any GPU work; torch then raises for operations without one."""
+    """Enables deterministic algorithms, before any GPU work; operations without one then raise."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
-        # A bare torchrun has no launcher that does this.
+        # our launcher has already set these variables, bare torchrun has not
         os.environ.update(config.deterministic_environment(os.environ))
-    # Not warn_only, with which torch's attention keeps its non-deterministic backward.
+    # Not warn_only: PyTorch's attention would keep its non-deterministic backward.
     torch.use_deterministic_algorithms(True)
-    # Every value is written before it is read: to fill new tensors as well costs writes and changes nothing.
+    # Our code never reads uninitialized memory, so filling new tensors would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    """This rank's device, ready for work: DETERMINISTIC, threads and filters of warnings are set."""
+    """This rank's device; also sets DETERMINISTIC, the number of threads and warning filters."""
     quiet_third_parties()
     if config.deterministic:
         make_deterministic(config)
     if count_gpus() and not torch.cuda.is_available():
         try:
             torch.cuda.init()
-            reason = "it gives no reason"
+            reason = "unknown reason"
         except (AssertionError, RuntimeError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-        rule = f"this host has {count_gpus()} GPUs, and torch {torch.__version__} cannot use them: {reason}"
-        fix = f"install a build of torch for this driver (CUDA {driver_version()})"
+        rule = f"torch {torch.__version__} cannot use this host's {count_gpus()} GPUs: {reason}"
+        fix = f"install a PyTorch build for this driver (CUDA {driver_version()})"
         raise ValueError(f"CUDA: {rule}. Fix: {fix}, or set CUDA_VISIBLE_DEVICES= to run on the CPU.")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
@@ -200,10 +197,8 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds Python, numpy, torch and Megatron's random streams, which differ by tensor and pipeline rank.
-
-    Weights do not come from these streams, see `model.initialize_weights`.
-    """
+    """Seeds the random streams of Python, numpy, PyTorch and Megatron (not of `initial_weights.py`)."""
+    # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
@@ -212,26 +207,26 @@ def seed_everything(config: Config) -> None:
 
 
 def quiet_third_parties() -> None:
-    """Silences Megatron's messages about missing optional parts; `moe-exp doctor` reports these."""
+    """Silences Megatron's messages about missing optional packages; `moe-exp doctor` reports them."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
-    # Megatron calls collectives by names that torch 2.13 has replaced.
+    # Megatron calls collectives by names that torch 2.13 deprecates.
     for module in (r"torch\.distributed.*", r"megatron\..*"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     quiet_loggers()
 
 
 def freeze_garbage() -> None:
-    """Exempts existing objects from garbage collection, which Megatron triggers at every save."""
+    """Excludes existing objects from garbage collection, because Megatron collects garbage at every save."""
     gc.collect()
     gc.freeze()
-    # Otherwise libraries report objects that exist at exit as leaks, at length.
+    # otherwise libraries print long reports of leaked objects at exit
     atexit.register(gc.unfreeze)
 
 
 def stop() -> None:
-    """Leaves Megatron's parallel state, and the process group unless `start` found it."""
+    """Destroys Megatron's parallel state, and the process group unless `start` found it."""
     if torch.distributed.is_initialized():
-        groups = parallel_state._global_process_group_list or ()  # Megatron forgets them without ending them
+        groups = parallel_state._global_process_group_list or ()  # which Megatron does not destroy
         parallel_state.destroy_model_parallel()
         if torch.distributed.group.WORLD is not _found:
             torch.distributed.destroy_process_group()
@@ -242,32 +237,28 @@ def stop() -> None:
 
 
 def _leave() -> None:
-    """Ends a process group that was kept, which NCCL asks for, at the end of the process."""
+    """Destroys a kept process group at exit, as NCCL requires."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 T = TypeVar("T")
 
-# Results of one rank, on every rank.
-
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """Result of `make` on rank 0; None elsewhere. Called by every rank; raises like `from_first_rank`."""
+    """Result of `make` on rank 0, None elsewhere. Called by every rank; raises like `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, called on rank 0 alone, on every rank. Called by every rank; ValueError on every rank
-    if `make` raises it, so no rank waits for one that has given up.
-    """
+    """Result of `make`, called on rank 0 alone, on every rank; its ValueError is raised on every rank."""
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
             box = [(make(), None)]
-        except ValueError as caught:
+        except ValueError as caught:  # sent to all ranks, so that none waits for one that has failed
             box = [(None, caught)]
     torch.distributed.broadcast_object_list(box)
     value, error = box[0]
@@ -277,9 +268,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, called on every rank, each with its own; ValueError on every rank, with the same
-    text, if it raises it on one.
-    """
+    """This rank's result of `make`; if it raises ValueError on any rank, every rank raises the same text."""
     value, line = None, ""
     try:
         value = make()

@@ -1,4 +1,4 @@
-"""Facts about this machine that are needed before torch is imported."""
+"""Facts about this machine, available before torch is imported."""
 
 import ctypes
 import functools
@@ -14,8 +14,8 @@ from pathlib import Path
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
-# Makes glibc's malloc keep freed memory on a CPU host: returning and re-faulting it for every large tensor
-# costs a third of a layer's time (docs/performance.md). A GPU has torch's caching allocator.
+# Makes glibc's malloc keep freed memory on a CPU host. Returning it to the system and faulting it in again
+# for every large tensor costs a third of a layer's time (docs/performance.md). GPUs have a caching allocator.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26),
 }  # fmt: skip
@@ -23,14 +23,14 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """Other machines that a run is prepared for: GPUs of each, 0 for CPU nodes, None if unknown."""
+    """Other machines that a run is prepared for."""
 
-    gpus: int | None = None
+    gpus: int | None = None  # of each machine; 0: CPU nodes, None: unknown
 
 
 @functools.cache
 def count_gpus() -> int:
-    """Number of CUDA devices visible to this process (honors CUDA_VISIBLE_DEVICES), from the driver."""
+    """Number of CUDA devices visible to this process (honors CUDA_VISIBLE_DEVICES), read from the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -41,7 +41,7 @@ def count_gpus() -> int:
 
 
 def driver_version() -> str:
-    """The newest CUDA version that the driver supports, such as 13.0; empty without NVIDIA's driver."""
+    """Newest CUDA version that the driver supports, such as 13.0; empty without NVIDIA's driver."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -51,7 +51,7 @@ def driver_version() -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is built with CUDA, without importing it."""
+    """Whether the installed torch was built with CUDA; does not import torch."""
     return re.search(r"^cuda\b.*= *None$", _torch_version_file(), re.MULTILINE) is None
 
 
@@ -61,23 +61,22 @@ def _torch_version_file() -> str:
 
 
 def cuda_problem() -> str:
-    """Why torch's CUDA cannot use this host's driver or GPUs; empty if nothing is known against it."""
+    """Known reason why torch's CUDA version cannot use this host's driver or GPUs; empty without one."""
     found = re.search(r"^cuda\b.*= *'((\d+)\.[\d.]+)'$", _torch_version_file(), re.MULTILINE)
     if found is None or not (driver := driver_version()):
         return ""
     if int(driver.partition(".")[0]) < int(found[2]):
-        return f"is built for CUDA {found[1]}, and this host's driver supports CUDA {driver}"
-    oldest = compute_capability()
-    # CUDA 13 dropped what is older than Turing
-    if int(found[2]) >= 13 and oldest < (7, 5):
-        which = f"{oldest[0]}.{oldest[1]}"
-        return f"is built for CUDA {found[1]}, which has no code for compute capability {which}"
+        return f"is built for CUDA {found[1]}, but this host's driver supports only CUDA {driver}"
+    major, minor = compute_capability()
+    # CUDA 13 dropped GPUs older than Turing
+    if int(found[2]) >= 13 and (major, minor) < (7, 5):
+        return f"is built for CUDA {found[1]}, which does not support compute capability {major}.{minor}"
     return ""
 
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """Lowest compute capability of this process's CUDA devices, from the driver; (0, 0) without any."""
+    """Lowest compute capability of this process's CUDA devices, read from the driver; (0, 0) without any."""
     if not count_gpus():
         return 0, 0
     driver, found = ctypes.CDLL("libcuda.so.1"), []
@@ -91,18 +90,18 @@ def compute_capability() -> tuple[int, int]:
 
 
 def rank_place(rank: int | None = None) -> str:
-    """Rank (by default torchrun's), host and device for error lines: `rank 11 on node-b (cuda:3)`."""
+    """Rank (default: torchrun's), host and device for error lines, such as `rank 11 on node-b (cuda:3)`."""
     number = os.environ.get("RANK", "0") if rank is None else rank
     return f"rank {number} on {socket.gethostname()} ({device_label()})"
 
 
 def device_label() -> str:
-    """This rank's device as torch calls it: `cuda:3`, or `cpu`."""
+    """This rank's device in torch's notation, such as `cuda:3` or `cpu`."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if count_gpus() else "cpu"
 
 
 def device_name() -> str:
-    """Name of this host's first CUDA device, as the driver has it, or CPU."""
+    """Name of this host's first CUDA device, or CPU."""
     if not count_gpus():
         return "CPU"
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
@@ -111,9 +110,9 @@ def device_name() -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident size of this process."""
+    """Peak resident set size of this process."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size if sys.platform == "darwin" else size * 1024
+    return size if sys.platform == "darwin" else size * 1024  # Linux counts in KiB, macOS in bytes
 
 
 def num_cores() -> int:
@@ -125,9 +124,7 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory that this process may still use: the least of the machine's and its control groups' (version 2
-    or 1); 2 GB if neither says (macOS).
-    """
+    """Memory still available to this process: minimum over machine and control groups (version 2 or 1)."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]
     for line in _lines(proc / "self/cgroup"):
@@ -139,20 +136,21 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
         if controllers:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         folder = root / name.lstrip("/")
-        # From the process's own up to the root any may have the limit. In a container the name may be one of
-        # the host, which is hidden: the root is the container's.
+        # Any group from the process's own up to the root may have the limit. In a container the name may
+        # refer to the host's hierarchy, which is hidden; the visible root is then the container's group.
         groups = [group for group in (folder, *folder.parents) if group == root or root in group.parents]
         for group in groups:
-            with suppress(OSError, ValueError):  # "max" is no number
+            with suppress(OSError, ValueError):  # "max" (no limit) is not a number
                 limit, used = (int((group / one).read_text()) for one in names)
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                # with cache, which goes when memory is asked for
+                # cache counts as used, but the kernel drops it on demand
                 found.append(limit - used + int(statistics.get("inactive_file", 0)))
+    # macOS has neither file: assume 2 GiB
     return max(0, min(found, default=2 * 2**30))
 
 
 def _lines(path: Path) -> list[str]:
-    """Empty if the file cannot be read."""
+    """Lines of a file, [] if it cannot be read."""
     with suppress(OSError):
         return path.read_text().splitlines()
     return []

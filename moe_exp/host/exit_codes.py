@@ -1,4 +1,4 @@
-"""Exit codes of a job, and how ranks and their launcher exchange them."""
+"""Exit codes of a job, and their exchange between ranks and launcher."""
 
 import os
 import re
@@ -6,22 +6,22 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit codes of a job: TRAIN_ITERS reached; failed; invalid settings; saved, and the same command resumes.
+# Exit codes of a job: TRAIN_ITERS reached; failed; invalid settings; stopped, and the same command resumes.
 FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
 
-# From ranks to their launcher: restart the ranks; not a failure.
+# From ranks to their launcher: restart the ranks, without counting a failure.
 START_AGAIN = 76
 
-# Environment of the ranks, set by the launcher.
+# Environment variables that the launcher sets for the ranks.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"  # where ranks write the exit code of the job
 HEARTBEATS = "MOE_EXP_HEARTBEATS"  # this node's folder for the ranks' heartbeats
 METRICS_FILE = "MOE_EXP_METRICS_FILE"  # the run's metrics.jsonl
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"  # from `time.monotonic`
-PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"  # token files and tokenizer made of TRAIN_DATA's text, as JSON
+PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"  # token files and tokenizer prepared from TRAIN_DATA's text, as JSON
 RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"  # prefix of names in the job's stores, see launch/rendezvous.py
-REASONS_FILE = "MOE_EXP_REASONS_FILE"  # by `moe_exp.train`: where ranks write the lines with which they end
+REASONS_FILE = "MOE_EXP_REASONS_FILE"  # set by `moe_exp.train`: where ranks write their final error lines
 
-# Messages of torch.distributed on healthy ranks when another rank has died.
+# Parts of torch.distributed's errors on healthy ranks after another rank has died.
 CAUSED_BY_ANOTHER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting",
     "ProcessGroup",
@@ -29,36 +29,35 @@ CAUSED_BY_ANOTHER = (
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
-    """Reports the exit code of the job to this node's launcher, by the first local rank; False without one.
-
-    torchrun knows only 0 and failure: ranks that have reported exit with 0, whatever the code.
-    """
+    """Reports the job's exit code to this node's launcher, from the first local rank; False without one."""
+    # torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0
     path = os.environ.get(EXIT_CODE_FILE)
     if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
         try:
             Path(path).write_text(str(code))
-        except FileNotFoundError:  # the launcher has ended, and deleted the folder
+        except FileNotFoundError:  # the launcher has ended and deleted the folder
             return False
     return bool(path)
 
 
 def report_first(code: int) -> bool:
-    """`report_exit_code` by any rank; False if another rank of this node did: a reason appears once."""
+    """Like `report_exit_code`, from any rank; False if another rank of this node was first."""
     try:
         path = Path(os.environ[EXIT_CODE_FILE])
-        # a link fails if the name is taken: of several ranks that end at once one is the first
+        # A link fails if the name exists, so exactly one of several ranks is first. It is also atomic: the
+        # agent reads the file as soon as any rank has ended.
         own = path.with_name(f"{path.name}.{os.getpid()}")
         own.write_text(str(code))
-        os.link(own, path)  # whole at once: the agent reads it as soon as any rank has ended
+        os.link(own, path)
     except FileExistsError:
         return False
-    except (KeyError, OSError):  # no launcher, or one that has ended; a full disk
+    except (KeyError, OSError):  # no launcher, or it has ended, or the disk is full
         pass
     return True
 
 
 def reported_exit_code() -> int | None:
-    """The code that a rank of this node reported with `report_exit_code`."""
+    """Exit code reported by a rank of this node, None without one."""
     try:
         text = Path(os.environ.get(EXIT_CODE_FILE) or "none").read_text()
     except FileNotFoundError:
@@ -67,24 +66,24 @@ def reported_exit_code() -> int | None:
 
 
 def alive_file(exit_code_file: str) -> Path:
-    """File that the agent touches regularly, next to the exit code's."""
+    """File next to `exit_code_file` that the agent touches regularly."""
     return Path(exit_code_file).with_name("agent_alive")
 
 
 def settings_file(exit_code_file: str) -> Path:
-    """File with the settings that the launcher has resolved and checked for its ranks, next to it, too."""
+    """File next to `exit_code_file` with the settings that the launcher has resolved for its ranks."""
     return Path(exit_code_file).with_name("settings.json")
 
 
 def show_alive() -> None:
-    """Shows the launcher that this agent is not stuck."""
+    """Signals to the launcher that this agent is not stuck."""
     if path := os.environ.get(EXIT_CODE_FILE):
         with suppress(OSError):  # the launcher has ended, or the disk is full
             alive_file(path).touch()
 
 
 def leave_reasons(*lines: str) -> None:
-    """Appends the reasons why this rank ends to the file of `moe_exp.train`, if it started the job."""
+    """Appends this rank's final error lines to the file of `moe_exp.train`, if that started the job."""
     if path := os.environ.get(REASONS_FILE):
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
@@ -94,11 +93,11 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff
 
 
 def printable(text: str) -> str:
-    """Text for a terminal, with control characters (e.g. from file names) escaped as Python does."""
+    """`text` with control characters, e.g. from file names, escaped as in Python strings."""
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def complain(*lines: str) -> None:
-    """Prints lines to stderr, ignoring errors such as a full disk."""
+    """Prints error lines to stderr; ignores write errors such as a full disk."""
     with suppress(OSError):
         print(*(f"moe-exp: {printable(line)}" for line in lines), sep="\n", file=sys.stderr, flush=True)

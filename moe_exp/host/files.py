@@ -1,4 +1,4 @@
-"""Atomic file writes, checksums, and which files have documents by their names."""
+"""Atomic file writes, reading of JSON and YAML, checksums, and file name suffixes of documents."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-# of files with documents, see data/kinds.py
+# suffixes of files with documents, see data/kinds.py
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".txt", ".text", ".md")
 DATA_SUFFIXES = (*(one + packed for one in _PACKABLE for packed in ("", ".gz", ".zst")), ".parquet", ".arrow")
 _CHUNK_BYTES = 1 << 20
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Three digits and a decimal unit: 1.75 TB."""
+    """Size with three digits and a decimal unit, such as `1.75 TB`."""
     return scaled_text(num_bytes, (" bytes", " kB", " MB", " GB", " TB", " PB", " EB"))
 
 
 def count_text(number: float, digits: int = 3) -> str:
-    """Significant digits and the letter of a count: 30.5B."""
+    """Count with `digits` significant digits and a suffix, such as `30.5B`."""
     return scaled_text(number, ("", "K", "M", "B", "T"), digits)
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Significant digits and the first of `units`, each a thousand of the one before, that needs no more."""
+    """Number with significant digits in the smallest fitting unit; each unit is 1000 times the one before."""
     *smaller, largest = units
-    limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on it rounds to the next unit
+    limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:
         if abs(number) < limit:
             return f"{number:.{digits}g}{unit}"
@@ -43,15 +43,15 @@ def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that readers, also after a crash, see either the old file or the new one."""
+    """Writes `text` so that readers see either the old or the new file, even after a crash."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` at the end of the block, atomically."""
-    # beside it: a rename is atomic only inside one file system
+    """Yields a file to write, which atomically replaces `path` at the end of the block."""
+    # in the same folder, as a rename is atomic only within a file system
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -69,39 +69,36 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def is_url(text: str) -> bool:
-    """Whether text names a place at an object store (`host/object_store.py`) rather than a path."""
+    """Whether `text` is a URL of an object store (`host/object_store.py`) instead of a path."""
     return "://" in text
 
 
 def ending(name: str | os.PathLike[str]) -> str:
-    """Which of `DATA_SUFFIXES` a name ends with, whatever its case; "" if it ends with none of them."""
+    """The one of `DATA_SUFFIXES` that a name ends with, regardless of case; "" without one."""
     lower = os.fspath(name).lower()
     return next((suffix for suffix in DATA_SUFFIXES if lower.endswith(suffix)), "")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`path` with the home folder for a leading ~, unlike `Path.expanduser` unchanged for an unknown user."""
+    """`path` with ~ expanded; unlike with `Path.expanduser`, an unknown user is not an error."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def regular(path: Path) -> Path:
-    """Returns `path` if it is a regular file, else OSError: reading e.g. a pipe could block."""
-    # EISDIR as Python's own `open` has it
+    """Returns `path` if it is a regular file; OSError otherwise, because reading e.g. a pipe could block."""
     if not stat.S_ISREG(path.stat().st_mode):
-        if path.is_dir():
+        if path.is_dir():  # the error of Python's own `open`
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return path
 
 
 def read_json(path: Path, *, fix: str = "") -> Any:
-    """The value in a JSON file.
-
-    `fix`: what to do about a damaged file; makes the error message a whole line.
+    """Value in a JSON file.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file.
-        ValueError: not JSON, too deep, or too long numbers for Python; without `fix`, only the reason.
+        OSError: if the file cannot be read or is not a regular file.
+        ValueError: if it is damaged; with `fix` as a complete line, without it only the reason.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -120,7 +117,7 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
 
 
 def shallow(text: str) -> str:
-    """Returns YAML text; ValueError if its brackets nest too deep, which takes PyYAML many seconds to say."""
+    """Returns YAML text; ValueError if its brackets nest too deep, on which PyYAML would spend seconds."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -135,8 +132,8 @@ def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable, if the file system can."""
-    # an fsync of the file alone does not keep its name
+    """Makes renames in `folder` durable, if the file system supports it."""
+    # an fsync of a file does not cover its name
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,9 +145,9 @@ def sync_folder(folder: Path) -> None:
 
 
 class HashedFile:
-    """A new binary file that computes its checksum while writing, so that it need not be read again.
+    """A new binary file that computes its checksum while it is written.
 
-    Use it in a `with` block: at its end the file is synced to disk, or an error is raised.
+    Use it in a `with` block, which syncs the file to disk at its end or raises the first error.
     """
 
     def __init__(self, path: Path):
@@ -172,15 +169,15 @@ class HashedFile:
         return num_bytes
 
     def flush(self) -> None:
-        """Hands written data to the system."""
+        """Passes written data to the operating system."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Number of bytes written."""
         return self._num_bytes
 
     def entry(self) -> dict[str, Any]:
-        """Size, and XXH3-128 as in `file_hash`."""
+        """Size and XXH3-128, as in manifests."""
         return {"bytes": self.tell(), "xxh3_128": self._digest.hexdigest()}
 
     def __enter__(self) -> HashedFile:
@@ -189,7 +186,7 @@ class HashedFile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._error is not None:
-                # torch.save hides the system's error behind its own
+                # torch.save replaces the system's error by its own
                 raise self._error
             if error is None:
                 self._file.flush()
@@ -203,29 +200,29 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits; for one of several blocks as `BlockHash.of_all`."""
+    """XXH3-128 of a file, 32 hex digits; with more than one block, `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):  # one buffer: allocation would take longer than the hash
+        while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing
             digest.update(buffer[:num_bytes])
     return BlockHash.of_all(digest.digests(), block_bytes)
 
 
 def has_hash(path: Path, expected: str) -> bool:
-    """Whether a file has this hash, whole or of blocks."""
+    """Whether a file has this hash, of the whole file or of blocks."""
     block_bytes, _, _ = expected.rpartition("-")
     return file_hash(path, int(block_bytes or sys.maxsize)) == expected
 
 
 class BlockHash:
-    """XXH3-128 of each block of a file, so that several tasks can make the hash of one file."""
+    """XXH3-128 of each block of a file, so that several tasks can hash one file."""
 
     def __init__(self, block_bytes: int):
         self.block_bytes, self.num_bytes = block_bytes, 0
         self._digests, self._block = list[bytes](), xxhash.xxh3_128()
 
     def update(self, content: memoryview) -> None:
-        """Adds what follows."""
+        """Appends content."""
         while len(content):
             some = content[: self.block_bytes - self.num_bytes % self.block_bytes]
             self._block.update(some)
@@ -240,8 +237,8 @@ class BlockHash:
 
     @staticmethod
     def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
-        """Hash of a file by those of its blocks: the only one's, or `BYTES-` and the hash of all."""
-        # a file of one block has the hash that it has as a whole, whatever the size of blocks
+        """Hash of a file from the digests of its blocks: `BYTES-` and the hash of all digests."""
+        # a file with a single block has the same hash for every block size
         several = list(digests)
         if len(several) <= 1:
             return (several[0] if several else xxhash.xxh3_128_digest(b"")).hex()

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter that are fast on gloo, too. Measurements: docs/performance.md."""
+"""All-gather and reduce-scatter that are also fast on gloo. Measurements: docs/performance.md."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# gloo runs both as a ring of small steps, each waiting for a thread to wake up, which dominates tensor
-# parallelism. One all-to-all moves the same bytes with one wait (`bench/bench_gloo.py`).
+# gloo runs both as a ring of small steps that each wait for a thread to wake up, which dominates the time of
+# tensor parallelism. An all-to-all moves the same bytes with a single wait (`bench/bench_gloo.py`).
 
-# Above this size of the gathered tensor, the copies for an all-to-all cost more than the ring's waiting.
+# Above this size of the gathered tensor, the copies for an all-to-all cost more than the waits in the ring.
 _LARGE_BYTES = 4 * 2**20
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.all_gather_into_tensor: concatenates x of all ranks along the first dimension."""
+    """Like torch.distributed.all_gather_into_tensor: concatenates x of all ranks along dimension 0."""
     if not _is_gloo(group) or out.nbytes > _LARGE_BYTES:
         return dist.all_gather_into_tensor(out, x, group=group, async_op=async_op)
     copies = x.flatten().repeat(dist.get_world_size(group))
@@ -23,10 +23,10 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
+    """Like torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
-    # summed here in the order of the ranks, not along the way as in a ring
+    # summed on this rank in rank order, not along the way as in a ring
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)
     work = dist.all_to_all_single(parts.view(-1), x.contiguous().view(-1), group=group, async_op=async_op)
     pending = _Sum(out, parts, work)

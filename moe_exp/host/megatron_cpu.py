@@ -1,9 +1,9 @@
-"""Lets megatron-core run on a host where torch has no CUDA device; does nothing if it has one.
+"""Import hook that lets Megatron-Core run without a CUDA device; does nothing with one.
 
 `moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device the
-name `torch` inside Megatron's modules is a stand-in, CUDA literals in its code become those for the CPU, and
-a few functions are replaced by name. torch itself is unchanged for all others, except for one private method
-on Tensor and Module (`_KEYWORD`).
+name `torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
+functions are replaced. torch itself does not change for other code, except for one private method on Tensor
+and Module (`_KEYWORD`).
 """
 
 import builtins
@@ -20,7 +20,7 @@ import torch
 
 from moe_exp.host import gloo, megatron_versions
 
-# Name that replaces the attribute `cuda` in Megatron's rewritten code.
+# Replaces the attribute name `cuda` in Megatron's code.
 _KEYWORD = "_megatron_accelerator"
 _CPU_WORDS = {
     "cuda": "cpu",
@@ -28,13 +28,13 @@ _CPU_WORDS = {
     "torch.cuda.HalfTensor": "torch.HalfTensor",
     "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
 }
-# Optional packages of Megatron's timers, inference and S3 datasets, which this package does not use: loading
-# them takes a tenth of the start of a rank.
+# Optional packages for Megatron's timers, inference and S3 datasets, which this package does not use. Loading
+# them takes a tenth of a rank's start-up time.
 _LEFT_OUT = ("boto3", "torch.utils.tensorboard", "wandb")
 
 
 class _Event:
-    """Stands in for torch.cuda.Event: work on the CPU is done when the call returns."""
+    """Stand-in for torch.cuda.Event: work on the CPU is complete when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -88,10 +88,8 @@ class _CpuAccelerator(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-# torch itself, except that its CUDA namespace uses streams, events, random states and memory counters of the
-# CPU, and that `pin_memory` is ignored.
 class _TorchOnCpu(types.ModuleType):
-    """torch as Megatron sees it on a host without CUDA."""
+    """torch as Megatron sees it on a host without CUDA: `torch.cuda` is replaced, `pin_memory` ignored."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -113,13 +111,13 @@ def _constant(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-# Such as `device="cuda"`, `"torch.cuda.FloatTensor"` and `.cuda()`. It rewrites the byte code that Python has
-# cached, so it costs nothing at start-up.
+# Literals are such as `device="cuda"`, `"torch.cuda.FloatTensor"` and `.cuda()`. Rewriting the byte code that
+# Python has cached, instead of the source, costs no start-up time.
 def _for_cpu(const: Any) -> Any:
-    """A code object, or a constant of one, with CUDA literals replaced by CPU ones."""
+    """A code object, or one of its constants, with CUDA literals replaced by CPU literals."""
     if isinstance(const, types.CodeType):
         names = tuple(_KEYWORD if name == "cuda" else name for name in const.co_names)
-        return const.replace(co_names=names, co_consts=_for_cpu(const.co_consts))  # with nested functions
+        return const.replace(co_names=names, co_consts=_for_cpu(const.co_consts))  # includes nested functions
     if isinstance(const, tuple):
         return tuple(map(_for_cpu, const))
     return _CPU_WORDS.get(const, const) if isinstance(const, str) else const
@@ -143,14 +141,14 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
     if name in _LEFT_OUT:
         raise ModuleNotFoundError(f"{name} is not loaded for Megatron on a host without CUDA")
     module = builtins.__import__(name, globals, locals, fromlist, level)
-    # Only `import torch` and `import torch.x` bind the name torch.
+    # only `import torch` and `import torch.x` bind the name torch, `from torch import x` does not
     return _STAND_IN if module is torch and not fromlist else module
 
 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Spec of a megatron module with `_Loader` on a host without CUDA; else None, for Python's finders."""
+    """Spec of a Megatron module with `_Loader`; None on a host with CUDA, which leaves it to Python."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -165,8 +163,8 @@ def _patch_random(module: Any) -> None:
 
 
 def _patch_writer(module: Any) -> None:
-    # Megatron writes checkpoints in forked processes. With gloo's threads a fork may hang or end in EOFError,
-    # so the rank itself writes, with the same function.
+    # Megatron writes checkpoints in forked processes. With gloo's threads a fork may hang or fail with
+    # EOFError, so the rank itself writes with the same function.
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
 
@@ -186,7 +184,7 @@ def _patch_writer(module: Any) -> None:
 
 
 def _patch_norm(module: Any) -> None:
-    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, and differently when split over ranks.
+    # On a CPU, torch's fp32 norm of a million values is off by 1e-5, and depends on the split over ranks.
     def l2_norm(
         chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any
     ) -> tuple[torch.Tensor, None]:
@@ -203,8 +201,8 @@ def _patch_collectives(module: Any) -> None:
 
 
 def _patch_moe(module: Any) -> None:
-    # For comparisons with Megatron's router and dispatcher. All-to-all sizes must be numbers; Megatron
-    # converts tensors to them on a GPU only.
+    # For comparisons with Megatron's router and dispatcher. All-to-all requires sizes as numbers, to which
+    # Megatron converts tensors only on a GPU.
     megatron_versions.patch_router(module)
     move = module.maybe_move_tensor_to_cpu
 
@@ -216,35 +214,33 @@ def _patch_moe(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = as_numbers
 
 
-# Functions that call CUDA's C interface, or do on a CPU what is slow or wrong there.
+# Modules with functions that call CUDA's C interface, or are slow or wrong on a CPU.
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.layers": _patch_collectives,
     "megatron.core.tensor_parallel.mappings": _patch_collectives,
     "megatron.core.utils": _patch_norm,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _patch_writer,
-    # torch.compile would need a C++ compiler, for fusions worth little on a CPU
+    # torch.compile would need a C++ compiler, for fusions that gain little on a CPU
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe,
 }
 _STAND_IN = _TorchOnCpu()
-
-
 INSTALLED = not torch.cuda.is_available()
 
 
 def refuse_if_too_late() -> None:
-    """Called if megatron was imported before moe_exp."""
+    """ImportError for programs that imported megatron before moe_exp, if the hook is needed."""
     if INSTALLED:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 
 
-# Megatron warns at import, in several places. A run's log and `moe-exp doctor` say what is used instead.
+# Several of Megatron's modules warn at import. A run's log and `moe-exp doctor` report what is used instead.
 warnings.filterwarnings(
     "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning
 )
 if INSTALLED:
-    # torch's, that there is a CUDA toolkit but no GPU. Megatron imports it.
+    # Megatron imports this module of torch, which warns about a CUDA toolkit without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
     setattr(torch.Tensor, _KEYWORD, _keep)

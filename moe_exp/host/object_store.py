@@ -1,8 +1,7 @@
-"""Files at an object store through fsspec: s3:// by s3fs, gs:// by gcsfs, hf:// by huggingface_hub.
+"""Files in an object store, through fsspec: s3:// with s3fs, gs:// with gcsfs, hf:// with huggingface_hub.
 
-Credentials and the server's address are those of the packages: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, and what fsspec's own configuration says. Requests that fail are
-repeated, a file is fetched in parts.
+These packages read credentials and the server address from AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN and fsspec's configuration.
 """
 
 import contextlib
@@ -27,53 +26,51 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_FAILURES = 8  # in a row: about three minutes
-_UNREACHABLE_FAILURES = 4  # of a server that this process has never reached: its address may be wrong
+_MAX_FAILURES = 8  # consecutive; takes about three minutes
+_UNREACHABLE_FAILURES = 4  # if this process has never reached the server: its address may be wrong
 _PART_BYTES = 2**25
-_WORKERS = 8  # files at a time
-# as the packages call what identifies a file's content
+_WORKERS = 8  # parallel files
+# the packages' names for the version of a file's content, best first
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
 _FINAL = (
     FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError,
     NotImplementedError, ImportError, TypeError, ValueError,
 )  # fmt: skip
-# of botocore, which is not imported here
+# error classes of botocore and others by name, because the packages are not imported here
 _NO_ACCESS = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _UNREACHABLE_NAMES = {"EndpointConnectionError", "ClientConnectorError", "ConnectError", "gaierror"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "data"}
 
-_reached: set[str] = set()  # protocols
+_reached: set[str] = set()  # protocols whose server has answered
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file at a store."""
+    """Size and version of a file in a store."""
 
     bytes: int
-    version: str  # changes with its content: an ETag, or what the store has for it
+    version: str  # changes with the content: an ETag or the store's equivalent
 
 
 class Store:
-    """The files below a URL. May be used by several threads, and after a fork.
+    """Files below a URL. Safe for threads and after a fork.
 
-    All methods raise a ValueError if the store gives no access or the URL cannot be used, and a
-    ConnectionError if it keeps failing; both are one line with a fix.
+    All methods raise a ValueError if the store denies access or the URL is invalid, and a ConnectionError if
+    the store keeps failing; both are one line with a fix.
     """
 
     def __init__(self, url: str):
         if not is_url(url):
-            raise ValueError(
-                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
-            )
+            raise ValueError(f"{url}: must be a URL. Fix: give one such as s3://bucket/folder.")
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
     def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
-        """Result of `action` of the store's file system and the place of a file; tries again."""
+        """Result of `action`, called with the store's file system and a file's path; retries."""
         try:
             from fsspec.core import url_to_fs
 
-            # fsspec keeps one per process
+            # fsspec caches one file system per process
             fs, root = url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             extra = _EXTRAS.get(self.protocol, "")
@@ -88,18 +85,18 @@ class Store:
         try:
             found = patiently(lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=limit_of)
         except FileNotFoundError:
-            _reached.add(self.protocol)  # it has answered
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
+            _reached.add(self.protocol)
+            raise FileNotFoundError(errno.ENOENT, "file not found", self._named(name)) from None
         except Exception as error:
             kind: type[Exception] = ValueError
             rule = first_line(error)
-            fix = "check the URL, the region and the package of the store"
+            fix = "check the URL, the region and the store's Python package"
             if _names_of(error) & _NO_ACCESS:
-                rule = f"no access ({rule})"
-                fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+                rule = f"access denied ({rule})"
+                fix = "set the store's credentials (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
             elif _may_pass(error):
-                kind, rule = ConnectionError, f"keeps failing ({rule})"
-                fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
+                kind, rule = ConnectionError, f"the store keeps failing ({rule})"
+                fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), then try again"
             raise kind(f"{self._named(name)}: {rule}. Fix: {fix}.") from error
         _reached.add(self.protocol)
         return found
@@ -108,14 +105,14 @@ class Store:
         return f"{self.url}/{name}" if name else self.url
 
     def _listed(self, name: str, action: Callable[[Any, str], T], missing: T) -> T:
-        """Result of `action`; `missing` if there is no such file or folder."""
+        """Result of `action`; `missing` if the file or folder does not exist."""
         try:
             return self._asked(name, action)
         except FileNotFoundError:
             return missing
 
     def files(self) -> dict[str, StoredFile]:
-        """All files, by their names below the URL."""
+        """All files, by name below the URL."""
 
         def listed(fs: Any, root: str) -> dict[str, StoredFile]:
             found = fs.find(root, detail=True)
@@ -125,12 +122,12 @@ class Store:
         return self._listed("", listed, {})
 
     def find(self, name: str) -> StoredFile | None:
-        """Facts of a file; None if it does not exist."""
+        """Size and version of a file; None if it does not exist."""
         info = self._listed(name, lambda fs, place: fs.info(place), {"type": "missing"})
         return _stored(info) if info["type"] == "file" else None
 
     def names(self) -> list[str]:
-        """Names of the files in the folder itself, without those in folders of it."""
+        """Names of the files directly in the folder, without subfolders."""
 
         def listed(fs: Any, root: str) -> list[str]:
             found = fs.ls(root, detail=True)
@@ -139,8 +136,8 @@ class Store:
         return self._listed("", listed, [])
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
-        """The files of some names that are there."""
-        if len(names) > 64:  # listing is faster
+        """The existing files among `names`."""
+        if len(names) > 64:  # listing all files is faster
             listed = self.files()
             return {name: listed[name] for name in names if name in listed}
         with ThreadPoolExecutor(_WORKERS) as pool:
@@ -148,54 +145,49 @@ class Store:
             return {name: file for name, file in found if file is not None}
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes of a file, from `start` to before `end`; FileNotFoundError if it does not exist."""
+        """Bytes `start` to `end` (exclusive) of a file; FileNotFoundError if it does not exist."""
 
         def read(fs: Any, place: str) -> bytes:
             data = bytes(fs.cat_file(place, start=start, end=end) if end is not None else fs.cat_file(place))
             if end is not None and len(data) != end - start:
-                raise OSError(f"{place}: {len(data)} bytes came instead of {end - start}")
+                raise OSError(f"{place}: received {len(data)} bytes instead of {end - start}")
             return data
 
         return self._asked(name, read)
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """Results of `read` for each (start, end), several at a time."""
+        """Results of `read` for each (start, end), read in parallel."""
         with ThreadPoolExecutor(2 * _WORKERS) as pool:
             yield from pool.map(lambda one: self.read(name, *one), ranges)
 
     def write(self, name: str, data: bytes) -> None:
-        """Makes a file of bytes, or replaces it."""
+        """Creates or replaces a file."""
         self._written(name, lambda fs, place: fs.pipe_file(place, data))
 
     def _written(self, name: str, action: Callable[[Any, str], None]) -> None:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            rule = "there is no such bucket. Fix: create it, or correct the URL."
-            raise ValueError(f"{self.url}: {rule}") from None
+            raise ValueError(f"{self.url}: bucket not found. Fix: create it, or correct the URL.") from None
 
     def remove(self, name: str) -> None:
-        """Removes a file; there need be none."""
+        """Removes a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file there; FileNotFoundError if there is no `path`, ConnectionError if what came has
-        another size.
-        """
+        """Copies a file to the store; FileNotFoundError without `path`, ConnectionError if sizes differ."""
         num_bytes = path.stat().st_size
-        # s3fs otherwise holds ten parts of each file in memory
+        # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}
         self._written(name, lambda fs, place: fs.put_file(str(path), place, **options))
         found = self.find(name)
         if found is None or found.bytes != num_bytes:
-            rule = f"has {found.bytes if found else 0} bytes, {path} has {num_bytes}"
-            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: call it again.")
+            rule = f"has {found.bytes if found else 0} bytes after the upload, but {path} has {num_bytes}"
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Copies a file here, in parts; continues what a stopped call has left beside `path`. Raises as
-        above, and a ConnectionError if it is not `known` any more.
-        """
+        """Downloads a file in parts, or resumes; ConnectionError if it is no longer the `known` version."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +196,7 @@ class Store:
             advance(start)
             while start < known.bytes:
                 end = min(start + 4 * _PART_BYTES, known.bytes)
-                # four parts at a time: memory stays small, and a stopped call loses little
+                # four parts at once: bounds memory and the loss if the download is interrupted
                 begins = range(start, end, _PART_BYTES)
                 for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
                     file.write(data)
@@ -212,11 +204,11 @@ class Store:
                 start = end
             file.flush()
             os.fsync(file.fileno())
-        # its parts may be of two versions
+        # if the file has changed meanwhile, the parts may be from two versions
         if self.find(name) != known:
             partial.unlink()
-            rule = "is another file than when the copy began"
-            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: leave it alone, and begin anew.")
+            rule = "the file changed during the download"
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: do not modify it, and try again.")
         partial.replace(path)
         sync_folder(path.parent)
 
@@ -227,7 +219,7 @@ def _stored(info: Mapping[str, Any]) -> StoredFile:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether trying again may help."""
+    """Whether a retry may succeed."""
     final = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
     numbers = (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
     is_final = isinstance(error, _FINAL) or bool(_names_of(error) & final)
@@ -235,7 +227,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _names_of(error: BaseException | None) -> set[str]:
-    """Types of an error and of what it was raised from."""
+    """Names of the classes of an error and of its causes."""
     if error is None:
         return set()
     return {kind.__name__ for kind in type(error).__mro__} | _names_of(error.__cause__)
@@ -250,14 +242,14 @@ def patiently(
     limit_of: Callable[[Exception], int | None] = lambda _: None,
     wait_of: Callable[[Exception], float] = lambda _: 0.0,
 ) -> T:
-    """Result of `action`, which is tried again after failures that may pass.
+    """Result of `action`, retried after temporary failures.
 
     Args:
-        max_failures: in a row since `num_left` went down; the last one is raised.
-        passes: whether trying again may help.
-        num_left: how much there is to do.
-        limit_of: another `max_failures` for some errors.
-        wait_of: seconds that the error itself asks to wait.
+        max_failures: consecutive failures, without a decrease of `num_left`, after which the error is raised.
+        passes: whether an error is temporary.
+        num_left: remaining amount of work.
+        limit_of: another `max_failures` for some errors, or None.
+        wait_of: wait requested by an error, in seconds.
     """
     failures, best = 0, num_left()
     while True:
@@ -271,32 +263,32 @@ def patiently(
             best = min(best, left)
             if failures >= (limit_of(error) or max_failures):
                 raise
-            # Jitter: workers of one cluster that were refused together do not come back together.
+            # Jitter, so that workers of a cluster that were refused together do not retry together.
             seconds = max(min(60.0, 2.0 ** (failures - 1)), wait_of(error))
             seconds *= random.uniform(1.0, 1.5)
-            what = "%s. Failure %d of %d, trying again in %.0f s"
+            what = "%s (failure %d of %d, retrying in %.0f s)"
             logger.warning(what, first_line(error), failures, max_failures, seconds)
             time.sleep(seconds)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without its full stop; its type if it has none."""
+    """First line of an error's text without the final period; its class name if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
-# Sets of files. A store has no rename: a set is complete when the file that lists the others is there, so
-# that one is written last.
+# Sets of files. Stores cannot rename: a set is complete once its manifest, the file that lists the others,
+# exists. Therefore the manifest is written last.
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
-    """Copies `files` (name there to path here) to a store and publishes them: `manifest`, with a `content`
-    that other files do not have, comes last. Returns whether there was anything to do.
+    """Uploads `files` (name in the store to local path), then publishes them by writing `manifest`.
 
-    A call that was stopped continues with the files that are not there. What another manifest there lists is
-    replaced; it is removed first, as a mixture of both would look complete.
+    `content` of the manifest must be unique to these files. A repeated call resumes an interrupted upload. A
+    set with another manifest is replaced; that manifest is removed first, because a mixture would look
+    complete. Returns whether anything was uploaded.
     """
-    # content that an interrupted call had started to publish: the same one continues, another starts over
+    # The manifest of an unfinished upload: with the same content it is resumed, otherwise started over.
     begun = f"{manifest}.partial"
     there = store.some([*files, manifest, begun])
     sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -307,7 +299,7 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     if manifest in there:
         store.remove(manifest)
     if not is_published and not (begun in there and store.read(begun) == content):
-        for name in same:  # of another manifest, or unknown: a call that continues this one would keep them
+        for name in same:  # of unknown origin: resuming this upload would keep them, because sizes match
             store.remove(name)
         store.write(begun, content)
         same = set()
@@ -324,7 +316,7 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
 
 
 def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: Advance) -> None:
-    """Copies files of a store into a folder; those that are there with their size stay."""
+    """Downloads files into a folder; existing files of the right size are kept."""
 
     def copy(name: str, count: Advance) -> None:
         path, known = folder / name, files[name]
@@ -337,12 +329,12 @@ def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: 
 
 
 def _each(copy: Callable[[str, Advance], None], sizes: Mapping[str, int], advance: Advance) -> None:
-    """Calls `copy` with name and `advance`, several files at a time, the largest first; ends at an error."""
+    """Calls `copy(name, advance)` for all files in parallel, the largest first; stops at an error."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def count(num_bytes: int, now: str = "", /) -> None:
         if stopped.is_set():
-            raise InterruptedError  # between two parts of a file, which may have many
+            raise InterruptedError  # stops a large file between two parts
         with lock:
             advance(num_bytes)
 

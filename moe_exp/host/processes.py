@@ -1,4 +1,4 @@
-"""Processes and signals: children, the death of a parent, a free port."""
+"""Processes and signals: handlers, worker processes, death of a parent, free ports."""
 
 import atexit
 import ctypes
@@ -16,16 +16,16 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 
-# Signals to save and exit, also SLURM's warning (--signal=B:USR1@300). SIGHUP counts as SIGTERM.
+# Signals to save and exit; USR1 is SLURM's warning (--signal=B:USR1@300). SIGHUP is treated as SIGTERM.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def own_command() -> list[str]:
-    """The words that start `moe-exp` of this environment in the user's shell."""
+    """Command that starts this environment's `moe-exp` in the user's shell."""
     beside, on_path = Path(sys.executable).with_name("moe-exp"), shutil.which("moe-exp")
     if on_path and (Path(on_path) == beside or not beside.is_file()):
         return ["moe-exp"]
-    # another environment's moe-exp is on PATH, or none: the path of this one's
+    # PATH has no moe-exp, or another environment's: name this one by its path
     words = [str(beside)] if beside.is_file() else [sys.executable, "-m", "moe_exp"]
     if Path(words[0]).is_relative_to(Path.cwd()):
         words[0] = os.path.relpath(words[0])
@@ -33,7 +33,7 @@ def own_command() -> list[str]:
 
 
 def allow_open_files() -> int:
-    """Lets this process have as many files open as the system allows it, and returns how many these are."""
+    """Raises the limit of open files of this process to the system's maximum; returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 10240 if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -42,7 +42,7 @@ def allow_open_files() -> int:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started in the block have the termination signals blocked until they unblock them."""
+    """Blocks the termination signals inside the block; processes started there inherit this."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         yield
@@ -56,7 +56,7 @@ def signals_handled(
     *,
     signals: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGHUP),
 ) -> Iterator[None]:
-    """Handles signals with `handler` inside the block, by default all that end a job."""
+    """Handles signals with `handler` inside the block (default: all signals that end a job)."""
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
@@ -66,45 +66,41 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process after its exit handlers, without freeing its objects one by one: that takes a second.
-
-    To be made before anything else registers an exit handler: the first of them is the last to run. Nothing
-    changes until `code` is set.
-    """
+    """Ends this process with `code`, if set, without freeing its objects, which takes a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None
-        atexit.register(self._exit)
+        atexit.register(self._exit)  # before all others: the first handler registered runs last
 
     def _exit(self) -> None:
         if self.code is None:
             return
         # os._exit below does not flush them
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # a log on a full disk, a stream that was closed
+            with suppress(Exception):  # a log on a full disk, or a closed stream
                 stream.flush()
         os._exit(self.code)
 
 
-# Loaded here, as only a plain call is safe between fork and exec. Its numbers are those of <sys/prctl.h>.
+# Loaded at import, because only a plain call is safe between fork and exec. Numbers are from <sys/prctl.h>.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Makes the kernel signal this process when its parent dies (Linux only)."""
+    """Makes the kernel send this process a signal when its parent dies (Linux only)."""
     if _LIBC:
         _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def allow_tracers() -> None:
-    """Lets py-spy of the same user read this process where only its ancestors may (Yama's ptrace_scope 1)."""
+    """Allows py-spy of the same user to read this process despite Yama's ptrace_scope 1."""
     if _LIBC:
         _LIBC.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, any process
 
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
-    """Inside the block, orphaned descendants become children of this process (Linux only)."""
+    """Makes orphaned descendants children of this process inside the block (Linux only)."""
     adopt = _LIBC.prctl if _LIBC else lambda *_: None
     adopt(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     try:
@@ -114,10 +110,8 @@ def orphans_adopted() -> Iterator[None]:
 
 
 def worker_context(module: str) -> ForkServerContext | SpawnContext:
-    """How pools start worker processes: on Linux, forks of one process that has imported `module`; elsewhere,
-    where not all libraries bear a fork, each imports it.
-    """
-    if sys.platform != "linux":
+    """Start method for pools: on Linux, workers are forked from a process that has imported `module`."""
+    if sys.platform != "linux":  # not all libraries survive a fork on macOS
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
@@ -125,9 +119,9 @@ def worker_context(module: str) -> ForkServerContext | SpawnContext:
 
 
 def free_port() -> int:
-    """A free TCP port below the ephemeral range, so that no connection takes it by chance."""
+    """A free TCP port below the ephemeral range, where no outgoing connection takes it by chance."""
     while True:
-        # not from the seeded generator: two runs with one seed would take the same
+        # not from the seeded generator: two runs with the same seed would try the same port
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe:
             try:
@@ -138,13 +132,13 @@ def free_port() -> int:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Sends a signal to a process, unless it is gone."""
+    """Sends a signal to a process if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`."""
+    """Ids of the child processes of `pid`."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Progress of a long step: a bar on a terminal, occasional log lines elsewhere; and the table at its end."""
+"""Progress of a long step: a bar on a terminal, occasional log lines elsewhere; and summary tables."""
 
 import logging
 import sys
@@ -18,22 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 class Advance(Protocol):
-    """Takes the number of units just done, and optionally a few words about the current one."""
+    """Reports the number of units just completed and, optionally, a description of the current one."""
 
     def __call__(self, units: int, now: str = "", /) -> None: ...
 
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that takes the number of units just done, of `total`. `unit` is `bytes`, or what is
-    counted, in the plural; `done` was done by an earlier call.
-    """
-    # this stream, even if a step redirects sys.stderr of a verbose package
+    """Yields a function that reports completed units; an earlier call completed `done` of `total`."""
+    # bound now, because a step may redirect sys.stderr to silence a package
     console = Console(file=sys.stderr)
     if console.is_terminal:
         said, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
         columns = (said, BarColumn(), rate, TimeElapsedColumn(), TimeRemainingColumn())
-        # If stdout is redirected, printed lines go there, too.
+        # rich prints lines of stdout above the bar, unless stdout is redirected to a file
         with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
             task = bar.add_task(what, total=total, completed=done, rate="")
             counter = _Counter(what, total, unit, done)
@@ -52,7 +50,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Progress of work done elsewhere: polls `how_far`, the units done, once a second."""
+    """Progress of work done elsewhere: polls the completed units, `how_far`, once a second."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 
@@ -83,7 +81,7 @@ class _Counter:
         return f"{self._size(self.done)} of {self._size(self.total)}"
 
     def rate(self) -> str:
-        # without what an earlier call has done, which took no time now
+        # excludes units completed by an earlier call
         rate = (self.done - self.first) / max(1e-3, time.monotonic() - self.started)
         if rate < 1 and self.unit != "bytes":
             return f"{60 * rate:.1f} {self.unit}/min"
@@ -104,7 +102,7 @@ class _Counter:
 
 
 def print_summary(title: str, rows: Mapping[str, object]) -> None:
-    """Prints one table about a step to standard output."""
+    """Prints a table with the results of a step to standard output."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
@@ -112,7 +110,7 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
 
 
 def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:
-    """A console on `file`, standard output by default."""
+    """Console on `file` (default: standard output) that does not wrap tables in files and pipes."""
     console = Console(file=file, highlight=highlight)
-    # for a file or a pipe rich uses 80 columns, and breaks words
+    # for files and pipes rich assumes 80 columns and would break words
     return console if console.is_terminal else Console(file=file, highlight=highlight, width=1000)

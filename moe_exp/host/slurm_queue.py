@@ -1,4 +1,4 @@
-"""A run's jobs in SLURM's queue: running, waiting, and those that will never start. No torch."""
+"""A run's jobs in SLURM's queue: running, waiting, and jobs that will never start. No torch."""
 
 import getpass
 import os
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-# States of jobs that have nodes; COMPLETING is left out, as the job is over.
+# States of jobs that have nodes, without COMPLETING, in which a job is over.
 _RUNNING = ("RUNNING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
 _HALTED = ("SUSPENDED", "STOPPED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-# Reasons of jobs that will not start by themselves, as in SLURM's job_reason_string; %r has no brackets.
+# Reasons of jobs that will not start by themselves, as in SLURM's job_reason_string; %r has no parentheses.
 _NEVER = re.compile(
     r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|"
     r"NonZeroExitCode|launch failed requeued held|(job )?requeued (in )?held( state)?|"
     r"user env retrieval failed requeued held|"
     r"Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|ReservationDeleted|"
     r"DeadLine|FrontEndDown|AccountingPolicy|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|"
-    r"(QOS|Assoc)(Max|Grp)(?!\w*RunMinutes)\w*Minutes\w*|"  # RunMinutes: of running jobs, which end
+    r"(QOS|Assoc)(Max|Grp)(?!\w*RunMinutes)\w*Minutes\w*|"  # RunMinutes: a limit of running jobs, which end
     r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*|QOSMin\w*"
 )
 
@@ -32,12 +32,12 @@ _NEVER = re.compile(
 class QueuedJob:
     """One line of squeue."""
 
-    name: str  # as squeue writes it, 123, 123_4 or 123_[5-20%1]
+    name: str  # in squeue's notation: 123, 123_4 or 123_[5-20%1]
     state: str
     start: datetime | None  # actual, or expected by the scheduler
-    limit_seconds: int | None  # of each job; None for none
-    left_seconds: int | None  # until the limit of a running job
-    reason: str  # why it waits
+    limit_seconds: int | None  # time limit of each job; None: unlimited
+    left_seconds: int | None  # remaining time of a running job
+    reason: str  # why it is waiting
 
     @property
     def text(self) -> str:
@@ -46,7 +46,7 @@ class QueuedJob:
 
     @property
     def num_tasks(self) -> int:
-        """Jobs that the line stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
+        """Number of jobs in the line: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
         found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", self.name)
         total = 0
         for part in found[1].split(",") if found else ():
@@ -58,12 +58,12 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class Queue:
-    """The jobs of one name and user, in squeue's order."""
+    """Jobs with one name and user, in squeue's order."""
 
     running: list[QueuedJob] = field(default_factory=list)  # have nodes
-    ending: list[QueuedJob] = field(default_factory=list)  # a requeued job looks like that for a while
-    coming: list[QueuedJob] = field(default_factory=list)  # wait for nodes or for the job before them
-    stuck: list[QueuedJob] = field(default_factory=list)  # wait for somebody to act
+    ending: list[QueuedJob] = field(default_factory=list)  # includes requeued jobs for a while
+    coming: list[QueuedJob] = field(default_factory=list)  # waiting for nodes or for the previous job
+    stuck: list[QueuedJob] = field(default_factory=list)  # will not start without intervention
 
     @property
     def all_jobs(self) -> list[QueuedJob]:
@@ -71,48 +71,42 @@ class Queue:
 
     @property
     def next_start(self) -> datetime | None:
-        """Expected start of the next job, as far as the scheduler knows."""
+        """Expected start of the next job, if the scheduler knows it."""
         return min((job.start for job in self.coming if job.start), default=None)
 
     @property
     def limit_seconds(self) -> int | None:
-        """Time limit of a job."""
+        """Time limit of each job."""
         return next((job.limit_seconds for job in [*self.running, *self.coming] if job.limit_seconds), None)
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Time left to the run in all of its jobs; None if one has no limit."""
+        """Remaining time of all jobs together; None if one has no limit."""
         times = [job.left_seconds for job in self.running]
-        # a line of an array stands for several jobs, one after another
+        # the line of an array stands for several jobs that run sequentially
         times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
         known = [one for one in times if one is not None]
         return sum(known) if len(known) == len(times) else None
 
 
 class QueueError(ValueError):
-    """SLURM does not answer, which says nothing about the jobs."""
+    """SLURM does not respond, so the state of the jobs is unknown."""
 
 
 class NoSqueue(QueueError):
-    """There is no squeue here; retrying does not help."""
+    """squeue is not installed; retrying does not help."""
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Asks squeue for the jobs of a --job-name and user, by default the current one, or for `job_ids`.
-
-    Raises:
-        NoSqueue: it is not on PATH.
-        QueueError: it refuses, or takes longer than a minute.
-    """
+    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; else QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
-    # by id where the ids are known, else by name
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
     return parse_queue(_squeue(*chosen, "--format=%i|%T|%S|%l|%L|%r"))
 
 
 def parse_queue(text: str) -> Queue:
-    """Parses squeue's output in our format, sorted."""
+    """Parses and classifies squeue's output in our format."""
     queue = Queue()
     for line in text.splitlines():
         fields = line.strip().split("|", 5)
@@ -133,7 +127,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of squeue's 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
+    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -142,7 +136,7 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def slurm_time(text: str) -> datetime | None:
-    """A time as squeue writes it, in this host's zone; None for N/A."""
+    """Time from squeue's output, in this host's time zone; None for N/A."""
     try:
         return datetime.fromisoformat(text.strip()).astimezone()
     except ValueError:
@@ -150,12 +144,10 @@ def slurm_time(text: str) -> datetime | None:
 
 
 def job_environment() -> str:
-    """Shell command that gives jobs this process's Python, and moe_exp if it is a checkout.
-
-    Installed, this Python finds it anyway, and its site-packages would hide those of a container.
-    """
+    """Shell command that puts this process's Python on a job's PATH, and a checkout on its PYTHONPATH."""
     package_root = Path(__file__).resolve().parents[2]
     paths = {"PATH": Path(sys.executable).parent}
+    # Not if installed: this Python finds the package anyway, and its site-packages would hide a container's.
     if package_root.name not in ("site-packages", "dist-packages"):
         paths["PYTHONPATH"] = package_root
     exports = (
@@ -165,32 +157,33 @@ def job_environment() -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Output of squeue. Jobs that it was asked for may have ended some time ago. Raises like `read_queue`."""
-    # Users' own settings may hide jobs, truncate long array ids, or change the time format.
+    """Output of squeue. NoSqueue if it is not on PATH; QueueError if it fails or takes over a minute."""
+    # Drop the user's own settings, which may hide jobs, truncate long array ids or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     command = ["squeue", "--noheader", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60.0)
     except FileNotFoundError:
-        fix = "put its folder on PATH (cron's is short), call this on a login node, or omit --slurm-name"
+        fix = "add its folder to PATH (cron's is short), run this on a login node, or omit --slurm-name"
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
-        raise QueueError("squeue: has not answered in 60 s") from None
+        raise QueueError("squeue: no response in 60 s") from None
+    # an error about requested jobs only means that they ended some time ago
     if done.returncode and "invalid job id" not in done.stderr.lower():
         raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
     return done.stdout
 
 
 def still_there(job_ids: list[str]) -> list[str]:
-    """Jobs that have not ended, except this one."""
+    """Jobs among `job_ids` that have not ended, except this process's own job."""
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        rule = f"is not here to report the SLURM jobs {' '.join(job_ids)}"
-        raise ValueError(f"squeue: {rule}. Fix: call it on a login node of the cluster.")
+        rule = f"is not on PATH, cannot check the SLURM jobs {' '.join(job_ids)}"
+        raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())
     except QueueError as error:
-        raise ValueError(f"{error}. Fix: call it again when SLURM answers.") from None
+        raise ValueError(f"{error}. Fix: try again when SLURM responds.") from None
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -1,6 +1,4 @@
-"""Curves of runs: the loss of one as a PNG, several runs as a figure, the marks in them, and runs that differ
-only in SEED.
-"""
+"""Loss curves: one run as a PNG, several runs as a figure; marks for data stages and resumes; seeds."""
 
 import io
 import math
@@ -23,33 +21,29 @@ Points = tuple[list[float], list[float]]
 _RAW, _SMOOTH, _VALID, _RATE, _TEXT = "#9dc3e6", "#1f5f9e", "#d9541e", "#c4c4c4", "#333333"
 _MARK = "#6a3d9a"
 _LONGEST_MARK, _MOST_MARKS = 40, 20
-_FOLLOW = ("decay_iters", "warmup_iters")  # TRAIN_ITERS, so that they say nothing beside it
+_FOLLOW = ("decay_iters", "warmup_iters")  # usually derived from TRAIN_ITERS: redundant beside it
 _LONGEST_NAME = 48
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two iterations."""
+    """A mark between two iterations: a stage of DATA_STAGES, or a resume with or without changed settings."""
 
-    kind: Literal["stage", "settings", "resume"]  # of DATA_STAGES; a resume with changed settings, or without
+    kind: Literal["stage", "settings", "resume"]
     after: int  # the last iteration before it
     label: str = ""  # short; empty for a resume without changes
     details: str = ""
 
     @property
     def text(self) -> str:
-        """In words, with the iteration."""
+        """Description with the iteration."""
         if self.kind == "stage":
             return f"data {self.label} from iteration {self.after + 1}: {self.details}"
         return f"resume after iteration {self.after}" + (f": {self.label}" if self.label else "")
 
 
 def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
-    """Marks from the events among the records of a run, by iteration.
-
-    A resume removes what happened after the checkpoint that it continues from. The first start is no resume,
-    also if it begins with the iteration of LOAD_DIR.
-    """
+    """Marks from the events in a run's records, sorted by iteration."""
     found: dict[tuple[str, int], Mark] = {}
     is_first = True
     for event in records:
@@ -64,6 +58,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
             label = ", ".join(map(str, changes)) if isinstance(changes, list) else str(changes)
             found["resume", iteration] = Mark("settings", iteration, label)
         elif name in ("start", "resume"):
+            # Iterations after the checkpoint are repeated. The first start, even from LOAD_DIR, has no mark.
             found = {key: mark for key, mark in found.items() if mark.after <= iteration}
             if name == "resume" and not is_first:
                 found.setdefault(("resume", iteration), Mark("resume", iteration))
@@ -72,19 +67,17 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draws train and validation loss over iterations, and the learning rate behind them, as a PNG. Lines
-    mark stages of data and resumes. ValueError if no train record has a loss.
-    """
+    """Draws losses and learning rate over iterations as a PNG, with `marks_of`; ValueError without a loss."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
-        rule = "no train record with a loss, nothing to draw"
-        raise ValueError(f"records={len(records)}: {rule}. Fix: run until the first LOG_INTERVAL.")
-    # Not pyplot, which has global state and may choose a backend that needs a display.
+        rule = "no train record has a loss"
+        raise ValueError(f"records={len(records)}: {rule}. Fix: train for at least LOG_INTERVAL iterations.")
+    # not pyplot, which has global state and may choose a backend that needs a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     title = wrapped(title)
-    # Fixed margins: a layout that looks for them takes as long as the drawing.
+    # Fixed margins: computing the layout takes as long as drawing.
     figure = Figure(figsize=(8, 4.8), dpi=150)
     figure.subplots_adjust(left=0.09, right=0.92, bottom=0.11, top=0.88 - 0.029 * title.count("\n"))
     FigureCanvasAgg(figure)
@@ -101,7 +94,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     for side in rate_axes.spines.values():
         side.set_visible(False)
     _draw_marks(axes, [(mark, float(mark.after)) for mark in marks_of(records)], _MARK)
-    # Draw the loss over the learning rate; twinx puts the second axes on top.
+    # Draws the loss over the learning rate; twinx puts the second axes on top.
     axes.set_zorder(rate_axes.get_zorder() + 1)
     axes.patch.set_visible(False)
     # Above the axes, clear of the curves.
@@ -113,7 +106,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
 
 
 def wrapped(title: str) -> str:
-    """Breaks run names, which have underscores and no spaces, before a word but not before its number."""
+    """Wraps long titles; breaks run names after an underscore, but not between a setting and its number."""
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
 
@@ -126,7 +119,7 @@ def _draw_losses(
     losses = _numbers(train, "lm_loss")
     marker = "o" if len(losses) == 1 else None
     handles = axes.plot(iterations, losses, color=_RAW, linewidth=0.9, marker=marker, label="train")
-    # Shorter curves are readable without smoothing.
+    # shorter curves are readable without smoothing
     if len(losses) >= 100:
         means = smoothed(losses, len(losses) // 50)
         handles += axes.plot(iterations, means, color=_SMOOTH, linewidth=1.8, label="train, smoothed")
@@ -149,9 +142,9 @@ def _draw_losses(
 
 
 def _draw_marks(axes: Any, marks: Iterable[tuple[Mark, float]], color: str) -> None:
-    """Vertical lines: dashed with a label for a stage or changed settings, dotted for another resume."""
+    """Draws vertical lines: dashed with label for stages and changed settings, dotted for other resumes."""
     low, high = axes.get_xlim()
-    known = {(mark, round(x, 6)): None for mark, x in marks if low <= x <= high}  # seeds may share one
+    known = {(mark, round(x, 6)): None for mark, x in marks if low <= x <= high}  # seeds may share marks
     for mark, x in list(known)[-_MOST_MARKS:]:
         style = {"color": color, "linewidth": 1, "linestyle": "--" if mark.label else ":", "zorder": 1}
         axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), **style)
@@ -168,9 +161,8 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered mean over up to `half_width` values to each side, which does not lag; at the steep start over
-    fewer, an eighth of those so far. NaN stays NaN, to show gaps, and is left out of the means around it.
-    """
+    """Centered moving mean over up to `half_width` values to each side, fewer at the steep start."""
+    # NaN stays NaN, to show gaps, and is excluded from the means around it
     sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
     counts = [0, *accumulate(int(not math.isnan(value)) for value in values)]
     means = []
@@ -187,28 +179,27 @@ def _imbalance(record: Mapping[str, Any]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-# Panels of `draw_runs`: title, kind of record, value of a record (None: not measured).
+# Panels of `draw_runs`: title, record kind, function that returns a record's value (None: not measured).
 _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
     ("train loss (nats per token)", "train", lambda record: record.get("lm_loss")),
     ("validation loss (nats per token)", "valid", lambda record: record.get("lm_loss")),
     ("tokens per second", "train", lambda record: record.get("tokens_per_second")),
-    ("busiest expert over the mean, mean of the layers", "train", _imbalance),
+    ("busiest expert over the mean, mean over layers", "train", _imbalance),
 )
 
 
 def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> Any:
-    """Draws a panel each for losses, throughput and expert balance, with a line per run.
+    """Draws panels for losses, throughput and expert balance, with one line per run.
 
-    Several seeds are a line, their mean, in a band from the lowest to the highest, as far as all have come.
-    In the panels of the losses, lines mark stages of data and resumes.
+    Several seeds are drawn as their mean in a band from lowest to highest, up to the point that all have
+    reached. Loss panels have the marks of `marks_of`.
 
     Args:
-        runs: records of one run, or of several seeds, by name.
-        x: key of the records for the horizontal axis.
+        runs: by name, the records of one run or of several seeds.
+        x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks show, without panels that no run has a value for; ValueError if no
-        record has one.
+        A matplotlib Figure that notebooks display, without empty panels; ValueError if all are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -216,8 +207,8 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
     }
     shown = {title: of for title, of in curves.items() if any(xs for seeds in of.values() for xs, _ in seeds)}
     if not shown:
-        fix = "run until the first LOG_INTERVAL, or give another x"
-        raise ValueError(f"x={x}: no record has it with a value to draw. Fix: {fix}.")
+        fix = "train for at least LOG_INTERVAL iterations, or choose another x"
+        raise ValueError(f"x={x}: no record has this key and a value to draw. Fix: {fix}.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -241,7 +232,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         if len(runs) > 1:
             axes.legend(frameon=False, fontsize=8)
 
-    def png() -> bytes:  # as pyplot would, but without its global figures
+    def png() -> bytes:  # notebooks call it; only pyplot figures have it by themselves
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
         return buffer.getvalue()
@@ -256,7 +247,7 @@ def _draw_line(axes: Any, color: str, name: str, seeds: Sequence[Points]) -> Non
     x, y = map(np.array, seeds[0])
     if len(seeds) > 1:
         name, x = f"{name} ({len(seeds)} seeds)", shared_points([np.array(points[0]) for points in seeds])
-        for points in seeds:  # beyond what all have reached
+        for points in seeds:  # dotted beyond the point that all seeds have reached
             single_x, single_y = map(np.array, points)
             beyond = single_x >= x[-1] if len(x) else np.ones(len(single_x), bool)
             axes.plot(single_x[beyond], single_y[beyond], color=color, linestyle=":", linewidth=1)
@@ -276,21 +267,17 @@ def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, An
 
 
 def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Groups of indices of runs whose settings differ only in SEED, in their place or in how they are
-    monitored. A run without settings is alone.
-    """
+    """Indices of runs, grouped by all settings that affect training except SEED."""
     found: dict[object, list[int]] = {}
     for index, values in enumerate(settings):
         names = (name for name in values if name not in TRAITS or TRAITS[name].compared)
         compared = sorted((name, str(values[name])) for name in names if name != "seed")
-        found.setdefault(tuple(compared) or index, []).append(index)
+        found.setdefault(tuple(compared) or index, []).append(index)  # without settings, a run is alone
     return list(found.values())
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names that say what differs between runs, such as `dense` and `dmoe, TOPK=2`; `names` if settings are
-    unknown, or say too much or nothing.
-    """
+    """Names from the differences between runs, such as `dense` and `dmoe, TOPK=2`; else `names`."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))
@@ -305,7 +292,7 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
             follows = name in _FOLLOW and any("TRAIN_ITERS=" in part for part in parts)
             if follows or not traits.compared or name in ("seed", "use_moe", "moe_type"):
                 continue
-            # only runs that have this kind of setting: a dense one has no experts to differ in
+            # compare only runs to which the setting applies: a dense run has no experts
             others = [other for other in settings if other.get("use_moe") or traits.part != "experts"]
             if one in others and len({value(other, name) for other in others}) > 1:
                 parts.append(f"{name.upper()}={value(one, name)}")
@@ -315,6 +302,6 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
 
 
 def shared_points(xs: Sequence[Floats]) -> Floats:
-    """The points of all curves (increasing), from where the last of them begins to where the first ends."""
+    """Sorted points of all curves, from where the last curve starts to where the first one ends."""
     points = np.unique(np.concatenate(xs))
     return points[(max(x[0] for x in xs) <= points) & (points <= min(x[-1] for x in xs))]

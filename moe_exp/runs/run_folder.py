@@ -1,23 +1,22 @@
-"""The run folder `$RUN_DIR/$RUN_NAME`: its layout, how it is opened, and problems with using it.
+"""The run folder `$RUN_DIR/$RUN_NAME`: layout, opening and locking, and checks before a start.
 
     config.yaml        settings of the latest start
-    provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command
-                       line
-    train.log          output of rank 0, and the warnings of every rank
-    metrics.jsonl      one object a line, see training/metrics.py
+    provenance.json    {"starts": [...]}: versions, commit, host, time and command line of each start
+    train.log          output of rank 0, and warnings of every rank
+    metrics.jsonl      one record per line, see runs/records.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
-    skipped_samples.json    samples that rollbacks left out, see training/loss_guard.py
-    bad_steps/ set_aside/   checkpoints that no resume uses by itself: after MAX_BAD_STEPS, and those that a
-                            rollback went back past
+    skipped_samples.json    samples skipped by rollbacks, see training/loss_guard.py
+    bad_steps/ set_aside/   checkpoints not used to resume: saved after MAX_BAD_STEPS bad steps, or newer
+                            than the one that a rollback returned to
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
-    summary.json       how the run ended
-    slurm/             of `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
-    .rendezvous_key    of a multi-node run: prefix of names in its stores; readable by its user only
-    EXIT               created by a person: the run saves and ends
+    summary.json       result of the latest start
+    slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
+    .rendezvous_key    with several nodes: prefix of names in its stores; readable by its user only
+    EXIT               created by the user to make the run save and end
 
-The environment is never written, so that no service's key ends up in a shared folder.
+The environment is never recorded, so that no credentials end up in a shared folder.
 """
 
 from __future__ import annotations
@@ -49,13 +48,12 @@ from moe_exp.runs.records import append_event
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PATH = 3500  # bytes; leaves some of Linux' 4096 to files in it
+_LONGEST_PATH = 3500  # bytes; leaves room in Linux' limit of 4096 for files in the folder
 
-# In a checkpoints folder: iteration of the newest complete checkpoint; Megatron's name.
+# File in a checkpoints folder with the iteration of the newest complete checkpoint; Megatron's name.
 LATEST = "latest_checkpointed_iteration.txt"
 
-
-# Packages that affect a run's numbers or speed.
+# packages that affect a run's numbers or speed
 _PACKAGES = (
     "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex",
     "megablocks", "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
@@ -63,7 +61,7 @@ _PACKAGES = (
 
 
 class RunFolder:
-    """Paths inside one run folder, as listed at the top of this file. Touches no disk."""
+    """Paths in a run folder, listed at the top of this file. Does not access the disk."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -86,24 +84,24 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """The folder that `config` names, whether it exists or not."""
+        """Run folder of `config`, which need not exist."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
     def checkpoint_iterations(self) -> list[int]:
-        """Iterations of existing checkpoints, complete or damaged, in order."""
+        """Sorted iterations of existing checkpoints, complete or damaged."""
         found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rollbacks of a run, oldest first; ConfigError if the file is unreadable and skips thus unknown."""
+    """Rollbacks of a run, oldest first; ConfigError if their file is damaged."""
     path = folder.skipped_samples
     try:
         return list(read_json(path)["rollbacks"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore it, or remove it to train on what rollbacks have skipped"
+        fix = "restore it, or remove it to train on the samples that rollbacks have skipped"
         raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 
@@ -114,9 +112,9 @@ def open_run_folder(
 
     Args:
         config: settings of this start; they replace config.yaml, and provenance.json records the changes.
-        argv: command line to record; sys.argv by default.
-        resumed_from: iteration of this run's checkpoint that training resumes from; None: it does not. Then
-            changes of settings that matter are logged, and recorded as an event.
+        argv: command line to record (default: sys.argv).
+        resumed_from: iteration of this run's checkpoint that training resumes from, or None. With an
+            iteration, changed settings that affect training are logged and recorded as an event.
     """
     folder = RunFolder.of(config)
     try:
@@ -127,27 +125,26 @@ def open_run_folder(
                 starts = list(read_json(folder.provenance)["starts"])
         except (ValueError, KeyError, TypeError):
             broken = folder.provenance.replace(folder.provenance.with_suffix(".json.broken")).name
-            begun = f"kept as {broken}, and the list of starts begins again"
-            logger.warning("%s cannot be read; %s", folder.provenance, begun)
+            line = "cannot read %s: renamed it to %s and started a new list of starts"
+            logger.warning(line, folder.provenance, broken)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
             logger.info("%s", changes_text(matter))
-            # before config.yaml changes, so that no later start misses it if this one dies
+            # before config.yaml changes, so that the change is not lost if this start dies
             append_event(folder.metrics, "changed_settings", resumed_from, changes=matter)
         write_atomically(folder.config, to_yaml(config))
         starts.append(provenance(sys.argv if argv is None else argv) | {"changed_settings": changed})
         write_json(folder.provenance, {"starts": starts})
     except OSError as error:
-        rule = f"{folder.path} cannot be written ({error.strerror or error})"
-        fix = "choose a RUN_DIR that you may write to"
+        rule = f"cannot write to {folder.path} ({error.strerror or error})"
+        fix = "choose a writable RUN_DIR"
         raise ConfigError([problem("run_dir", config.run_dir, rule, fix)]) from None
     return folder
 
 
 def hold_run_folder(config: Config) -> None:
-    """Locks the run folder until this process ends; called by rank 0 only. ConfigError if another run holds
-    it: both would delete each other's records and checkpoints.
-    """
+    """Locks the run folder until this process ends; called by rank 0 only. ConfigError if it is locked."""
+    # two runs in one folder would delete each other's records and checkpoints
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.lock)
@@ -159,11 +156,11 @@ def hold_run_folder(config: Config) -> None:
 
 
 _HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
-_LOCK_SECONDS = 1.0  # `lock_problems` of another process may have it for a moment
+_LOCK_SECONDS = 1.0  # `lock_problems` in another process may hold the lock for a moment
 
 
 def release_run_folders() -> int:
-    """Ends the locks of `hold_run_folder`, if the process continues after its run; returns their number."""
+    """Releases the locks of `hold_run_folder`, if the process continues; returns their number."""
     num_held = len(_HELD)
     while _HELD:
         _HELD.pop().release()
@@ -171,14 +168,13 @@ def release_run_folders() -> int:
 
 
 def _held_problem(config: Config) -> list[str]:
-    rule = f"another run is writing {RunFolder.of(config).path}"
-    return [problem("run_name", config.name, rule, "wait for its end, or give this run another RUN_NAME")]
+    rule = f"another run is writing to {RunFolder.of(config).path}"
+    return [problem("run_name", config.name, rule, "wait for it to end, or choose another RUN_NAME")]
 
 
 def lock_problems(config: Config) -> list[str]:
-    """Whether another run is writing the run folder. Only the first node asks: the nodes of one run would
-    take each other for another run.
-    """
+    """Errors if another run holds the lock of the run folder. Checked on the first node only."""
+    # the nodes of a run would take each other for another run
     lock = RunFolder.of(config).lock
     if config.node_rank or not lock.exists() or not os.access(lock, os.W_OK):
         return []
@@ -190,9 +186,9 @@ def lock_problems(config: Config) -> list[str]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings of the previous start, and name to [before, now] of those that differ now, as far as known."""
+    """Settings of the previous start, and those that differ now as name to [before, now]."""
     before: dict[str, Any] = {}
-    with suppress(ValueError):  # its file is missing or unreadable
+    with suppress(ValueError):  # config.yaml is missing or unreadable
         before = recorded_settings(folder.config)
     now = config.model_dump()
     changed = {name: [before[name], now[name]] for name in now if before.get(name, now[name]) != now[name]}
@@ -200,12 +196,10 @@ def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any]
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start: that
-    of the checkout of this package, with "+changes" for edited files; None outside a checkout.
-    """
+    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of a start."""
     started = datetime.now().astimezone()  # before git, which may take seconds on a slow disk
     package, commit, changes = Path(__file__).parent, None, None
-    # If installed inside another repository, git would return that one's commit.
+    # If the package is installed inside another repository, git would return that one's commit.
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is not None:
         commit = _git(package, "rev-parse", "HEAD")
         changes = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
@@ -231,7 +225,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Inside a git hook, GIT_DIR etc. point to the hook's repository.
+    # inside a git hook, GIT_DIR etc. point to the hook's repository
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), *arguments]
     try:
@@ -241,9 +235,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-# Parts of a run whose changes are reported at a resume, the most important first.
+# Parts of the settings whose changes are reported at a resume, the most important first.
 _REPORTED_PARTS: tuple[Part, ...] = ("learning", "data", "model", "experts", "layout")
-# Settings of these parts that do not change what a resumed run computes, or only through others.
+# Settings of these parts that have no effect on a resumed run, or only through other settings.
 _UNREPORTED = (
     "preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity", "init_std",
     "init_distribution",
@@ -251,13 +245,10 @@ _UNREPORTED = (
 
 
 def changes_of_resume(config: Config) -> list[str]:
-    """Settings that affect training and differ from the previous start's, as `LR 0.001 -> 0.003`.
-
-    Empty if there is no checkpoint to resume from.
-    """
+    """Changed settings at a resume that affect training, such as `LR 0.001 -> 0.003`."""
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
-        return []
+        return []  # nothing to resume from
     before, changed = _changed_settings(folder, config)
     decay_before = before.get("decay_iters") or before.get("train_iters")  # 0 stands for TRAIN_ITERS
     changed["decay_iters"] = [decay_before, config.decay_end]
@@ -272,29 +263,29 @@ def changes_of_resume(config: Config) -> list[str]:
 
 
 def changes_text(changes: Sequence[str]) -> str:
-    """The line for `changes_of_resume`."""
+    """Log line for `changes_of_resume`."""
     return f"resumed with changed settings: {', '.join(changes)}"
 
 
 def run_folder_problems(config: Config) -> list[str]:
-    """Why `config` cannot use its run folder, one line each; empty if it can. Creates nothing."""
+    """Reasons why `config` cannot use its run folder, one line each. Creates nothing."""
     folder, parts = RunFolder.of(config), Path(config.name).parts
     length = len(os.fsencode(folder.path.absolute()))
-    rule, fix = "", "give a plain name, and the place as RUN_DIR"
+    rule, fix = "", "use a plain name, and set RUN_DIR to the parent folder"
     if ".." in parts or Path(config.name).is_absolute():
         rule = "must stay inside RUN_DIR"
     elif any(len(os.fsencode(part)) > 255 for part in parts):
-        rule, fix = "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME"
+        rule, fix = "must have at most 255 bytes", "choose a shorter RUN_NAME"
     elif length > _LONGEST_PATH:
-        rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
-        fix = "give a shorter RUN_NAME or RUN_DIR"
+        rule = f"the path of the run folder has {length} bytes, more than {_LONGEST_PATH}"
+        fix = "choose a shorter RUN_NAME or RUN_DIR"
     if rule:
         return [problem("run_name", config.name, rule, fix)]
     place = existing_place(folder.path)
     if not place.is_dir():
         rule, fix = f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME"
         return [problem("run_dir", config.run_dir, rule, fix)]
-    # Paths of the wrong kind: a pipe would block forever, a folder EXIT would end every start.
+    # Paths of the wrong type: a pipe would block forever, and a folder EXIT would end every start.
     files = (
         folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
         folder.summary, folder.exit_file, folder.rendezvous_key, folder.checkpoints / LATEST,
@@ -306,13 +297,13 @@ def run_folder_problems(config: Config) -> list[str]:
     wrong = [(path, "file") for path in files if _exists(path) and not path.is_file()]
     wrong += [(path, "folder") for path in folders if _exists(path) and not path.is_dir()]
     if wrong:
-        fix = "move it away, or give another RUN_NAME"
-        return [problem("run_name", config.name, f"{path} is no {kind}", fix) for path, kind in wrong]
+        fix = "move it away, or choose another RUN_NAME"
+        return [problem("run_name", config.name, f"{path} is not a {kind}", fix) for path, kind in wrong]
     used = (
         place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
         folder.metrics,
     )  # fmt: skip
-    fix = "choose a RUN_DIR that you may write to, or change its permissions"
+    fix = "choose a writable RUN_DIR, or change its permissions"
     found = [
         problem("run_dir", config.run_dir, f"{path} is not writable", fix)
         for path in used
@@ -331,13 +322,13 @@ def existing_place(path: Path) -> Path:
 def _exists(path: Path) -> bool:
     try:
         path.stat()
-    except OSError:  # Path.exists raises if a parent may not be entered
+    except OSError:  # Path.exists raises if a parent folder is not accessible
         return False
     return True
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Compares with the latest start's settings; a checkpoint's own are compared when it is loaded."""
+    """Compares with the latest start's settings; loading a checkpoint compares with its own."""
     if not _exists(folder.config):
         return []
     try:
@@ -345,7 +336,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
         shapes, functions = model_changes(config, saved, str(folder.config))
         other_optimizer = optimizer_change(config, saved, str(folder.config))
     except ValueError as error:
-        fix = "give another RUN_NAME, or repair the file"
+        fix = "choose another RUN_NAME, or repair the file"
         return [problem("run_name", config.name, f"{folder.config} cannot be read ({error})", fix)]
     is_trained = (folder.checkpoints / LATEST).exists()
     changes = shapes + (functions if is_trained and not config.allow_other_model else [])
@@ -356,8 +347,8 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
         problem(
             change.name,
             change.value,
-            f"{folder.path} holds a model with {change.name.upper()}={change.before}",
-            f"give another RUN_NAME to start a new run, or {change.way_back} to continue with this one",
+            f"{folder.path} contains a model with {change.name.upper()}={change.before}",
+            f"choose another RUN_NAME to start a new run, or {change.way_back} to continue this one",
         )
         for change in changes
     ]

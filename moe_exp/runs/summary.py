@@ -1,4 +1,4 @@
-"""Output at the end of a run: summary.json, a plot of the loss, and a short text."""
+"""Output at the end of a run: summary.json, a plot of the loss, and a printed summary."""
 
 import re
 import shlex
@@ -28,16 +28,15 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Caller:
-    """How the user started a run, for the commands that the summary suggests."""
+    """The user's command, from which the summary derives the commands it suggests."""
 
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
     environ: Mapping[str, str] = field(default_factory=dict)  # settings from the environment, by variable
-    # why a run with other settings would not start
-    problems: Callable[[Config], Iterable[str]] = Config.problems
+    problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with other values of some settings, in the place where the user gave them."""
+        """The command with changed settings, each given as a flag or variable like in the original."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -46,11 +45,11 @@ class Caller:
                 flags.append(f"{flag} {shlex.quote(text)}")
             elif text:
                 settings[name.upper()] = text
-            else:  # an empty variable would leave what a file has
+            else:  # an empty variable would not override the settings file
                 del settings[name.upper()]
                 flags += [f"{flag} ''"] * ("--config" in self.command)
         given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-        # another run has the settings of the resumed one, and its own folder
+        # another run uses the settings of the resumed one, but has its own folder
         command = self.command
         if "run_name" in changes:
             command = re.sub(" --resume(?=[ =])", " --config", command)
@@ -66,15 +65,13 @@ def finish_run(
     code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:
-    """Writes the summary of the start of this run that was launched at `since` (with time zone).
+    """Writes the summary of the start launched at `since` (with time zone); returns status and text.
 
-    Returns:
-        The status and the summary text, which says what could not be written; None if the run did not get as
-        far as its run folder.
+    None if the start ended before it wrote its first record.
     """
     records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
-    # Events have whole seconds.
+    # times of events are whole seconds
     if "event" not in start or datetime.fromisoformat(start["time"]) < since.replace(microsecond=0):
         return None
     status: Status = next((one["status"] for one in later[::-1] if one.get("event") == "end"), "failed")
@@ -92,15 +89,14 @@ def finish_run(
 
 @dataclass
 class ExpertSums:
-    """Sums of the `experts` of all train records, which may be gigabytes after weeks."""
+    """Sums over the `experts` of all train records, which may be gigabytes after weeks."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
-    # sums by layer and number of experts
-    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
+    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)  # by (layer, E)
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], ExpertSums]:
-    """The records without `experts`, and these summed up."""
+    """Records without `experts`, and the sums over `experts`."""
     kept, experts = [], ExpertSums()
     for record in records:
         if record["kind"] == "train":
@@ -122,17 +118,14 @@ def summarize(
     status: Status,
     code: int | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json, of the latest start.
+    """Content of summary.json; losses are in nats per token, None if not measured or not finite.
 
-    Losses are in nats per token; None if not measured or not finite. Speeds are medians over the train
-    records, so that warm-up, evaluation and checkpoints do not distort them. `records` and `experts` are from
-    `split_experts`, `code` is the exit code of the ranks, None if unknown.
+    `records` and `experts` are from `split_experts`; `code` is the exit code of the ranks, None if unknown.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
     last, latest = train[-1] if train else {}, _latest_start(records)
-    # The event that explains a failure, so that the same command does not simply resume: the first such one
-    # since the latest start or restart.
+    # The first event since the latest start or restart that explains a failure.
     ended_by = None
     for record in latest:
         if record.get("event") == "restart":
@@ -141,7 +134,7 @@ def summarize(
             ended_by = ended_by or dict(record)
     with_loss = [record for record in train if record["lm_loss"] is not None]
     lowest = min(with_loss, key=lambda record: float(record["lm_loss"]), default={})
-    likely_code = TO_BE_CONTINUED if status == "stopped" else FAILED  # the ranks' is unknown
+    likely_code = TO_BE_CONTINUED if status == "stopped" else FAILED  # if `code` is unknown
     return {
         "status": status,
         "exit_code": FINISHED if status == "finished" else code or likely_code,
@@ -149,7 +142,7 @@ def summarize(
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
-        # the last completed one; events may know of later ones than log lines
+        # the last completed iteration; events may be later than the last train record
         "iteration": max((int(record["iteration"]) for record in latest), default=0),
         "logged_iteration": last.get("iteration", 0),
         "train_iters": config.train_iters,
@@ -163,6 +156,7 @@ def summarize(
         "consumed_samples": last.get("consumed_samples", 0),
         "consumed_tokens": last.get("consumed_tokens", 0),
         "wall_seconds": round(wall_seconds, 3),
+        # medians, so that warm-up, evaluation and checkpoints do not distort them
         "tokens_per_second": _median(train, "tokens_per_second"),
         "ms_per_iteration": _median(train, "elapsed_time_per_iteration_ms"),
         "tflops_per_gpu": _median(train, "tflops_per_gpu"),
@@ -176,7 +170,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records from its `start` or `resume` on; all without one."""
+    """Records from the last `start` or `resume` on; without one, all train and valid records."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
@@ -187,7 +181,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
-    """Balance at the last train record, and MaxVio of the slots of the whole run."""
+    """Load balance at the last train record, and MaxVio over the whole run."""
     measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:
         return None
@@ -208,9 +202,9 @@ def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
-    """The summary for people: results, where they are and what to try next."""
+    """Printed summary: results, paths and suggested next steps."""
     head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
-    head += ", this start in" if summary["num_starts"] > 1 else " in"
+    head += ", this start took" if summary["num_starts"] > 1 else " in"
     head += f" {timedelta(seconds=round(summary['wall_seconds']))}"
     results, next_lines = _result_lines(summary), _next_lines(summary, config, caller or Caller())
     return "\n  ".join([head, *results]) + "\n  ".join(["\nWhat to try next", *next_lines])
@@ -229,27 +223,27 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
         perplexity = f"(perplexity {summary['last_valid_ppl']:.2f})"
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
-    until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
+    until = f" up to iteration {logged}, the last logged one" if logged < summary["iteration"] else ""
     speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
     speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
-        text = f"the busiest takes {balance['max_over_mean']:.2f} times its share"
+        text = f"the busiest gets {balance['max_over_mean']:.2f} times its fair share"
         text += f" (layer {balance['worst_layer']}"
         if within := balance.get("microbatch_max_over_mean"):
             text += f", {within:.2f} in a micro-batch"
         text += f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
         if (run_max_vio := balance.get("run_max_vio")) is not None:
-            text += f", MaxVio of the run {run_max_vio:.2f}"
+            text += f", MaxVio over the run {run_max_vio:.2f}"
         if dropped := balance["dropped_fraction"]:
             text += f", up to {dropped:.1%} of slots dropped"
         lines.append(f"experts      {text}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
         not_finite, skipped = summary["nan_iterations"], summary["skipped_iterations"]
-        lines.append(f"trouble      {not_finite} iterations without a finite loss, {skipped} skipped")
+        lines.append(f"problems     {not_finite} iterations with non-finite loss, {skipped} skipped")
     checkpoints = summary["checkpoints"]
-    newest = f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else ""
+    newest = f", newest: checkpoints/{checkpoints[-1]}" if checkpoints else ""
     lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
@@ -259,7 +253,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
     folder, program = shlex.quote(summary["run_folder"]), caller.program
     lines = _going_on(summary, config, folder)
     if summary["logged_iteration"]:
-        lines.append(f"{program} report {folder}   # a page of its curves and of the load of its experts")
+        lines.append(f"{program} report {folder}   # HTML page with curves and expert load")
     if summary["checkpoints"] and (config.tokenizer or not config.train_data):
         prompt = "The" if config.train_data else "def main("
         lines.append(f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}")
@@ -268,55 +262,53 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
         target = next(name for name in names if not Path(name).exists())
         lines.append(f"{program} convert to-hf {folder} {target}   # for transformers and vLLM")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
-        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
+        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME   # the loss is no longer finite")
     has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
     return lines if has_failed else lines + _other_runs(config, caller)
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
-    """Next steps for an unfinished run: what the same command does, and what to do before."""
+    """Next steps for an unfinished run: the effect of the same command, and what to do first."""
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
-    nothing = "begins at iteration 0: there is no checkpoint"
-    again = f"continues from {checkpoints[-1]}" if checkpoints else nothing
+    again = f"resumes from {checkpoints[-1]}" if checkpoints else "starts at iteration 0 (no checkpoint)"
     if ended_by.get("event") == "too_many_bad_steps":
         return [
-            f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
-            f"a lower LR than {config.lr:g}, with another RUN_NAME   # where the weights are",
-            f"the same command again {again}, which helps where a batch was the cause",
+            f"check the bad_step events in {folder}/metrics.jsonl   # if bad samples are the cause",
+            f"set LR below {config.lr:g}, with another RUN_NAME   # if the training is unstable",
+            f"the same command {again}, which helps if a batch was the cause",
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
-        why = f"exit code {FAILED}: SAVE_AT_END=false, and nothing was saved since this start"
-        interval = config.save_interval
-        often = f"a smaller SAVE_INTERVAL than {interval}" if interval else "a SAVE_INTERVAL"
-        return [f"SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
-    lines = [f"the same command again {again}"]
+        why = f"exit code {FAILED}: SAVE_AT_END=false, and this start saved no checkpoint"
+        often = f"SAVE_INTERVAL below {config.save_interval}" if config.save_interval else "SAVE_INTERVAL"
+        return [f"set SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
+    lines = [f"the same command {again}"]
     if ended_by.get("event") in ("hang", "rank_failed") and not config.max_restarts:
-        lines[0] += "; MAX_RESTARTS=3 starts the ranks again by itself"
+        lines[0] += "; MAX_RESTARTS=3 restarts the ranks automatically"
     if ended_by.get("event") == "hang":
-        lines.insert(0, f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was")
+        lines.insert(0, f"{folder}/{ended_by['folder']}/summary.txt   # position of every rank")
     return lines
 
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
-    """The user's own command with another setting, for runs to compare with."""
+    """The user's command with another setting, for runs to compare with."""
     if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []
-    # the checkpoint that the run began with is of the same kind of model
+    # LOAD_DIR has a checkpoint of this kind of model, which the other kind cannot load
     fresh, new = ({"load_dir": ""}, ", from new weights") if config.load_dir else ({}, "")
     if config.use_moe:
         others.append(("dense", f"the dense baseline{new}", {"use_moe": False} | fresh))
         if config.ep == 1:
             fits = config.world_size % (2 * config.etp * config.pp) == 0
             ranks = {} if fits else {"gpus_per_node": 2 * config.gpus_per_node}
-            others.append(("ep2", "experts spread over two ranks", {"ep": 2} | ranks))
+            others.append(("ep2", "experts distributed over two ranks", {"ep": 2} | ranks))
     else:
-        others.append(("moe", f"the same with experts{new}", {"use_moe": True} | fresh))
+        others.append(("moe", f"the same model with experts{new}", {"use_moe": True} | fresh))
     lines = []
     for suffix, what, changes in others:
-        if config.run_name:  # names that are built change by themselves
+        if config.run_name:  # names built from the settings change anyway
             changes |= {"run_name": f"{config.run_name}_{suffix}"}
         with suppress(ValidationError):
             if not any(caller.problems(Config(**{**config.model_dump(), **changes}))):

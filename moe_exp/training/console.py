@@ -1,4 +1,4 @@
-"""The lines of a run: Megatron's in train.log and pipes, short ones on a terminal; and the log handlers."""
+"""Log lines of a run: Megatron's format in train.log and pipes, short lines on a terminal; log handlers."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from moe_exp.runs.run_folder import RunFolder
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, too."""
+    """Log line in the format of Megatron-LM's `training_log`, which also omits fields without a value."""
     fields = [
         (" consumed samples: {:12d}", "consumed_samples"),
         (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
@@ -39,7 +39,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """A train or valid record in at most 80 columns; the parts at the end are left out if they do not fit."""
+    """A train or valid record in at most 80 columns; parts at the end are dropped if they do not fit."""
     loss = record["lm_loss"]
     parts = [
         f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",
@@ -66,7 +66,7 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-    """The time left, tokens per second and the balance of the experts, which Megatron's line lacks."""
+    """Remaining time, tokens per second and expert load balance, which Megatron's line lacks."""
     eta = timedelta(seconds=round(record["eta_seconds"]))
     parts = [f"eta {eta}, {record['tokens_per_second']:.0f} tokens/s"]
     if experts := record["experts"]:
@@ -80,7 +80,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
 
 
 def timers_line(timers: Mapping[str, float]) -> str:
-    """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
+    """Milliseconds per iteration by phase; phases in parentheses are part of the preceding phase."""
     values = {phase: f"{phase.replace('_', '-')} {value:.1f}" for phase, value in timers.items()}
     inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
     if inside:
@@ -89,7 +89,7 @@ def timers_line(timers: Mapping[str, float]) -> str:
 
 
 def validation_lines(record: Mapping[str, Any]) -> list[str]:
-    """Megatron's validation line between its two rulers."""
+    """Megatron's validation line between two rulers."""
     line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
     line += f"lm loss PPL: {record['lm_loss_ppl']:.6E} | "
     if (averaged := record.get("ema_lm_loss")) is not None:
@@ -99,9 +99,9 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 class _Lines(logging.Formatter):
-    """INFO as it is, or with the time; WARNING and above with time, host name, rank and device.
+    """Prefixes WARNING and above with time, host name, rank and device, and optionally INFO with the time.
 
-    Records with the attribute `bare` have a format of their own, and `on_terminal` is their short text.
+    Records with the attribute `bare` already have a prefix. `on_terminal` is the short text for a terminal.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):
@@ -119,7 +119,7 @@ class _Lines(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """train.log; the first write error is reported on the console, without traceback."""
+    """Handler of train.log; reports only its first write error, on the console and without traceback."""
 
     _is_full = False
 
@@ -130,31 +130,27 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._is_full:
             self._is_full = True
-            line = f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost"
+            line = f"cannot write to {self.baseFilename} ({error.strerror or error}): log lines are lost"
             with suppress(OSError):
                 print(line, file=sys.stderr, flush=True)
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
-
-    INFO goes to stdout, the rest to stderr; a terminal shows short lines. Rank 0 must open the run folder
-    first. Calling it again replaces the handlers.
-    """
+    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank."""
     end_logging()
     lowest = logging.INFO if rank == 0 else logging.WARNING
     stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     stdout.addFilter(lambda record: record.levelno < logging.WARNING)
     stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
     handlers: list[logging.Handler] = [stdout, stderr]
-    # A node without the shared file system logs only to its console.
+    # Rank 0 has created the folder. Without a shared file system, a node logs only to its console.
     if folder.path.is_dir():
-        # delay: ranks without a warning never open the file.
+        # delay: ranks without warnings never open the file.
         handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setLevel(lowest)
         is_file = isinstance(handler, logging.FileHandler)
-        # the ranks inherit the launcher's stdout
+        # the ranks inherit the launcher's stdout, so this is the user's terminal
         is_terminal = not is_file and sys.stdout.isatty()
         handler.setFormatter(_Lines(rank, with_time=is_file, is_terminal=is_terminal))
         logging.getLogger().addHandler(handler)
@@ -162,7 +158,7 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
 
 
 def end_logging() -> None:
-    """Removes the handlers of `setup_logging`."""
+    """Removes and closes the handlers installed by `setup_logging`."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
         root.removeHandler(handler)

@@ -3,11 +3,11 @@
     from moe_exp.training import debug
     debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
 
-or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. Call it in code
-that every rank runs: the others wait at the same place until the debugger continues, and no timeout runs, as
-no collective is open. While it steps, they run up to their next collective, whose timeout is then a week. The
-debugger reads the standard input of the launcher on its node, and works under `moe-exp train`, the script and
-torchrun. Without input it continues at once. `quit` ends the job as failed.
+or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call it in code that every rank
+runs: the other ranks wait at the same place, outside any collective, until the debugger continues. While it
+steps, they run up to their next collective, whose timeout is set to a week. The debugger reads the standard
+input of its node's launcher (`moe-exp train`, the script or torchrun); at the end of the input it continues.
+`quit` ends the job as failed.
 """
 
 import os
@@ -27,11 +27,11 @@ from torch.distributed import distributed_c10d
 from moe_exp.host.exit_codes import FAILED, report_exit_code
 from moe_exp.watch.hangs import heartbeat
 
-_visits: Counter[str] = Counter()  # per place; equal on all ranks, which run the same code
+_visits: Counter[str] = Counter()  # per place; equal on all ranks, since all run the same code
 
 
 def set_trace(rank: int = 0) -> None:
-    """Stops global `rank`, which needs a terminal at its launcher, in pdb; the others wait here meanwhile."""
+    """Stops global `rank`, whose launcher needs a terminal, in pdb; the other ranks wait here meanwhile."""
     frame = sys._getframe().f_back
     assert frame is not None
     if not dist.is_initialized():
@@ -43,7 +43,7 @@ def set_trace(rank: int = 0) -> None:
     key = f"moe_exp.training.debug/{rank}/{place}/{_visits[place]}"
     store = distributed_c10d._get_default_store()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of groups of a backend without a timeout
+        warnings.simplefilter("ignore")  # from groups whose backend has no timeout
         for group in list(distributed_c10d._world.pg_map):  # future collectives
             distributed_c10d._set_pg_timeout(timedelta(days=7), group)
     if dist.get_rank() == rank:
@@ -55,10 +55,10 @@ def set_trace(rank: int = 0) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """pdb with `rank` in its prompt, which calls `release` to let the other ranks continue when it does."""
+    """pdb with `rank` in its prompt; when it continues, `release` lets the other ranks continue."""
 
     def __init__(self, rank: int, release: Callable[[], None]):
-        # Ctrl-C saves and ends the run, here too.
+        # nosigint: Ctrl-C keeps its meaning in a run, save and exit.
         super().__init__(nosigint=True)
         self.prompt = f"(Pdb rank {rank}) "
         self._release = release
@@ -70,14 +70,14 @@ class Debugger(pdb.Pdb):
         self._release()
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Continues the run, at the end of the input."""
-        self.message("\nend of the standard input: continuing")
+        """Continues the run at the end of the input."""
+        self.message("\nend of standard input, continuing")
         return self.do_continue(arg)
 
     def do_quit(self, arg: str) -> bool | None:
         """Ends the job."""
-        self.message("the job ends")
-        report_exit_code(FAILED, by_any_rank=True)  # else it would restart the ranks
+        self.message("ending the job")
+        report_exit_code(FAILED, by_any_rank=True)  # otherwise the launcher would restart the ranks
         os._exit(FAILED)
 
     do_q = do_exit = do_quit

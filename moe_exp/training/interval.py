@@ -1,4 +1,4 @@
-"""Statistics since the last log line, over all ranks: one reduction per log interval."""
+"""Statistics of a log interval, summed over all ranks by a few reductions at its end."""
 
 import math
 import time
@@ -22,22 +22,22 @@ from moe_exp.layers.statistics import statistics_names, update
 
 from megatron.core.distributed import DistributedDataParallel
 
-_MOST_BATCHES = 32  # of an interval whose loads are kept one by one
+_MOST_BATCHES = 32  # global batches per interval whose expert loads are kept separately
 
 
 class Interval:
-    """Sums on the device since the last log line. The MoE layers of `model` keep their own sums."""
+    """Sums on the device since the last log line. Each MoE layer of `model` keeps its own sums."""
 
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # cross entropy and number of the tokens that count, of micro-batches with a finite loss
+        # cross entropy and number of counted tokens, over micro-batches with a finite loss
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-        # per iteration, whether any loss of this rank is not finite, [] each
+        # per iteration, whether any loss on this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
-        # of a layer's sums: token counts, then those of MoEStatistics
+        # layout of a layer's row: token counts per expert, then the sums of MoEStatistics
         self.row_width = config.num_experts + len(statistics_names(config.balancing_losses))
-        # slots per expert so far, [layers of this rank, E] each, after each of the last iterations
+        # cumulative slots per expert after each of the last iterations, [layers of this rank, E] each
         self.loads: deque[Tensor] = deque(maxlen=_MOST_BATCHES + 1)
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
@@ -58,7 +58,7 @@ class Interval:
     def add(
         self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int, skipped: bool
     ) -> None:
-        """Counts one iteration; `losses` as in `Step`."""
+        """Adds one iteration; `losses` as in `Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
@@ -80,7 +80,7 @@ class Interval:
         return torch.stack(counts) if counts else self.losses.new_empty(0, 0)
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
-        """Excludes `seconds` from the time per iteration; with timers, counts them as `phase`."""
+        """Excludes `seconds` from the time per iteration; with timers, adds them to `phase`."""
         self.start += seconds
         if self.timers is not None and phase is not None:
             self.timers.add(phase, seconds)
@@ -89,7 +89,7 @@ class Interval:
         self, progress: Progress, *, learning_rate: float, grad_norm: float | None, num_zeros: float | None,
         loss_scale: float,
     ) -> Any:  # fmt: skip
-        """The train record, equal on every rank; starts the next interval. Called by every rank."""
+        """Returns the train record, the same on every rank, and starts the next interval."""
         config = self.config
         (lm_loss_sum, num_counted), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
         seconds = (time.monotonic() - self.start) / self.num_iterations
@@ -97,7 +97,7 @@ class Interval:
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
         losses, experts = self._expert_records(sums, num_shares)
         on_gpu = self.runtime.device.type == "cuda"
-        # with a batch ramp-up, later iterations take longer
+        # ETA per sample, not per iteration: with a batch ramp-up, later iterations take longer.
         iterations = config.train_iters - progress.iteration
         num_left = config.batches.samples_of(iterations, progress.consumed_samples)
         # from seconds summed over ranks to milliseconds per iteration, mean over ranks
@@ -139,7 +139,7 @@ class Interval:
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
         with parameters_in_sync(self.model):
             norm_squared = self._squared_norm()
-        # One slot per rank, zero elsewhere: the sum gathers all without a second collective.
+        # One slot per rank, zero elsewhere, so that the sum gathers them without a second collective.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         on_gpu = self.runtime.device.type == "cuda"
         peaks[self.runtime.rank] = torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
@@ -151,8 +151,9 @@ class Interval:
         return [part.tolist() for part in vector.cpu().split([len(part) for part in parts])]
 
     def _max_vio(self) -> list[float]:
-        """MaxVio of the last global batches of the interval, mean over these [num_layers]; 0 if dense."""
-        # The counters only grow: differences are the loads of single batches. Layers of other stages are 0.
+        """MaxVio, averaged over the last global batches of the interval, [num_layers]; 0 for dense layers."""
+        # The counters only grow, so differences are the loads of single batches. MaxVio needs the load summed
+        # over all ranks before the maximum; layers of other pipeline stages contribute zeros.
         sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
         counts_NLE = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         if self.layers:
@@ -162,8 +163,8 @@ class Interval:
         return list((counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist())
 
     def _max_attention_logits(self) -> list[float]:
-        """Largest attention logit of the interval in each layer, over all ranks."""
-        # Pipeline stages fill their own layers, and the maximum over all ranks joins them.
+        """Largest attention logit of each layer in the interval, over all ranks."""
+        # Each pipeline stage fills in its own layers; the maximum over all ranks joins them.
         largest = self.losses.new_full((self.config.num_layers,), -math.inf)
         for core in attention_cores(self.model):
             if core.max_logit is not None:
@@ -173,9 +174,9 @@ class Interval:
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
-        """Squared norm of the parameters this rank counts: each is counted once over the whole job."""
+        """This rank's share of the squared parameter norm; each parameter counts once in the whole job."""
         groups, device = self.runtime.groups, self.runtime.device
-        # On a GPU torch would copy a bf16 tensor to fp64; on a CPU its fp32 norm is off by 1e-5.
+        # On a GPU, fp64 would copy every bf16 tensor; on a CPU, PyTorch's fp32 norm is off by 1e-5.
         dtype = torch.float32 if device.type == "cuda" else torch.float64
         total = torch.zeros((), dtype=torch.float64, device=device)
         for chunk in self.model:
@@ -192,7 +193,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Means over layers of the load-balancing loss, z-loss and AUX_LOSS_TYPE, and `experts`."""
+        """Means over MoE layers of the load-balancing loss, z-loss and AUX_LOSS_TYPE; and `experts`."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -210,16 +211,16 @@ class Interval:
 
 
 def expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """One layer's object in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
+    """One layer's entry in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
-    slots, tokens = max(1, sum(counts)), sums["tokens"]  # with ReLU scores there may be none
+    slots, tokens = max(1, sum(counts)), sums["tokens"]  # ReLU scores may select no expert at all
     fair_share = slots / len(counts)
     return {
         "layer": layer + 1,
         "tokens_per_expert": [round(count) for count in counts],
         "max_over_mean": max(counts) / fair_share,
-        # Each rank of a micro-batch counts its own part of the tokens.
+        # TP and CP ranks of a micro-batch each add the value of their own tokens.
         "microbatch_max_over_mean": sums["max_over_mean"] / (num_shares * config.tp * config.cp),
         "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
         "dropped_fraction": sums["dropped"] / slots,
@@ -234,22 +235,19 @@ def expert_record(layer: int, row: list[float], config: Config, num_shares: int)
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """Values of an iteration that every rank knows."""
+    """Values of an iteration that are the same on every rank."""
 
-    stop: str  # why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was
-    is_writing: bool  # some rank still writes files of a checkpoint
-    lm_loss: float  # cross entropy, nats, mean over the tokens that count; NaN if none does
+    stop: str  # key of `faults.STOP_REASONS` if any rank was asked to end the run, else empty
+    is_writing: bool  # whether any rank is still writing checkpoint files
+    lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
 def end_of_iteration(
     *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
 ) -> IterationEnd:
-    """Exchanges with the other ranks. Called by every rank; one collective, and the host waits for the GPU.
-
-    Of the ranks' reasons to `stop`, the first in `reasons` counts. `losses` are those of the micro-batches as
-    in `Step`, if this rank counts them, else empty.
-    """
-    # A slot for each reason, as a sum over ranks cannot carry text; then writing, loss and tokens.
+    """Agrees with the other ranks by one all-reduce, in which the host waits for the GPU."""
+    # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
+    # have different reasons, the first one is used.
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:
@@ -260,18 +258,16 @@ def end_of_iteration(
     return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
 
 
-# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not
-# counted in the iteration's time.
+# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not part
+# of the iteration's time.
 PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "checkpoint")
 
 
 class PhaseTimers:
-    """Sums the time between `start` and `stop` of each phase, on this rank (LOG_TIMERS).
+    """Time between `start` and `stop` of each phase on this rank (LOG_TIMERS)."""
 
-    On a GPU both record events in the current stream, without synchronization until `take`. A phase is then
-    the stream's time between them, including waits for other ranks and for the host.
-    """
-
+    # On a GPU both record events in the current stream and synchronize only in `take`. The time of a phase
+    # then includes waits for other ranks and for the host.
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -280,11 +276,11 @@ class PhaseTimers:
         self._unused: list[torch.cuda.Event] = []
 
     def start(self, phase: str) -> None:
-        """Starts `phase`, or restarts it if not stopped."""
+        """Starts `phase`, or restarts it if it was not stopped."""
         self._begun[phase] = self._event() if self._on_gpu else time.perf_counter()
 
     def stop(self, phase: str) -> None:
-        """Ends `phase`, if started."""
+        """Stops `phase` if it was started."""
         if (begun := self._begun.pop(phase, None)) is None:
             return
         if self._on_gpu:
@@ -307,7 +303,7 @@ class PhaseTimers:
         return taken
 
     def _event(self) -> torch.cuda.Event:
-        # Reused: an interval of a large model has tens of thousands, each a driver call to create.
+        # Reused: a large model needs tens of thousands per interval, and creating one is a driver call.
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -315,7 +311,7 @@ class PhaseTimers:
 
 @contextmanager
 def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
-    """Counts the block as `phase`; does nothing without timers."""
+    """Times the block as `phase`; does nothing without timers."""
     if timers is None:
         yield
         return

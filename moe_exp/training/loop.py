@@ -1,8 +1,8 @@
-"""Training: build, the loop, one step. Started by torchrun, one process per rank; read it from the top.
+"""Entry point of each training rank: build the job, run the training loop.
 
-`torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with the settings of `moe_exp.config`,
-from the environment and the flags; `moe-exp train` and `run_moe_from_scratch.sh` check them first and call
-torchrun themselves.
+`torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with settings from the environment and
+from flags. `moe-exp train` and `run_moe_from_scratch.sh` check the settings first and start the ranks
+themselves.
 """
 
 import argparse
@@ -68,18 +68,18 @@ from moe_exp.watch.hangs.call_trace import trace_calls
 
 logger = logging.getLogger(__name__)
 
-# The way through this file: `main` reads the settings, `run` is one start of the run, `build` makes or
-# restores what is trained, `train` is the loop, and `train_step` one iteration, whose losses and gradients
-# come from `forward_backward` (training/microbatch.py) and the model (layers/moe_layer.py).
+# Reading order: `main` reads the settings, `run` is one start of the run, `build` creates or restores model
+# and optimizer, `train` is the loop, and `train_step` one iteration. Losses and gradients come from
+# `forward_backward` (training/microbatch.py) and the model (layers/moe_layer.py).
 #
-# `Job` is fixed once built; `Progress` counts iterations and samples, and is saved in every checkpoint;
-# `Interval` sums on the device what the next log line reports. Every rank runs all of this. Rank 0 alone has
-# `metrics` and writes for all, so no collective stands behind `if metrics is not None`.
+# `Job` is constant once built. `Progress` counts iterations and samples and is saved in every checkpoint.
+# `Interval` sums the statistics of the next log line on the device. Every rank runs all of this. Only rank 0
+# has `metrics` and writes for all ranks, so no collective may be behind `if metrics is not None`.
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run works with, fixed once it is built."""
+    """Objects of one start of a run, constant once built."""
 
     config: Config
     runtime: Runtime
@@ -87,20 +87,20 @@ class Job:
     trained: Trained
     train_stream: Samples
     valid_stream: Samples | None
-    source: Source | None = None  # that training resumes from
-    changes: Sequence[Change] = ()  # of the sample order since then
-    bytes_per_token: float | None = None  # of the validation data, on rank 0 if the tokenizer is known
-    kernel_failures: Sequence[KernelFailure] = ()  # of the self-test; these kernels are not used
+    source: Source | None = None  # checkpoint that training resumes from
+    changes: Sequence[Change] = ()  # in the sample order since that checkpoint
+    bytes_per_token: float | None = None  # in the validation data; on rank 0, if the tokenizer is known
+    kernel_failures: Sequence[KernelFailure] = ()  # from the self-test; these kernels are not used
     eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains with the settings of the environment and of `argv`; returns the exit code."""
+    """Trains with the settings from `argv` and the environment; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
         arguments = parser.parse_args(argv)
-        # The launcher of this package has checked them, and hands the result on.
+        # Our own launcher passes on settings that it has already resolved and checked.
         config = settings_from_launcher() or checked_config(vars(arguments))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked_config(flags: Mapping[str, Any]) -> Config:
-    """The settings of `flags` and the environment; ConfigError if they cannot run."""
+    """Settings from `flags` and the environment; ConfigError if they cannot run."""
     given = given_values(flags, os.environ)
     config = load_config(given, {})
     config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
@@ -128,11 +128,11 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes, trains, and writes the results; returns the exit code of this process."""
+    """Builds the job, resumes or starts training, and records the end; returns this process's exit code."""
     heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
-    # If rank 0 cannot open the metrics, every rank exits, so none hangs in a collective.
+    # If rank 0 cannot open the metrics, every rank exits; otherwise the others would hang in a collective.
     with on_first_rank(lambda: Metrics(config, job.folder, progress.iteration)) or nullcontext() as metrics:
         start = time.monotonic()
         if metrics is not None:
@@ -144,17 +144,17 @@ def run(config: Config, stop: faults.StopSignal) -> int:
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
     for chunk in job.trained.model:
-        vars(chunk).clear()  # cuts the cycle by autograd's hooks, in C++, where no garbage is collected
+        vars(chunk).clear()  # breaks the cycle through autograd's C++ hooks, which gc does not see
     has_launcher = report_exit_code(code)  # before the ranks disconnect, which may fail
     runtime.stop()
-    # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.
+    # torchrun treats every code except 0 as a failure, so without our launcher a stopped run exits with 0.
     return code if code == FAILED and not has_launcher else 0
 
 
 def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
-    """Logs what this start of the run uses, and writes events for what went wrong before the first step."""
+    """Logs run folder, data, model and backends, and writes events for problems found during the start."""
     config = job.config
-    embedded = "the embedded corpus, sources of Python (PSF-2.0) and torch (BSD-3-Clause)"
+    embedded = "embedded corpus, the source code of Python (PSF-2.0) and PyTorch (BSD-3-Clause)"
     backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
     for line in (
         f"run folder: {job.folder.path}",
@@ -173,8 +173,8 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
 
 
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
-    """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
-    # The run folder, taken for this job by rank 0 and repaired, and the checkpoint to resume from.
+    """Data, model, optimizer and schedule, restored from the newest checkpoint if one exists."""
+    # Rank 0 locks the run folder for this job and repairs it; then the checkpoint to resume from is chosen.
     folder = RunFolder.of(config)
     from_first_rank(lambda: hold_run_folder(config))
     from_first_rank(lambda: recover(folder.checkpoints))
@@ -182,15 +182,15 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     source = choose_source(config, folder)
     checkpoint = source.folder if source else None
     if checkpoint is not None:
-        loading.compare_model(config, checkpoint)  # before the folder gets settings of another model
+        loading.compare_model(config, checkpoint)  # before settings of another model overwrite config.yaml
     resumed_from = iteration_in_this_run(source, folder)
     from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
 
-    # Data, token files in place of text, without the samples that rollbacks skip.
+    # Training and validation data: token files instead of text, without the samples that rollbacks skip.
     files = data.with_placed_stages(prepared_by_launcher(config), folder, checkpoint)
     data.check_tokenizers(files)
     eod_id, document_tokens = data.describe_documents(files)
-    config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
+    config = config.model_copy(update={"document_tokens": document_tokens})  # for the FLOPs of attention
     all_samples, valid_stream = data.build_data(files)
     sample_order, changes = data.compare_data(files, checkpoint)
     samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
@@ -199,7 +199,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
         data.bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
     )
 
-    # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
+    # Model and optimizer. Our MoELayer becomes the mlp of Megatron's GPTModel: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
     tune_run(config, rank, kernel_failures)
@@ -207,7 +207,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, optimizer)
-    # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
+    # After set_megatron_hooks, whose finalize_model_grads it wraps. From here on optimizer.step() changes
+    # nothing if the gradient norm is not finite.
     skip_steps_not_finite(optimizer, model)
     job = Job(
         config, rank, folder, trained,
@@ -225,15 +226,15 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
-    """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
+    """Trains to TRAIN_ITERS or a stop request; returns `finished` or `stopped`, and the exit code."""
     config, rank, folder, trained = job.config, job.runtime, job.folder, job.trained
     interval = Interval(config, rank, trained.model)
     uploads = Uploads(config) if config.remote_dir and rank.is_first else None
-    held = uploads.held if uploads else tuple  # checkpoints that KEEP_LAST must leave until they are copied
+    held = uploads.held if uploads else tuple  # checkpoints that KEEP_LAST must keep until they are uploaded
     loaded = iteration_in_this_run(job.source, folder)
     saver = CheckpointWriter(config, rank, folder.checkpoints, loaded, held)
     saves = CheckpointManager(config, saver, trained, metrics, uploads)
-    # A rank that has loaded something else would show nowhere in training: only gradients are reduced.
+    # Training itself would never notice a rank with other weights, because only gradients are reduced.
     interval.pause(check_replicas(config, rank, trained, progress, metrics))
     guard = LossGuard(config, rank, folder, trained, job.train_stream, progress, metrics, saves.finish)
     rules = faults.StopRules(
@@ -243,7 +244,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     recorder = Recorder(config, rank, folder)
 
     while progress.iteration < config.train_iters:
-        # The step; `progress` is after it from then on.
+        # The step advances `progress`: from here on it counts this iteration.
         iteration = progress.iteration + 1
         is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
         trace_calls(config, folder, rank.rank, iteration)
@@ -251,20 +252,20 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         step = train_step(job, progress, interval, count_zeros=is_logged)
         valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
 
-        # What all ranks agree on, by the only collective of the loop itself.
+        # The only collective of the loop itself: all ranks agree whether to stop.
         end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
         is_last = bool(end.stop) or iteration == config.train_iters
-        if is_last and not is_logged:  # else no record would have these iterations
+        if is_last and not is_logged:  # otherwise no record would contain these iterations
             log(job, progress, interval, metrics, step)
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and iteration < config.train_iters:
-            logger.info("the run ends after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
+            logger.info("stopping after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
             metrics.event("stop", iteration, reason=end.stop)
-        # With ASYNC_SAVE: all ranks have written their files, and publish the checkpoint together.
+        # ASYNC_SAVE: once all ranks have written their files, they publish the checkpoint together.
         if saver.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
 
-        # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
+        # Before this iteration is saved, because a spike may restart the run from an older checkpoint.
         try:
             guard.check(progress, step.done, end)
         except GuardEnd:
@@ -277,7 +278,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         elif is_last:
             saves.finish()
         if is_last:
-            rules.acknowledge(end.stop)  # only now: a run killed during its last save finds the request again
+            rules.acknowledge(end.stop)  # not earlier: if killed during its last save, the run stops again
         if end.stop and iteration < config.train_iters:
             saves.finish_uploads(end.stop)
             return "stopped", saves.stopped_code(progress)
@@ -287,17 +288,17 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration as this rank sees it."""
+    """Results of one iteration on this rank."""
 
     done: Iteration  # the same on every rank
-    losses: Sequence[Tensor]  # of micro-batches, see `lm_loss`, [2]; empty but on the last pipeline stage
-    num_zeros: float | None  # in the gradient, if counted
+    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty before the last stage
+    num_zeros: float | None  # zeros in the gradient, if counted
 
 
 def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
-    # Number and size of the micro-batches follow the batch ramp-up and the stage of the data.
+    # The batch ramp-up and the data stage determine the number and size of micro-batches.
     seq_len = job.train_stream.stage_at(first_sample).seq_len
     num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
     heartbeat.begin(progress.iteration + 1, num_microbatches)
@@ -306,8 +307,8 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     optimizer.zero_grad()
     losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
 
-    # With overflow in fp16, or a gradient norm that is not finite, nothing is updated: the samples count as
-    # consumed, but neither schedule nor average moves.
+    # On an fp16 overflow or a non-finite gradient norm nothing is updated. The samples count as consumed, but
+    # learning rate schedule and weight average do not advance.
     optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
     heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
@@ -318,7 +319,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
         losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops, skipped=not updated
     )
     if updated:
-        job.trained.scheduler.step(increment=batch_size)  # in samples, as a batch ramp-up needs it
+        job.trained.scheduler.step(increment=batch_size)  # in samples, because of batch ramp-ups
         average_weights(job, progress, interval)
     norm, zeros = (None if value is None else float(value) for value in (grad_norm, num_zeros))
     return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
@@ -328,7 +329,7 @@ def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     timers: PhaseTimers | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
+    """Reads the micro-batches and runs Megatron's schedule; returns the losses like `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     heartbeat.enter("data")
     with timed(timers, "data"):
@@ -353,7 +354,8 @@ def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
 
 
 def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
-    """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
+    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce."""
+    # tensor parallel ranks have the same losses: one of them counts
     losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
     return end_of_iteration(
         stop=stop, reasons=tuple(faults.STOP_REASONS), is_writing=is_writing, losses=losses,
@@ -365,13 +367,13 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Measures and logs after a step, each at its own interval; returns the validation loss, if measured."""
+    """Logs, validates, dumps and checks replicas, each at its own interval; returns a new validation loss."""
     config, iteration, valid_loss = job.config, step.done.iteration, None
     if metrics is not None and (first_sample := step.done.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)
         if number != job.train_stream.stage_at(first_sample - 1).number:
             files = config.stages[number].train_data
-            text = "data stage %d from sample %d on: %s, %d tokens each"
+            text = "data stage %d starts at sample %d: %s, %d tokens per sample"
             logger.info(text, number, first_sample, files, seq_len)
             metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
 
@@ -393,15 +395,11 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Writes the validation loss, of the weights and of their average if there is one.
-
-    Returns:
-        The loss of the weights in nats per token, the same on every rank, and the seconds that this took.
-    """
+    """Records the validation loss (nats per token) of weights and average; returns the first, and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
-    # An overlapped gather leaves part of the parameters to the next forward pass of training.
+    # With an overlapped gather, part of the parameters arrives only in the next training forward pass.
     with parameters_in_sync(model):
         loss = mean_valid_loss(job)
         if progress.num_averaged:
@@ -415,23 +413,21 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
 
 
 def mean_valid_loss(job: Job) -> float:
-    """Mean over the tokens that count of the first EVAL_ITERS global batches of the validation data, the same
-    ones every time, on every rank; NaN if none counts.
-    """
+    """Mean loss over the first EVAL_ITERS global batches of the validation data; NaN if no token counts."""
     assert job.valid_stream is not None
     config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
     for index in range(config.eval_iters):
         losses = forward_backward(
             job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
         )
-        if losses and job.runtime.groups.tp.rank() == 0:  # the other tensor parallel ranks have the same
+        if losses and job.runtime.groups.tp.rank() == 0:  # other tensor parallel ranks have the same losses
             total += torch.stack(losses).double().sum(dim=0)
     torch.distributed.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
-    """Writes the record of the interval that ends with `step`. Called by every rank."""
+    """Logs the interval that ends with `step`. Called by every rank."""
     scale, rate = job.trained.optimizer.get_loss_scale(), base_learning_rate(job.trained.scheduler)
     record = interval.record(
         progress, learning_rate=rate, grad_norm=step.done.grad_norm, num_zeros=step.num_zeros,
@@ -449,8 +445,10 @@ def _is_multiple(iteration: int, interval: int) -> bool:
 
 
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
-    """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
-    Raises why it cannot run, or has ended (SaveError, ReplicaError, GuardEnd), on every rank.
+    """Trains as a rank of a job that another program has started, for `moe_exp.train`. Called by every rank.
+
+    Raises:
+        ConfigError, SaveError, ReplicaError, GuardEnd: on every rank, if the run cannot start or fails.
     """
     config = checked_config({**flags, **runtime.world_settings()})
     if not config.train_data:
@@ -460,14 +458,14 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     try:
         with faults.stop_signal() as stop:
             code = run(config, stop)
-    except (ConfigError, SaveError, ReplicaError, GuardEnd):  # every rank has it, so none waits for another
+    except (ConfigError, SaveError, ReplicaError, GuardEnd):  # on every rank, so none waits for another
         runtime.stop()
         raise
     finally:
         is_first = bool(release_run_folders())
         end_logging()
         gc.unfreeze()
-        gc.collect()  # model and process groups are parts of cycles
+        gc.collect()  # model and process groups are in reference cycles
     seconds = time.monotonic() - start
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)

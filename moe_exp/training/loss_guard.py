@@ -1,7 +1,6 @@
-"""Actions when the loss goes wrong: bad steps in a row end the run; a spike is logged or rolled back.
+"""Reactions to a bad loss: consecutive bad steps end the run; a spike is logged or rolled back.
 
-Called after every iteration by every rank with the same numbers, so that all decide the same without a
-collective.
+Every rank calls the guard with the same numbers after every iteration, so no collective is needed to agree.
 """
 
 import itertools
@@ -34,13 +33,13 @@ from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# Also skipped, as the loss of an iteration reflects the update by the previous batch.
+# Skipped before the spike, because the loss of an iteration reflects the update by the previous batch.
 MARGIN_ITERATIONS = 1
-_LOWEST_LOSS_SCALE = 1.0  # Megatron's; above it an overflow is the loss scaler at work
+_LOWEST_LOSS_SCALE = 1.0  # Megatron's minimum; above it, an overflow is normal work of the loss scaler
 
 
 class GuardEnd(RuntimeError):
-    """All ranks exit with this line and this exit code."""
+    """Ends all ranks with this error line and this exit code."""
 
     def __init__(self, line: str, code: int):
         super().__init__(line)
@@ -58,11 +57,11 @@ class Iteration(NamedTuple):
 
 
 class LossGuard:
-    """Checks the end of every iteration of a run, as MAX_BAD_STEPS, SPIKE_ACTION and MAX_ROLLBACKS say.
+    """Checks every iteration of a run and applies MAX_BAD_STEPS, SPIKE_ACTION and MAX_ROLLBACKS.
 
     Args:
-        samples: of training, to report their documents.
-        progress: at the start of training, with the loss history of its checkpoint.
+        samples: training samples, to report the documents of a spike.
+        progress: progress at the start, with the loss history of its checkpoint.
         metrics: on rank 0, else None.
         finish_save: waits for a pending save.
     """
@@ -80,14 +79,10 @@ class LossGuard:
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
     def check(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
-        """Judges the iteration `done`; `progress` is after it.
-
-        Raises:
-            GuardEnd: on every rank, if the run must end, or restart from before the spike.
-        """
+        """Checks the iteration `done`; GuardEnd on every rank if the run must end or restart."""
         self._recent.append(done)
-        # A norm is returned if it is not finite; without one, fp16 has overflowed, which only counts where
-        # the loss scaler cannot help.
+        # A skipped step has a norm if the norm is not finite. Without a norm fp16 has overflowed, which
+        # counts only if the loss scaler cannot lower its scale further.
         is_bad = not math.isfinite(end.lm_loss) or done.grad_norm is not None
         if not done.updated and (is_bad or self._trained.optimizer.get_loss_scale() <= _LOWEST_LOSS_SCALE):
             self._num_bad += 1
@@ -97,17 +92,17 @@ class LossGuard:
         if self._detector is None or not math.isfinite(end.lm_loss):
             return
         if (stage := self._samples.stage_at(done.first_sample).number) != self._stage:
-            self._detector, self._stage = SpikeDetector(), stage  # the loss differs on other data
+            self._detector, self._stage = SpikeDetector(), stage  # other data have another loss level
         found = self._detector.add(done.iteration, end.lm_loss, done.grad_norm if done.updated else None)
         if isinstance(found, SpikeEnd):
-            text = "the spike from iteration %d on is over at iteration %d: %s"
+            text = "the spike that started at iteration %d ended at iteration %d: %s"
             logger.info(text, found.first_iteration, found.iteration, found.outcome)
             self._event("spike_end", **asdict(found))
         elif found is not None:
             self._spike(found, progress, end)
 
     def store_history(self, progress: Progress) -> None:
-        """Stores the loss history in `progress`, which is about to be saved."""
+        """Stores the loss history in `progress` before a save."""
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
 
@@ -119,7 +114,7 @@ class LossGuard:
                 # JSON has neither NaN nor infinity
                 values[name] = value if value is None or math.isfinite(value) else str(value)
             self._warn(
-                "iteration %d made no step: loss %s, gradient norm %s, samples %s",
+                "skipped the optimizer step of iteration %d: loss %s, gradient norm %s, samples %s",
                 done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
             )  # fmt: skip
             self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
@@ -129,29 +124,29 @@ class LossGuard:
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
         span = f"iterations {done.iteration - self._num_bad + 1} to {done.iteration}"
-        rule = f"no step could be made in {span}, loss or gradient are not finite; {where}"
-        fix = "check the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
-        raise GuardEnd(f"MAX_BAD_STEPS={config.max_bad_steps}: {rule}. Fix: {fix} continue.", FAILED)
+        rule = f"no optimizer step possible in {span}, loss or gradient not finite; {where}"
+        fix = "check the samples of the bad_step event in metrics.jsonl, lower LR, or set MAX_BAD_STEPS=0"
+        raise GuardEnd(f"MAX_BAD_STEPS={config.max_bad_steps}: {rule}. Fix: {fix}.", FAILED)
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves in bad_steps/, which no resume uses; returns a message about it."""
+        """Saves to bad_steps/, which no resume uses; returns a message for the error line."""
         place = free_place(self._folder.bad_steps, progress.iteration)
-        # For this checkpoint only: no others are kept or removed.
+        # A writer for this checkpoint alone: retention must not touch the run's own checkpoints.
         config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
         saver = CheckpointWriter(config, self._runtime, place.parent)
         self.store_history(progress)
         saver.begin(self._trained, progress)
         saved = saver.finish()
         assert saved is not None
-        failed = f"no checkpoint could be written ({saved.error})"
-        return failed if saved.error else f"the weights are in {place}"
+        failed = f"saving the weights failed ({saved.error})"
+        return failed if saved.error else f"saved the weights to {place}"
 
     def _spike(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
         offending = [done for done in self._recent if done.iteration >= spike.first_iteration]
         details = {name: value for name, value in asdict(spike).items() if value is not None}
         self._warn(
-            "iteration %d: a spike, loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f)",
+            "spike at iteration %d: loss %.4f (%.1f spreads above %.4f), gradient norm %s (%.1f spreads)",
             spike.iteration, spike.loss, spike.loss_z, spike.loss_level or 0.0, _text(spike.grad_norm),
             spike.grad_norm_z,
         )  # fmt: skip
@@ -165,46 +160,47 @@ class LossGuard:
         config, begin = self._config, spike.first_iteration - MARGIN_ITERATIONS
         skipped = [done for done in self._recent if done.iteration >= begin]
         ranges, first = self._stream(skipped), skipped[0].iteration
-        if config.rampup and config.data_stages:  # later batches must begin where they did
+        if config.rampup and config.data_stages:  # skip whole batches, so that later ones start as before
             start, stop = ranges[-1]
             ranges = (*ranges[:-1], (start, stop + -sum(b - a for a, b in ranges) % config.gbsz))
         num_before = from_first_rank(lambda: len(read_rollbacks(self._folder)))
         is_over = num_before >= config.max_rollbacks
         samples = None if is_over else ranges
-        # First to before `begin`, also if that was before this start: its checkpoint may be damaged, too.
+        # Prefer a checkpoint from before `begin`. If that predates this start and none is usable, go back as
+        # far as the iterations of this start allow.
         for undone in dict.fromkeys((begin, first)):
             done = go_back(config, self._folder, progress, iteration=undone, samples=samples)
             if not isinstance(done, str):
                 break
         if isinstance(done, str):
-            self._warn("no rollback: %s; training continues", done)
+            self._warn("no rollback, training continues: %s", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)
             return
         if is_over:
-            reason = f"MAX_ROLLBACKS={config.max_rollbacks} are done"
+            reason = f"MAX_ROLLBACKS={config.max_rollbacks} reached"
             self._event("no_rollback", iteration=progress.iteration, reason=reason, **done)
-            rule = f"there is another spike at iteration {spike.iteration} after {num_before} rollbacks"
-            where = f"the same command continues from iteration {done['back_to']}"
-            fix = "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
-            line = f"MAX_ROLLBACKS={config.max_rollbacks}: {rule}; {where}. Fix: {fix} through it."
+            rule = f"another spike at iteration {spike.iteration} after {num_before} rollbacks"
+            where = f"the same command resumes from iteration {done['back_to']}"
+            fix = "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train on"
+            line = f"MAX_ROLLBACKS={config.max_rollbacks}: {rule}; {where}. Fix: {fix}."
             raise GuardEnd(line, FAILED)
         facts = {"first_iteration": first, "samples": [list(pair) for pair in ranges]}
         self._event("rollback", iteration=progress.iteration, **facts, number=num_before + 1, **done)
-        # A run that was asked to stop meanwhile does not restart.
+        # Do not restart a run that was asked to stop in the meantime.
         code = TO_BE_CONTINUED if end.stop else START_AGAIN
-        text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
-        line = f"back to iteration {done['back_to']}, before the spike: {text}"
-        raise GuardEnd(f"{line}; the same command continues from there", code)
+        text = f"skipping samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration}"
+        line = f"rolled back to iteration {done['back_to']}, before the spike, {text}"
+        raise GuardEnd(f"{line}; the same command resumes from there", code)
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
-        """Samples of iterations, by their numbers in the stream."""
+        """Samples of the iterations, as ranges of stream numbers."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """Samples for an event, and as many of their documents by file as fit."""
-        # only rank 0 writes it, and it may need an epoch's order to be built
+        """Fields of an event: samples, and up to 1000 of their documents per file."""
+        # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
         documents: dict[str, set[int]] = {}
@@ -218,7 +214,7 @@ class LossGuard:
         return {"samples": samples, "documents": shown, "documents_left_out": left_out}
 
     def _warn(self, text: str, *values: object) -> None:
-        if self._metrics is not None:  # once, not by every rank
+        if self._metrics is not None:  # once, not from every rank
             logger.warning(text, *values)
 
     def _event(self, name: str, *, iteration: int, **details: Any) -> None:
@@ -227,7 +223,7 @@ class LossGuard:
 
 
 def _text(value: float | None) -> str:
-    """Rounded; records have all digits."""
+    """`value` rounded; records have all digits."""
     return "none" if value is None else f"{value:.5g}"
 
 
@@ -237,31 +233,30 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 
 # Rollback to before a spike. RUN/skipped_samples.json lists all rollbacks of a run, oldest first:
 #
-#     {"rollbacks": [{"time": ..., "iteration": that of the alarm, "first_iteration": the first skipped one,
-#                     "back_to": the checkpoint's, "sample_order": `SampleOrder.facts`,
-#                     "samples": [[first, end], ...] by their numbers in the stream}]}
+#     {"rollbacks": [{"time": ..., "iteration": of the alarm, "first_iteration": first skipped iteration,
+#                     "back_to": iteration of the checkpoint, "sample_order": `SampleOrder.facts`,
+#                     "samples": [[first, end], ...] as stream numbers}]}
 #
-# Later checkpoints hold what was skipped until then (`Progress.skipped_samples`); `skipping.skipped_from`
-# decides which of the two counts on resume.
+# Later checkpoints also store the samples skipped so far (`Progress.skipped_samples`). On resume,
+# `skipped_from` (data/samples/dataset.py) decides which of the two applies.
 
 
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without those that training skips when it resumes from `source`. Called by every rank.
+    """`samples` without those that rollbacks skip if training resumes from `source`. Called by every rank.
 
-    `sample_order`: `SampleOrder.facts` of this start. ConfigError on every rank if the skips of the run in
-    `folder` cannot be read.
+    `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:
-        # A skip names samples by number, so it is valid only for the order in which it was found.
+        # A rollback names samples by number, so it is valid only for its own sample order.
         saved = (saved_progress(source) if source else None) or Progress()
         found = (one for one in read_rollbacks(folder) if is_same_order(sample_order, one["sample_order"]))
         pairs = [pair for one in found for pair in one["samples"]]
         return skipped_from(saved.skipped_samples, pairs, saved.consumed_samples)
 
-    # Megatron's order ends with the run, ours does not.
+    # Megatron's sample order ends with the run, ours does not.
     end = len(samples) if isinstance(samples, MegatronSamples) else None
     return SkippingSamples(samples, from_first_rank(skipped), end)
 
@@ -269,31 +264,30 @@ def samples_without_skips(
 def go_back(
     config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range] | None
 ) -> dict[str, Any] | str:
-    """Makes the next start resume before `iteration`, without `samples`.
-
-    Called by every rank, with no save pending.
+    """Makes the next start resume before `iteration` and skip `samples`. Called by every rank without a
+    pending save.
 
     Args:
-        progress: where training is.
-        iteration: the first to undo.
-        samples: of the iterations from there on, by their numbers in the stream; None: none is skipped.
+        progress: current progress.
+        iteration: first iteration to undo.
+        samples: ranges of stream numbers to skip; None: skip nothing.
 
     Returns:
-        For an event, the same on every rank: `back_to`, iteration of the checkpoint that the next start
-        resumes from, and `set_aside`, names of the newer ones below RUN/set_aside. Or a line why nothing was
-        done: no complete earlier checkpoint of this run, or a full disk.
+        Fields of an event, the same on every rank: `back_to`, iteration of the checkpoint that the next start
+        resumes from; `set_aside`, newer checkpoints, now in RUN/set_aside. Or the reason why nothing was
+        done: no usable earlier checkpoint, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)
-    except ValueError:  # all earlier ones are damaged
+    except ValueError:  # all earlier checkpoints are damaged
         source = None
     if source is None:
-        return f"there is no whole checkpoint of this run from before iteration {iteration}"
+        return f"no usable checkpoint of this run from before iteration {iteration}"
     back_to = iteration_of(source.folder)
 
     def move() -> dict[str, Any] | str:
-        # The skip, then `latest`, then the checkpoints: if killed at any point, a start still finds a whole
-        # checkpoint, and each sample is used once or skipped.
+        # Order matters: the skip, then `latest`, then the checkpoints. If the job is killed at any point, the
+        # next start still finds a complete checkpoint and uses each sample once or skips it.
         set_aside = []
         try:
             if samples is not None:
@@ -305,7 +299,7 @@ def go_back(
                 write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
             set_latest(folder.checkpoints, back_to)
             for newer in iterations(folder.checkpoints):
-                if newer > back_to:  # training will need its place
+                if newer > back_to:  # training will write this iteration again
                     place = free_place(folder.set_aside, newer)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     iteration_folder(folder.checkpoints, newer).rename(place)
@@ -318,6 +312,6 @@ def go_back(
 
 
 def free_place(parent: Path, iteration: int) -> Path:
-    """A free path for a checkpoint of `iteration`: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
+    """First unused checkpoint path among `parent`/1/iter_N, `parent`/2/iter_N, ..."""
     places = (iteration_folder(parent / str(number), iteration) for number in itertools.count(1))
     return next(place for place in places if not place.exists())

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl first, then console, TensorBoard and wandb as mirrors."""
+"""Metrics of a run: writes metrics.jsonl first, then the console, TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics:
-    """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
-
-    Records after `start_iteration`, that of the checkpoint that training resumes from, are removed.
-    ConfigError if wandb cannot start.
-    """
+    """Writer of a run's records on rank 0; close it. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
@@ -43,13 +39,13 @@ class Metrics:
         self._unwritten: list[Record] = []
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
-        # From a run that died beyond its last checkpoint; iterations are unique in the file.
+        # A run that died after its last checkpoint has logged iterations that will be repeated.
         num_removed = records.drop_records_after(self._path, start_iteration)
         newest = records.newest_records(self._path) if self._path.exists() else []
         self._time = TrainingTime.of(newest, start_iteration)
         kept = [record for record in newest if record.get("kind") in ("train", "valid")]
         if self._mirrors and self._path.exists():
-            # one at a time: after weeks there may be gigabytes
+            # streamed: after weeks the file may have gigabytes
             for record in records.iter_metrics(self._path):
                 if record.get("kind") in ("train", "valid"):
                     self._mirror(record)
@@ -60,13 +56,13 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record, which has the TRAIN_KEYS but `training_seconds`."""
+        """Writes a train record with all TRAIN_KEYS except `training_seconds`."""
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if self._config.z_loss_coeff == 0:
             full["z_loss"] = None
         self._write(full)
-        # `bare`: lines in Megatron's own format; a terminal shows the short line instead
+        # `bare`: Megatron's lines have their own time stamp; a terminal shows the short line instead
         lines = f"{console_line(full, self._config.train_iters, datetime.now())}\n{progress_line(full)}"
         short = terminal_line(full, self._config.train_iters)
         logger.info("%s", lines, extra={"bare": True, "on_terminal": short})
@@ -78,13 +74,13 @@ class Metrics:
         self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:  # fmt: skip
-        """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
+        """Writes a valid record; losses in nats per token, `bytes_per_token` is UTF-8 bytes if known."""
         record: Record = {
             "kind": "valid",
             **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},
             "training_seconds": self._time.until(progress.iteration),
             "lm_loss": lm_loss,
-            "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # this order keeps NaN
+            "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # min(20.0, NaN) would return 20
             "lm_loss_bits_per_byte": lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None,
             "ema_lm_loss": ema_lm_loss,
         }
@@ -94,11 +90,11 @@ class Metrics:
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event record, see `records.append_event`."""
+        """Writes an event record; arguments as in `records.append_event`."""
         self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes TensorBoard and wandb; `failed` is the run's status in wandb."""
+        """Closes the mirrors; `failed` sets the run's status in wandb."""
         self._for_each_mirror(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
@@ -109,17 +105,17 @@ class Metrics:
         self.close(failed=error is not None)
 
     def _write(self, record: Record) -> None:
-        """Appends the record; on a full disk, training continues, and keeps it until the next one."""
+        """Appends the record; on a full disk, keeps it in memory until a later write succeeds."""
         self._unwritten.append(record)
         try:
             records.append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
-                line = "%s cannot be written (%s): its records are kept until it can"
+                line = "cannot write to %s (%s): keeping its records in memory until a write succeeds"
                 logger.warning(line, self._path, error.strerror or error)
             return
         if len(self._unwritten) > 1:
-            logger.info("%s is written again: %d records were kept", self._path, len(self._unwritten))
+            logger.info("writing to %s again, with %d kept records", self._path, len(self._unwritten))
         self._unwritten = []
 
     def _mirror(self, record: Record) -> None:
@@ -131,25 +127,25 @@ class Metrics:
         for mirror in list(self._mirrors):
             try:
                 action(mirror)
-            except Exception as error:  # any error: metrics.jsonl has the record, and training continues
-                line = "%s has failed and gets no more records: %s: %s"
+            except Exception as error:  # any error: a mirror must not stop training
+                line = "%s failed, records are no longer sent to it: %s: %s"
                 logger.warning(line, mirror.name, type(error).__name__, error)
                 self._mirrors.remove(mirror)
 
 
 @dataclass
 class TrainingTime:
-    """Wall time of training, summed over train records: iterations times their mean time. Iterations repeated
+    """Wall time of training: iterations times their mean time, summed over train records. Iterations repeated
     after a crash count once, at the speed of the repetition.
     """
 
     iteration: int  # of the last record
-    seconds: float = 0.0  # until then
-    per_iteration: float | None = None  # seconds in the last record
+    seconds: float = 0.0  # up to that iteration
+    per_iteration: float | None = None  # seconds, from the last record
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """Reads the train records of a metrics.jsonl, including old ones without `training_seconds`."""
+        """Sums the train records of a metrics.jsonl, which may lack `training_seconds` in old runs."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:
@@ -158,25 +154,25 @@ class TrainingTime:
                 if (seconds := record.get("training_seconds")) is not None:
                     time.seconds = seconds
             elif record.get("event") in ("start", "resume") and time.per_iteration is None:
-                # A run from another run's checkpoint does not know the time before.
+                # The time before LOAD_DIR's checkpoint is unknown, so counting starts there.
                 time.iteration = record.get("iteration") or 0
         return time
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Counts the iterations up to a train record."""
+        """Adds the iterations up to a train record."""
         self.per_iteration = (record.get("elapsed_time_per_iteration_ms") or 0.0) / 1e3
         self.seconds += (record["iteration"] - self.iteration) * self.per_iteration
         self.iteration = record["iteration"]
 
     def until(self, iteration: int) -> float | None:
-        """Seconds until `iteration`, extrapolated at the speed of the last record."""
+        """Seconds up to `iteration`, extrapolated at the speed of the last record."""
         if self.per_iteration is None:
             return None
         return self.seconds + (iteration - self.iteration) * self.per_iteration
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a train or valid record, named as in TensorBoard and wandb, e.g. `train/lm_loss`."""
+    """Numbers of a train or valid record under their names in TensorBoard and wandb, e.g. `train/lm_loss`."""
     values = {}
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:

@@ -1,4 +1,4 @@
-"""A micro-batch on this rank: its samples, Megatron's schedule and forward step, and the loss."""
+"""Micro-batches on this rank: reading samples, Megatron's schedule and forward step, and the loss."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,17 +24,15 @@ def read_microbatch(
     config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
     eod_id: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
-
-    `first_sample` is the iteration's, `eod_id` the token that ends a document (DOCUMENT_MASK, EOD_MASK_LOSS).
+    """Micro-batch `index` of this data-parallel rank in the iteration that starts at `first_sample`.
 
     Returns:
         This context parallel rank's part of `split_batch` and of `padding_mask`, True for filler, [B, S/C];
-        `num_counted`, tokens of the micro-batch that count; `documents`.
+        `num_counted`, number of counted tokens in the micro-batch; `documents`.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
-    # Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
+    # The data-parallel size determines which rank gets a micro-batch, but not the samples in it.
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
@@ -51,7 +49,7 @@ def read_microbatch(
         seq_len, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), num_stripes=config.context_stripes
     )
     part: dict[str, Any] = context_part(batch, ranges)
-    part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
+    part["num_counted"] = batch["loss_mask"].sum()  # over all context parallel ranks
     part["documents"] = None if lengths is None else Documents(lengths, part["position_ids"], ranges)
     return part
 
@@ -60,10 +58,8 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
-    else [].
-    """
-    # With VPP, Megatron takes an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
+    """Runs Megatron's schedule; returns what `lm_loss` logs per micro-batch, [] before the last stage."""
+    # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
     has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step, forward_only=forward_only,
@@ -75,7 +71,7 @@ def run_schedule(
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
+    """Forward pass of one micro-batch on one stage, for Megatron's schedule: the output and loss function."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
@@ -85,11 +81,9 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets each micro-batch's `weight`: the mean is then one over those in which a token counts. Called by
-    every rank.
-    """
-    # Megatron averages over all micro-batches of all data parallel ranks, and one that EOD_MASK_LOSS masks
-    # completely has loss 0.
+    """Sets each micro-batch's `weight` so that fully masked ones do not count. Called by every rank."""
+    # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
+    # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
     num_all = len(microbatches) * dp.size()
     weight = num_all / sum_over(num_counting, dp).clamp(min=1).double()
@@ -100,23 +94,23 @@ def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup)
 def lm_loss(
     loss_mask: Tensor, num_counted: Tensor, losses: Tensor, *, weight: Tensor | float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
+    """This rank's share of a micro-batch's mean cross entropy; the shares of context parallel ranks add up.
 
     Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
 
     Args:
-        loss_mask: [B, S], 1 for each token that counts.
-        num_counted: such tokens of the micro-batch on all context parallel ranks, [].
+        loss_mask: [B, S], 1 for each counted token.
+        num_counted: number of counted tokens on all context parallel ranks, [].
         losses: cross entropy per token, nats, [B, S].
-        weight: of the micro-batch, see `weigh_microbatches`.
+        weight: weight of the micro-batch, see `weigh_microbatches`.
 
     Returns:
-        The share times `weight`, with gradient; and for the log `lm_loss`: cross entropy summed over this
-        rank's tokens that count, and their number, [2].
+        The share times `weight`, with gradient; and for the log `lm_loss`, [2]: cross entropy summed over
+        this rank's counted tokens, and their number.
     """
     total = (losses.float() * loss_mask).sum()
-    # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
-    # makes them NaN, so that every rank skips the step.
+    # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes
+    # the gradients NaN, so that every rank skips the step.
     zero_or_nan = 0 * total.detach()
     logged = torch.stack([total.detach(), loss_mask.sum()])
     loss = (total / num_counted.clamp(min=1) * weight).to(total.dtype)

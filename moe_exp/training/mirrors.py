@@ -1,4 +1,4 @@
-"""The mirrors of metrics.jsonl: TensorBoard, wandb and a file for Prometheus."""
+"""Mirrors of metrics.jsonl: TensorBoard, wandb and a file for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moe_exp.runs.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 
-# x axes of curves, and their record keys.
+# X axes of curves and their keys in records.
 AXES = {
     "iteration": "iteration",
     "tokens": "consumed_tokens",
     "flops": "consumed_flops",
     "seconds": "training_seconds",
 }
-# Axes used as TensorBoard steps, which are integers, for the losses: unit, and units per one of AXES.
+# Axes that replace TensorBoard's step for the losses: unit and factor. Steps are integers, hence small units.
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
 
@@ -34,12 +34,12 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Position of a train or valid record on each of AXES that it has."""
+    """Position of a train or valid record on the AXES for which it has a value."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
 
-# Every mirror has `name`, `close`, and `write` for a record: its numbers by name, and its position on AXES.
+# Every mirror has `name`, `close`, and `write` for a record's numbers by name and its position on AXES.
 
 
 class _TensorBoard:
@@ -54,7 +54,7 @@ class _TensorBoard:
         text = "".join(f"    {line}\n" for line in to_yaml(config).splitlines())
         self._writer.add_text("config", text, start_iteration + 1)
         self._writer.add_text("group", group_of(config), start_iteration + 1)
-        # The settings of the HPARAMS tab. SummaryWriter.add_hparams would add a run of its own to every run.
+        # Settings for the HPARAMS tab. SummaryWriter.add_hparams would create a second run beside every run.
         values = {
             name: str(value).lower() if isinstance(value, bool) or value is None else value
             for name, value in config.model_dump().items()
@@ -62,8 +62,8 @@ class _TensorBoard:
         }
         for summary in hparams(values, dict.fromkeys(_OVER_STEPS, 0))[:2]:
             self._writer.file_writer.add_summary(summary)
-        # TensorBoard plots over steps, wall-clock time or time since the first record. So the losses are
-        # repeated over tokens, FLOPs and training time, each in its own folder: a resume removes by step.
+        # TensorBoard plots only over steps or wall-clock time, so the losses are repeated over tokens, FLOPs
+        # and training time. Each has its own folder, because a resume purges a folder by step.
         self._by_axis = {}
         for axis, (unit, scale) in _STEPS.items() if config.tensorboard_axes else ():
             purge_step = round(last[axis] * scale) + 1 if axis in last else 0
@@ -86,31 +86,28 @@ class _TensorBoard:
 
 
 def tensorboard_name(name: str) -> str:
-    """Name of a curve in TensorBoard, which sorts by name: `train/` comes before `train_moe/`."""
+    """Name of a curve in TensorBoard, which sorts by name: prefixed so that `train/` comes first."""
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
-    """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable. With
-    TENSORBOARD_AXES it is also cleared after `last`, the position of the last record.
-    """
-    # Errors of TensorBoard's writer threads are left to the next `write`, without tracebacks on stderr.
+    """The TensorBoard mirror, or [] if TensorBoard is not installed or its folder is not writable."""
+    # The next `write` raises the errors of TensorBoard's writer threads; suppress their tracebacks on stderr.
     before = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
         if not type(failed.thread).__module__.startswith("tensorboard."):
             before(failed)
 
-    if not getattr(before, "leaves_out_tensorboard", False):  # by an earlier run of this process
+    if not getattr(before, "leaves_out_tensorboard", False):  # set by an earlier run in this process
         hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
         threading.excepthook = hook
     try:
         return [_TensorBoard(config, folder, start_iteration, last)]
     except ImportError:
-        reason = "the tensorboard package is not installed (pip install tensorboard)"
-        logger.info("no TensorBoard files: %s", reason)
+        logger.info("not writing TensorBoard files: tensorboard is not installed (pip install tensorboard)")
     except OSError as error:
-        line = "TensorBoard gets no records: %s cannot be written (%s)"
+        line = "not writing TensorBoard files: cannot write to %s (%s)"
         logger.warning(line, folder.tensorboard, error.strerror or error)
     return []
 
@@ -120,14 +117,12 @@ def group_of(config: Config) -> str:
     return config.moe_type if config.use_moe else "dense"
 
 
-# As Prometheus writes numbers that are not finite.
+# Non-finite numbers in Prometheus' text format.
 _NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
 class Prometheus:
-    """PROMETHEUS_FILE: the newest values as gauges of node_exporter's textfile collector, which reads
-    complete files only.
-    """
+    """PROMETHEUS_FILE: the latest values as gauges for node_exporter's textfile collector."""
 
     name = "Prometheus"
 
@@ -141,7 +136,8 @@ class Prometheus:
         position = {f"consumed_{axis}": value for axis, value in axes.items() if axis != "iteration"}
         self._values |= {**values, "iteration": axes["iteration"], **position}
         self._values["last_record_timestamp_seconds"] = time.time()
-        # All values of a metric must stand together. A layer is a label, so that one query has all of them.
+        # The format requires all values of a metric to be adjacent. The layer is a label, so that one query
+        # returns all layers.
         metrics: dict[str, list[str]] = {}
         for name, value in sorted(self._values.items()):
             layer = re.fullmatch(r"moe/layer_(\d+)/(.+)", name)
@@ -152,17 +148,18 @@ class Prometheus:
             metrics.setdefault(metric, []).append(line)
         lines = [line for name, of in metrics.items() for line in (f"# TYPE {name} gauge", *of)]
         try:
+            # atomically, as the collector reads the file at any time
             write_atomically(self._path, "\n".join(lines) + "\n")
             self._failed = False
         except OSError as error:
-            # one line for each time that it starts to fail, not for each record
+            # warn once per outage, not once per record
             if not self._failed:
                 line = "PROMETHEUS_FILE=%s: cannot be written (%s)"
                 logger.warning(line, self._path, error.strerror or error)
             self._failed = True
 
     def close(self, failed: bool) -> None:
-        """Leaves the file: its timestamp shows that the run has ended."""
+        """Keeps the file: its timestamp shows when the run ended."""
 
 
 class _Wandb:
@@ -170,11 +167,12 @@ class _Wandb:
 
     def __init__(self, run: Any):
         self._run = run
-        # Our own axes, as wandb's step counts calls and never decreases.
+        # Our own axes, because wandb's step counts calls and never decreases.
         for axis in AXES:
             run.define_metric(axis)
         run.define_metric("*", step_metric="iteration")
-        # What an earlier start sent cannot be undone, so it is not sent again. An offline run begins empty.
+        # wandb cannot delete iterations that an earlier start sent, so they are not sent again. An offline
+        # run starts empty.
         self._last = int(run.summary.get("iteration") or 0)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
@@ -189,10 +187,10 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def wandb_problems(config: Config) -> list[str]:
-    """Reasons why wandb cannot run as configured; empty if it can, or is not requested."""
+    """Errors if wandb is requested but not installed."""
     if config.wandb_project and config.wandb_mode != "disabled":
         try:
-            from wandb import init  # noqa: F401 - a folder named wandb imports too, and has no init
+            from wandb import init  # noqa: F401 - a folder named wandb can be imported, but has no init
         except ImportError:
             fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
             return [problem("wandb_project", config.wandb_project, "the wandb package is not installed", fix)]
@@ -200,9 +198,7 @@ def wandb_problems(config: Config) -> list[str]:
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb run of this folder, if requested; ConfigError if it cannot start. Expects all kept records
-    first, then the new ones.
-    """
+    """The wandb mirror, or [] if not requested; ConfigError if it cannot start. Write kept records first."""
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
     if problems := wandb_problems(config):
@@ -210,15 +206,15 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
     import wandb
 
     if config.wandb_mode == "offline":
-        # wandb cannot append to offline files, so every start writes the whole run again under the same id.
-        # Those of earlier starts are hidden from `wandb sync`, as two folders must not share an id.
+        # wandb cannot append to offline files, so every start writes the complete run again under the same
+        # id. Files of earlier starts are moved out of reach of `wandb sync`, because ids must be unique.
         for path in sorted(folder.wandb.glob("offline-run-*")):
             replaced = folder.wandb / "replaced" / path.name
             replaced.parent.mkdir(exist_ok=True)
             if replaced.exists():
                 replaced = replaced.with_name(f"{path.name}-{secrets.token_hex(4)}")
             path.rename(replaced)
-    # Constant, so that a resumed run stays on one page. Online, wandb continues that run.
+    # A constant id keeps a resumed run on one page. Online, wandb continues that run.
     run_id = folder.wandb / "run_id"
     if not run_id.exists():
         run_id.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A small model trained by this process alone, without a run folder, for `moe-exp mup`."""
+"""Training of a small model in this process, without a run folder, for `moe-exp mup`."""
 
 from collections import defaultdict
 from typing import Any
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class Proxy:
-    """Trains as loop.py does: Megatron's model, schedule and optimizer, the samples of the settings."""
+    """A small model with the model, schedule, optimizer and samples that loop.py would use."""
 
     def __init__(self, config: Config):
         self.config, self._runtime = config, share_alone(config)
@@ -32,7 +32,7 @@ class Proxy:
         self._consumed_samples = 0
 
     def microbatches(self, count: int) -> list[dict[str, Any]]:
-        """The next micro-batches."""
+        """The next `count` micro-batches."""
         first = self._consumed_samples
         return [
             read_microbatch(self.config, self._runtime, self._samples, first, index, eod_id=self._eod_id)
@@ -40,7 +40,7 @@ class Proxy:
         ]
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
-        """One iteration on the next samples, or on one micro-batch; its loss, nats per token."""
+        """Runs one iteration on the next samples or on `batch`; returns its loss in nats per token."""
         first, seq_len = self._consumed_samples, self.config.seq_len
         count, _, batch_size = optimizer_setup.next_batch(self.config, first, seq_len)
         microbatches = self.microbatches(count) if batch is None else [batch]
@@ -57,15 +57,15 @@ class Proxy:
 
 
 def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, float]]]:
-    """Sizes of what a model computes from one micro-batch before and after each of its first steps on it.
+    """Coordinate check: sizes of a model's activations during its first steps on one micro-batch.
 
     Returns:
-        For each step from 0, by the name of a part: mean absolute value of its outputs, and of what training
-        has changed in them, means over layers. For router and output layer, whose initial weights are smaller
-        in a wider model, that is what the change of their weights contributes.
+        For each step from 0, by name of a part: mean absolute value of its outputs and of their change since
+        the start, averaged over layers. For router and output layer, whose initial weights are smaller in a
+        wider model, the change is the contribution of the change of their weights.
     """
     proxy = Proxy(config)
-    # Always the same micro-batch, so that only the weights change between two recordings.
+    # always the same micro-batch, so that only the weights change between two recordings
     batch = proxy.microbatches(1)[0]
     recorder = _Recorder(proxy.model[0])
     first, _ = recorder.outputs(batch)
@@ -81,7 +81,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
 
 
 class _Recorder:
-    """Records the outputs of the parts of a model."""
+    """Records the outputs of a model's parts with forward hooks."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -101,28 +101,23 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs for a micro-batch, by part, [number of such parts, ...]; and of those of routers and output
-        layer, what the change of their weights since the start contributes.
-        """
+        """Outputs by part, [number of such parts, ...]; and the contributions of changed weights by part."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()
         self._model(batch["tokens"], batch["position_ids"], attention_mask=None)
         self._model.train()
-        found, learned = (
-            {name: torch.stack(outputs) for name, outputs in of.items()}
-            for of in (self._found, self._learned)
-        )
-        return found, learned
+        found = {name: torch.stack(outputs) for name, outputs in self._found.items()}
+        return found, {name: torch.stack(outputs) for name, outputs in self._learned.items()}
 
     def _record(self, module: nn.Module, name: str, first_weight: Tensor | None = None) -> None:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            # a training step runs the same modules
+            # training steps between two recordings run the same modules
             if self._model.training:
                 return
             output = output.logits_TE if isinstance(module, Router) else output
             output = output[0] if isinstance(output, tuple) else output
-            self._found[name].append(output.float().clone())  # what follows may write into it
+            self._found[name].append(output.float().clone())  # later modules may overwrite it in place
             if first_weight is not None:
                 change = (module.weight - first_weight).float()
                 self._learned[name].append(nn.functional.linear(inputs[0].float(), change))

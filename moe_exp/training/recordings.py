@@ -1,18 +1,18 @@
-"""Recordings of chosen iterations and ranks: profiler traces, GPU memory snapshots, and dumps of tensors, to
-compare ranks or runs. No cost when off.
+"""Profiler traces, GPU memory snapshots and tensor dumps of chosen iterations and ranks. No cost when off.
 
     RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for https://ui.perfetto.dev or chrome://tracing:
         operators with shapes, CPU memory, and on a GPU its kernels and memory
     RUN/profile/memory_rank_R_iter_A-B.pickle    MEMORY_SNAPSHOT, for https://pytorch.org/memory_viz: every
         allocation of the caching allocator with its Python stack
-    RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer's step of iteration 10:
-        NAME                     a parameter of the model, this rank's part; layers count over all stages
-        gradient of NAME         as the optimizer used it: reduced over the replicas, clipped
+    RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer step of iteration 10:
+        NAME                     this rank's part of a parameter; layers are numbered over all stages
+        gradient of NAME         as used by the optimizer: reduced over the replicas, clipped
         main weights of NAME     fp32, with DTYPE=bf16 and fp16
         exp_avg of NAME, ...     moments, and with EMA_DECAY the average of the weights (ema), fp32
 
-With the distributed optimizer, all but parameters cover only this rank's range of a parameter, in memory
-order: `exp_avg of NAME[128:256]`. Data-parallel ranks then share no such name; two runs of one layout do.
+With the distributed optimizer, everything except the parameters covers only this rank's range of a parameter,
+in memory order: `exp_avg of NAME[128:256]`. Such names differ between data-parallel ranks, but match between
+two runs with the same layout.
 """
 
 import logging
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
+    """Records the iterations of PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
 
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
@@ -54,12 +54,12 @@ class Recorder:
             "trace": iteration_ranges(config.profile_iters if is_mine else ""),
             "memory": iteration_ranges(config.memory_snapshot if has_memory else ""),
         }
-        self._begun: dict[str, tuple[int, int]] = {}  # first and last iteration of what is recorded now
+        self._begun: dict[str, tuple[int, int]] = {}  # first and last iteration of each active recording
         self._last = config.train_iters
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts what begins with this iteration. A run that resumes within a range records the rest."""
+        """Starts recordings before an iteration. A run that resumes within a range records the rest of it."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -74,14 +74,14 @@ class Recorder:
             self._profiler.start()
 
     def end(self, iteration: int) -> None:
-        """Writes the files of a range that ends with this iteration."""
+        """Stops recordings after their last iteration and writes their files."""
         for what, (first, last) in list(self._begun.items()):
             if iteration >= last:
                 del self._begun[what]
                 try:
                     self._write(what, f"{what}_rank_{self._rank}_iter_{first}-{last}")
-                except (OSError, RuntimeError) as error:  # a restarted run would fail at the same iteration
-                    logger.warning("no recording in %s: %s", self._folder, error)
+                except (OSError, RuntimeError) as error:  # if fatal, every restart would fail here again
+                    logger.warning("could not write a recording to %s: %s", self._folder, error)
 
     def _write(self, what: str, name: str) -> None:
         start, profiler = time.monotonic(), self._profiler
@@ -93,20 +93,17 @@ class Recorder:
         else:
             assert profiler is not None
             if self._device.type == "cuda":
-                torch.cuda.synchronize()  # the kernels of the last iteration
-            profiler.stop()  # before anything that may fail: the next range starts another
+                torch.cuda.synchronize()  # for the kernels of the last iteration
+            profiler.stop()  # before anything that may fail: the next range starts a new profiler
             path = self._folder / f"{name}.json.gz"
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(path))
         size, seconds = bytes_text(path.stat().st_size), time.monotonic() - start
-        logger.info("wrote %s, %s, in %.1f s", path, size, seconds)
-
-
-# Dumps.
+        logger.info("wrote %s (%s) in %.1f s", path, size, seconds)
 
 
 def dump_file(run: Path, iteration: int, rank: int) -> Path:
-    """Path of a rank's dump."""
+    """Path of one rank's dump."""
     return run / "dumps" / f"iter_{iteration:07d}" / f"rank_{rank:05d}.safetensors"
 
 
@@ -117,10 +114,7 @@ def is_dumped(config: Config, iteration: int) -> bool:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes this rank's dump, if in DUMP_RANKS. Called by every rank; failures are only warnings.
-
-    Needs host memory for a copy of the tensors.
-    """
+    """Writes this rank's dump if it is in DUMP_RANKS. Called by every rank; failures are only logged."""
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
@@ -131,13 +125,14 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
             found = chain(named_parameters(trained.model), *states)
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in found}
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Under another name first: `compare_dumps` must not find half a file.
+            # Rename at the end, so that `compare_dumps` never finds a partial file.
             partial = path.with_suffix(".partial")
             facts = {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host}
             save_file(tensors, partial, facts)
             partial.replace(path)
         except (OSError, MemoryError, safetensors.SafetensorError) as error:
-            logger.warning("no dump of rank %d at iteration %d: %s", runtime.rank, progress.iteration, error)
+            line = "could not dump the tensors of rank %d at iteration %d: %s"
+            logger.warning(line, runtime.rank, progress.iteration, error)
         else:
             logger.info("dumped %d tensors of rank %d to %s", len(tensors), runtime.rank, path)
 
@@ -153,14 +148,14 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
     for state, values in owned.values.items():
         if state == "param":
             if values.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
-                continue  # the parameter itself, without a copy in fp32
+                continue  # an fp32 parameter is its own main weight
             state = "main weights"
         yield f"{state} of {where}", values.view(parameter.shape) if is_whole else values
 
 
 @dataclass(frozen=True)
 class DumpedTensor:
-    """A tensor of a dump, read on demand; for `diff.compare_tensors`."""
+    """A tensor in a dump, read on demand, for `diff.compare_tensors`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -169,28 +164,26 @@ class DumpedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values."""
+        """Size of the tensor."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Its values, or rows `offsets[0]` to `offsets[0] + sizes[0]`."""
+        """Returns the tensor, or its rows `offsets[0]` to `offsets[0] + sizes[0]`."""
         if not offsets:
             return torch.as_tensor(self.file.get_tensor(self.name))
         return torch.as_tensor(self.file.get_slice(self.name)[offsets[0] : offsets[0] + sizes[0]])
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two files, or the files of equal names in two folders, name by name; ValueError if there is
-    nothing to compare, or a file is not a dump.
-    """
+    """Compares two dump files, or files of equal names in two folders; ValueError if they cannot be."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
-        raise ValueError(f"A={a}: is a {kind}, and B={b} is not. Fix: name two files, or two folders.")
+        raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")
     if not a.is_dir():
         return compare_tensors(_tensors(a, ""), _tensors(b, ""))
     files = [sorted(folder.glob("rank_*.safetensors")) for folder in (a, b)]
     if not {path.name for path in files[0]} & {path.name for path in files[1]}:
-        raise ValueError(f"A={a}: and B={b} have no rank in common. Fix: name two files.")
+        raise ValueError(f"A={a}: has no rank in common with B={b}. Fix: give two files.")
     sides: list[dict[str, DumpedTensor]] = [{}, {}]
     for side, paths in zip(sides, files, strict=True):
         for path in paths:
@@ -201,11 +194,11 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
 def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
     try:
         file = safetensors.safe_open(path, framework="pt")
-        # headers only: tensors are read one at a time, when they are compared
+        # Reads headers only; each tensor is read when it is compared.
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     except (OSError, safetensors.SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another dump.") from None
+        raise ValueError(f"{path}: cannot read the dump ({reason}). Fix: give another dump.") from None
     names = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
     dtypes = {name: names.get(one.get_dtype(), torch.float32) for name, one in slices.items()}
     return {

@@ -1,20 +1,20 @@
-"""Whether ranks that hold the same weights hold the same bits, and whether the optimizer's groups are right.
-Called by every rank.
+"""Checks that replicated weights are bitwise equal, and that the optimizer's parameter groups are right.
 
-What must be equal, and over which ranks:
+These tensors must be equal on these ranks:
 
-    data      parameters except experts', and the routers' biases         data and context parallel ranks
-    experts   parameters of experts                                       expert data parallel ranks
-    tensor    of `data`, what tensor parallelism does not split:          and tensor parallel ranks
-              routers, norms, gates, latent projections
-    tied      embedding and output layer if shared                        first and last pipeline stage
+    data      parameters except experts', and router biases         data and context parallel ranks
+    experts   expert parameters                                     expert data parallel ranks
+    tensor    part of `data` that tensor parallelism does not       also tensor parallel ranks
+              split: routers, norms, gates, latent projections
+    tied      shared embedding and output layer                     first and last pipeline stage
 
-Training never compares them, as only gradients are reduced. A flipped bit, a rank that loaded something else
-or a tied embedding out of sync continues as an ill-defined model, until the loss is worse or spikes at a
-restart.
+Training itself never compares them, because only gradients are reduced. After a flipped bit, a wrong load on
+one rank or a tied embedding out of sync it continues with an ill-defined model, until the loss degrades or a
+restart makes it spike.
 
-A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and sums those of a kind, weighted by name.
-One all-gather of a few numbers per rank detects problems; a second one then adds names and hosts.
+Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums those of a kind,
+weighted by name. One all-gather of a few numbers per rank detects problems; only then are names and hosts
+exchanged.
 """
 
 import hashlib
@@ -49,61 +49,59 @@ KINDS = {
     "data": "data parallel replicas",
     "experts": "expert data parallel replicas",
     "tensor": "tensor parallel ranks",
-    "tied": "first and last pipeline stage, which tie the embedding and the output layer,",
+    "tied": "first and last pipeline stage, which share the embedding as output layer,",
 }
 _EMBEDDING = "embedding.word_embeddings.weight"
-_NUM_SHOWN = 5
+_NUM_SHOWN = 5  # problems in the error
 _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ, or the optimizer's groups are wrong; a line each."""
+    """Differences between replicas and wrong parameter groups, one line each."""
 
 
 @heartbeat.during("check")
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns the seconds that this took. ReplicaError on every rank if any has a
-    problem. `metrics` on rank 0 only.
-    """
+    """Compares all replicas; returns the elapsed seconds. ReplicaError on every rank if any has a problem."""
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
         if metrics is not None:
             metrics.event("replicas_differ", progress.iteration, problems=problems)
-        rule = f"the run ends after iteration {progress.iteration}, and saves nothing of it"
-        fix = "leave out the hosts that are named, if any, and start again: the run continues from its newest"
-        raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix} checkpoint."]))
+        rule = f"the run ends after iteration {progress.iteration} without saving it"
+        fix = "exclude the named hosts, if any, and repeat the command to resume from the newest checkpoint"
+        raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix}."]))
     logger.debug("replicas are equal after iteration %d", progress.iteration)
     return time.monotonic() - start
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """Problems, in lines that are equal on every rank; one collective if there are none."""
-    # Sums detect a problem; only then do the ranks exchange what they hold by name.
+    """Problems, one line each, the same on every rank. Without problems, a single collective."""
+    # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
         return []
     found: list[Any] = [None] * runtime.world_size
     torch.distributed.all_gather_object(found, mine)
     lines = _problems(found, distributed=config.distributed_optimizer)
-    more = [f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else []
+    more = [f"and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return lines[:_NUM_SHOWN] + more
 
 
 class _Held(NamedTuple):
-    """Tensors and places of a rank; of other ranks, at first only sums over a kind, under the name ''."""
+    """Fingerprints of one rank; in the first exchange, only their sum for each kind, under the name ''."""
 
     host: str
-    problems: list[str]  # of the optimizer's groups
-    places: dict[str, int]  # by kind; ranks of one place hold the same
-    # By kind and name: fingerprint, number of values, and of those that the optimizer steps on: a part with
-    # the distributed one, maybe 0. Both numbers are 0 of buffers, and of `tensor` and `tied`.
+    problems: list[str]  # of the parameter groups
+    places: dict[str, int]  # by kind; ranks with the same place must have equal tensors
+    # By kind and name: fingerprint, number of values, and number of values that the optimizer steps on, which
+    # is a part (maybe 0) with the distributed optimizer. Both are 0 for buffers, `tensor` and `tied`.
     tensors: dict[str, dict[str, tuple[int, int, int]]]
 
 
 def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
-    # This rank's tensors by kind and name.
+    # this rank's tensors by kind and name
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for inner in map(unwrapped, trained.model):
         for name, buffer in inner.named_buffers():
@@ -124,7 +122,7 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
     with parameters_in_sync(trained.model):
         for kind, tensors in found.items():
             sums = [multilinear_sum(tensor, (0,) * tensor.dim()) for tensor in tensors.values()]
-            prints = torch.stack(sums).tolist() if sums else []  # the only wait for the device of a kind
+            prints = torch.stack(sums).tolist() if sums else []  # waits for the device once per kind
             for (name, tensor), fingerprint in zip(tensors.items(), prints, strict=True):
                 is_counted = kind in ("data", "experts") and tensor.requires_grad
                 counts = (tensor.numel(), num_stepped[id(tensor)]) if is_counted else (0, 0)
@@ -141,10 +139,10 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
-    """Sums over the names of what each rank holds; one all-gather of a few numbers per rank."""
+    """Fingerprints of every rank, summed over names, by one all-gather of a few numbers per rank."""
     sums = []
     for named in mine.tensors.values():
-        # An odd factor per name, so that values swapped between two names do not cancel.
+        # An odd factor per name: tensors swapped between two names change the sum.
         digests = {name: hashlib.sha256(name.encode()).digest() for name in named}
         factors = {name: int.from_bytes(digest[:8], "little") | 1 for name, digest in digests.items()}
         for column in range(3):
@@ -163,7 +161,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
-    """A line for each name that differs between replicas, or that is stepped on more or less than once."""
+    """One line for each name that differs between replicas or is not stepped on exactly once."""
     lines: list[str] = []
     of_optimizer: dict[str, list[int]] = defaultdict(list)
     for rank, one in enumerate(held):
@@ -176,43 +174,43 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
         for ranks in replicas.values():
             for name in sorted({name for rank in ranks for name in held[rank].tensors[kind]}):
                 found = {rank: held[rank].tensors[kind].get(name, (None,))[0] for rank in ranks}
-                # The majority is right; of two that differ, nobody knows.
+                # The majority is assumed to be right; of two, either may be wrong.
                 (most, count), *_ = Counter(found.values()).most_common()
                 if others := [rank for rank, value in found.items() if value != most]:
                     equal = [rank for rank in ranks if rank not in others]
-                    doubt = "" if count > len(others) else "; which of them is right is unknown"
+                    doubt = "" if count > len(others) else "; it is unknown which one is right"
                     lines.append(
-                        f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
-                        f" {KINDS[kind]} have to be equal{doubt}"
+                        f"replicas: {name} on {_ranks(others, held)} differs from {_ranks(equal, held)}:"
+                        f" {KINDS[kind]} must be equal{doubt}"
                     )
-            # They share the state of the optimizer, or each has all of it.
+            # The distributed optimizer splits the values over the replicas, otherwise each steps on all.
             times = 1 if distributed else len(ranks)
             for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
                 stepped = sum(held[rank].tensors[kind].get(name, (0, 0, 0))[2] for rank in ranks)
                 if (stepped - size * times) & _MASK:
-                    problem = f"{name}: the optimizer steps on {stepped} values, it has {size}"
+                    problem = f"{name}: the optimizer steps on {stepped} values instead of {size * times}"
                     of_optimizer[problem] += ranks
     optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
     return [*lines, *optimizer]
 
 
 def _ranks(ranks: list[int], held: list[_Held]) -> str:
-    """`rank 3 (node-b)`, `ranks 0, 1, 2, ... 7 (node-a, node-b)`."""
+    """Ranks and their hosts, such as `rank 3 (node-b)` or `ranks 0, 1, 2, 3, ..., 9 (node-a, node-b)`."""
     ranks = sorted(set(ranks))
     hosts = ", ".join(dict.fromkeys(held[rank].host for rank in ranks))
     shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"
 
 
-# Checks the optimizer's parameter groups: every trained parameter in one group, no decay of norms or biases.
+# Check of the optimizer's parameter groups: each trained parameter in one group, no decay of norms or biases.
 #
-# A norm in the decayed group makes the loss jump at a restart, and nothing else shows it. So this checks the
-# tensors that the optimizer steps on, by name, and not the rule that builds the groups by dimensions
-# (`engine/optimizer_setup.py`).
+# A norm in the decayed group makes the loss jump at a restart, without any other symptom. The check looks at
+# the names of the tensors that the optimizer actually steps on, independently of the rule by dimensions that
+# built the groups (`engine/optimizer_setup.py`).
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's trainable parameters, by name in the whole model (layers counted over all stages)."""
+    """(name, parameter) of this rank's trainable parameters; names number the layers over all stages."""
     for chunk in model:
         inner = unwrapped(chunk)
         for name, parameter in inner.named_parameters():
@@ -223,37 +221,36 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 def group_problems(
     config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[str]:
-    """A line for each parameter that wrongly decays, has the learning rate or weight decay of another group,
-    or has values stepped on more than once or never.
-    """
+    """One line for each parameter with wrong weight decay or learning rate, or not in exactly one group."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
     for parameter, _, groups in _stepped(optimizer):
-        name = names.get(id(parameter), "a tensor that is no parameter")
+        name = names.get(id(parameter), "a tensor that is not a parameter")
         if len(groups) != 1:
             problems.add(f"{name} is in {len(groups)} parameter groups of the optimizer instead of one")
             continue
         own, group = multiples_of(config, in_checkpoints.get(id(parameter), name)), groups[0]
         if is_norm_or_bias(name) and group.get("weight_decay"):
-            problems.add(f"{name} is a norm or bias and decays (weight_decay {group['weight_decay']:g})")
+            problems.add(f"{name} is a norm or bias but decays (weight_decay {group['weight_decay']:g})")
         elif group["wd_mult"] != own.wd:
             problems.add(f"{name} has {group['wd_mult']:g} times WEIGHT_DECAY instead of {own.wd:g} times")
         if (group["max_lr"], group["min_lr"]) != (config.lr * own.lr, config.min_lr * own.lr):
-            problems.add(f"{name} has a schedule from {group['max_lr']:g} instead of {config.lr * own.lr:g}")
+            problems.add(f"{name} has LR {group['max_lr']:g} instead of {config.lr * own.lr:g}")
     return sorted(problems)
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
-    """(model parameter, tensor that is stepped on: itself, main weights, or a range; the groups it is in)."""
+    """(model parameter; the tensor that is stepped on: itself, its main weights or a range; its groups)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
-            continue  # of a rank without parameters of this kind
+            continue  # this rank has no parameters of this kind
         groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for group in part.optimizer.param_groups:
             for tensor in group["params"]:
                 groups[id(tensor)].append(group)
-        # Megatron's three kinds: this rank's ranges in fp32; fp32 copies of 16-bit parameters; parameters.
+        # Megatron has three kinds of optimizer. They step on this rank's fp32 ranges, on fp32 copies of
+        # 16-bit parameters, or on the parameters themselves.
         if isinstance(part, DistributedOptimizer):
             parameters = [*part.model_float16_groups, *part.model_fp32_groups]
             tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]

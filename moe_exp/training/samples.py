@@ -1,4 +1,4 @@
-"""The samples of a run: files, order, and whether a checkpoint was trained on the same."""
+"""Samples of a run: files, order, and comparison with the data of the checkpoint."""
 
 import logging
 import os
@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA (or a split), or the embedded corpus; text
-    that they name has to be prepared (data/own_text.py).
-    """
+    """Training and validation samples from token files (TRAIN_DATA, VALID_DATA, or the embedded corpus)."""
     train_data, valid_data = _blends(config)
-    if config.data_order == "megatron":  # for the number of samples that Megatron-LM would count
+    if config.data_order == "megatron":  # its order depends on the number of samples that the run needs
         num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
         order = MegatronOrder(
             train=train_data, valid=valid_data, split=config.split, seq_len=config.seq_len, seed=config.seed,
@@ -56,7 +54,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
 
 
 def _blends(config: Config) -> tuple[str, str]:
-    """TRAIN_DATA and VALID_DATA, or those of the embedded corpus."""
+    """TRAIN_DATA and VALID_DATA, or the token files of the embedded corpus."""
     if config.train_data:
         return config.train_data, config.valid_data
     corpus = ensure_embedded_corpus(Path(config.data_dir))
@@ -64,14 +62,13 @@ def _blends(config: Config) -> tuple[str, str]:
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
-    """The token that ends a document in all files, None if no setting needs it; and DOCUMENT_TOKENS.
-    ConfigError if files have no such token, or not the same; `machine_checks` says so before the start.
-    """
+    """End-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS."""
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
     blends = [train_data, valid_data, *(stage.train_data for stage in config.stages[1:])]
     prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
+    # normally empty: `machine_checks` has already refused such files
     problems, eod_id = manifests.check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)
@@ -79,9 +76,9 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
 
 
 def check_tokenizers(config: Config) -> None:
-    """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
+    """ConfigError on every rank if the data were tokenized with different tokenizers."""
     if EXIT_CODE_FILE in os.environ:
-        return  # the launcher has checked it
+        return  # the launcher has already checked this
     problems = from_first_rank(lambda: list(manifests.tokenizer_problems(config)))
     if problems and not config.allow_other_data:
         raise ConfigError(problems)
@@ -90,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """`config` whose stages in tokens begin with a batch of the run as it continues from `source`."""
+    """`config` with stages given in tokens moved to a batch boundary of the run resumed from `source`."""
     if not config.data_stages:
         return config
 
@@ -106,18 +103,16 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
-    """Raises a ConfigError, on every rank, if a stage of DATA_STAGES would begin within a batch of the run as
-    it continues from `source`; `skipped`: ranges of the stream.
-    """
-    # The run would end there otherwise, maybe after weeks.
+    """ConfigError on every rank if a stage would start inside a batch of the run resumed from `source`."""
+    # Checked at the start; otherwise the run would fail at the stage, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(config.stage_begin_problems(saved.consumed_samples if saved else 0, skipped)):
         raise ConfigError(problems)
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`; ValueError with sample and documents if a token is not in the vocabulary."""
-    # On a GPU the embedding would abort with a device-side assert, which names neither.
+    """`samples.batch`; ValueError that names sample and documents if a token is outside the vocabulary."""
+    # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
     if lowest >= 0 and highest < vocab_size:
@@ -126,15 +121,13 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     row = int(is_bad_BS1.any(dim=1).nonzero()[0])
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
     sample = f"sample {first + row} (documents {', '.join(map(str, origin.documents))})"
-    rule = f"{sample} has the token {token}, VOCAB_SIZE is {vocab_size}"
-    fix = "compare the file with its manifest (moe-exp data verify), or set VOCAB_SIZE to its tokenizer's"
+    rule = f"{sample} has the token {token}, but VOCAB_SIZE is {vocab_size}"
+    fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to its tokenizer's"
     raise ValueError(f"{origin.prefix}: {rule}. Fix: {fix}.")
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
-    """UTF-8 bytes per token of the validation data that every validation reads, for bits per byte; None if
-    the tokenizer is unknown.
-    """
+    """UTF-8 bytes per token of the validation samples; None if the tokenizer is unknown."""
     name = config.tokenizer
     if not name and not config.train_data:
         name = ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path
@@ -145,11 +138,11 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         known = manifests.documents_of(blend) if blend else None
         table = TokenBytes((known or manifests.DocumentTokens()).tokenizer(name))
     except ValueError as error:
-        logger.warning("no bits per byte of the validation loss: %s", error)
+        logger.warning("cannot compute the validation loss in bits per byte: %s", error)
         return None
     if table.note:
         logger.info(NOT_KEPT, name, table.note)
-    # The samples are read once, and not decoded: the table has the bytes of each token.
+    # Read once and not decoded: the table has the number of bytes of each token.
     batches = (samples.batch(index * config.gbsz, config.gbsz) for index in range(config.eval_iters))
     counts = [table.count_samples(batch.numpy(), eod_mask_loss=config.eod_mask_loss) for batch in batches]
     num_bytes, num_tokens = map(sum, zip(*counts, strict=True))
@@ -157,20 +150,20 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
 
 def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank;
-    ConfigError on every rank if it differs and ALLOW_OTHER_DATA is not set.
+    """The sample order, and its differences from the checkpoint's. Called by every rank.
+
+    ConfigError on every rank if the orders differ, unless ALLOW_OTHER_DATA is set.
     """
 
-    # Rank 0 alone reads the files of the data and of the checkpoint.
     def compared() -> tuple[dict[str, Any], list[Change]]:
         order = order_of_files(config)
-        assert order is not None  # the embedded corpus has been built
+        assert order is not None  # `build_data` has built the embedded corpus
         saved = saved_progress(source) if source else None
         if source is None or saved is None or not saved.consumed_samples:
             return order.facts(), []
         name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
         if saved.sample_order is None:
-            line = "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked"
+            line = "%s does not record its data: cannot check that TRAIN_DATA is the same"
             logger.warning(line, name)
             return order.facts(), []
         next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
@@ -187,7 +180,7 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
 
 
 def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:
-    """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
+    """`samples` with NUM_WORKERS processes that read this rank's next micro-batches in advance."""
     place = {"dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
 
     def schedule(consumed_samples: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Saves and resumes of a run, and their log messages. Called by every rank."""
+"""Saving, resuming and their log lines and events. Called by every rank."""
 
 import logging
 import time
@@ -28,9 +28,7 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`, and
-    `uploads` with REMOTE_DIR.
-    """
+    """Starts, finishes and reports saves; `saver` writes them. Only rank 0 has `metrics` and `uploads`."""
 
     def __init__(
         self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None,
@@ -38,15 +36,13 @@ class CheckpointManager:
     ):  # fmt: skip
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
         self._uploads = uploads
-        # of the newest checkpoint of this start; the same on every rank
-        self.last_iteration: int | None = None
+        self.last_iteration: int | None = None  # of this start's newest checkpoint; the same on every rank
 
     @heartbeat.during("checkpoint")
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
-        """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
+        """Saves a checkpoint, or starts to with ASYNC_SAVE; returns the seconds that training waited.
 
-        `valid_loss` is in nats per token, if measured at this iteration. SaveError on every rank if it
-        `is_last`, the end of the run, and was not written.
+        SaveError on every rank if the last checkpoint of the run (`is_last`) cannot be written.
         """
         start = time.monotonic()
         self.finish()
@@ -57,9 +53,9 @@ class CheckpointManager:
 
     @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
-        """Waits for a pending save and reports it; returns seconds. Raises like `save`."""
+        """Waits for a pending save and reports it; returns the seconds waited. Raises like `save`."""
         start = time.monotonic()
-        # An error is in `saved`, on every rank: the run continues, and the next save may have room.
+        # Errors are returned in `saved`, on every rank: training continues, as the next save may succeed.
         saved = self._saver.finish()
         if saved is not None and not saved.error:
             self.last_iteration = saved.iteration
@@ -75,18 +71,16 @@ class CheckpointManager:
                 self._metrics.event("checkpoint", saved.iteration, **facts)
         self._report_uploads()
         if saved is not None and saved.error and is_last:
-            what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
-            fix = "make room; the same command then continues from the checkpoint before"
+            what = f"could not save the last checkpoint, at iteration {saved.iteration} ({saved.error})"
+            fix = "free disk space and repeat the command to resume from the previous checkpoint"
             raise SaveError(f"{what}. Fix: {fix}.")
         return time.monotonic() - start
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:
-        """Waits for running copies to REMOTE_DIR at the end of the run. Not long after a signal
-        or EXIT_DURATION: the job may be killed.
-        """
+        """Waits for running uploads to REMOTE_DIR at the end of the run."""
         if self._uploads is not None:
-            # 30 s are what SLURM gives by default between SIGTERM and SIGKILL
+            # After a signal or EXIT_DURATION the job may be killed soon: 30 s is SLURM's default KillWait.
             self._uploads.wait(None if stop in ("", "EXIT", "EXIT_INTERVAL") else 30.0)
             self._report_uploads()
 
@@ -96,25 +90,20 @@ class CheckpointManager:
                 self._metrics.event(kind, iteration, **facts)
 
     def stopped_code(self, progress: Progress) -> int:
-        """Exit code of a stopped run: to be continued if this start saved a checkpoint, else failed."""
+        """Exit code of a stopped run: TO_BE_CONTINUED if this start saved a checkpoint, else FAILED."""
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
-        # Else a chain of jobs would restart at the same iteration forever.
-        if self._metrics is not None:  # once, not by every rank
+        # Otherwise a chain of jobs would restart at the same iteration forever.
+        if self._metrics is not None:  # once, not from every rank
             line = "no checkpoint was saved since this start (SAVE_AT_END=false)"
             logger.warning("%s: iterations up to %d are lost", line, progress.iteration)
         return FAILED
 
 
-# Choosing and loading the checkpoint to resume from. Called by every rank.
-
-
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """The run's newest complete checkpoint, here or in REMOTE_DIR, else that of LOAD_DIR; None: training
-    starts at iteration 0. ConfigError on every rank if no checkpoint can be used, or LOAD_DIR has none.
-    """
+    """Newest complete checkpoint of the run (or REMOTE_DIR), else of LOAD_DIR, else None; or ConfigError."""
     try:
-        if config.remote_dir:  # does nothing if the launcher has, as always but with torchrun alone
+        if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
             _from_store(lambda: fetch_run(config))
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
@@ -134,7 +123,7 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
 
 @heartbeat.during(heartbeat.PAUSED)
 def _from_store(fetch: Callable[[], T]) -> T:
-    """Result of rank 0's work with an object store, on every rank; ValueError on every rank if it fails."""
+    """Result of `fetch`, called on rank 0 alone, on every rank; ValueError on every rank if it fails."""
 
     def fetched() -> T:
         try:
@@ -148,8 +137,8 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set.
-    RestoreError on every rank if memory differs from what was saved; the checkpoint stays the newest.
+    """Loads `source`, else starts at iteration 0, upcycled if UPCYCLE_FROM is set. RestoreError on every rank
+    if loaded tensors differ from the saved ones.
     """
     if source is None:
         if config.upcycle_from:
@@ -164,13 +153,13 @@ def resume(
         raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
     if source.damages and runtime.is_first and iteration_in_this_run(source, folder) is not None:
-        # Damaged ones are kept for inspection; training will reach their iterations again.
+        # Newer damaged checkpoints are kept for inspection until training overwrites their iterations.
         set_latest(folder.checkpoints, iteration_of(source.folder))
     return progress
 
 
 def iteration_in_this_run(source: Source | None, folder: RunFolder) -> int | None:
-    """Iteration of this run's checkpoint that training resumes from; not that of a Megatron-LM checkpoint."""
+    """Iteration of `source` if it is a checkpoint of this run, else None."""
     if source is None or source.folder.parent != folder.checkpoints:
         return None
     return iteration_of(source.folder)

@@ -1,27 +1,26 @@
-"""Detects spikes of the loss and of the gradient norm per iteration. Pure: no torch, no files.
+"""Detector of spikes in the loss and gradient norm of iterations. Pure: no torch, no files.
 
-The measure is a robust z-score, of the loss x and of the logarithm of the gradient norm:
+The measure is a robust z-score of the loss and of the logarithm of the gradient norm:
 
     level      median of the last LEVEL_WINDOW accepted values
-    departure  value - level, of every accepted iteration, with the level before it
-    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW of them: the MAD,
-               which is the standard deviation of a normal distribution (Iglewicz and Hoaglin 1993), and never
-               below a floor
-    z          (x - level) / spread
+    departure  value - level before it, of an accepted iteration
+    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW departures, at least
+               a floor: the scaled MAD, which estimates the standard deviation (Iglewicz and Hoaglin 1993)
+    z          (value - level) / spread
 
-Medians tolerate outliers in up to half of a window. The spread is of departures, so that the fall of the loss
-early in training does not count as noise. The short level window lets both follow batch ramp-up and learning
-rate. Only rises count. Iterations of a spike, or of what would be half of one, are not accepted.
+Medians tolerate outliers in up to half of a window. The spread uses departures, so that the fall of the loss
+early in training does not count as noise. The level window is short, to follow batch ramp-up and learning
+rate. Only rises count. Iterations of a spike, or with half the signs of one, are not accepted.
 
-A spike is one of
-    the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches
-                  come in twos by chance
-    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: clipping handles
-                  a single large one
+A spike is in
+    the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:
+                  two hard batches in a row happen by chance
+    the gradient  if z >= NORM_LASTING, and the norm is NORM_FACTOR times the level, in NORM_TIMES consecutive
+                  iterations: clipping handles a single large gradient
 
-It begins with the first of the preceding consecutive iterations that were already unusual (LOSS_EARLY,
-NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS in a
-row without alarm, or after LONGEST iterations, when the current values become the new level.
+It starts with the first of the directly preceding iterations that were already unusual (LOSS_EARLY,
+NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS
+consecutive iterations without alarm, or after LONGEST iterations, when the current values become the level.
 """
 
 import math
@@ -33,7 +32,7 @@ from typing import Any, Literal
 
 LEVEL_WINDOW = 16
 SPREAD_WINDOW = 64
-FEWEST = 32  # departures before anything is judged
+FEWEST = 32  # departures before z-scores are computed
 _FEWEST_FOR_LEVEL = 8
 
 LOSS_ALONE = 12.0
@@ -47,7 +46,8 @@ NORM_EARLY = 6.0
 CALM_ITERATIONS = 5
 LONGEST = 500
 
-# Relative to the loss level, so that LOSS_ALONE is at least a tenth of it; and of the log of the norm.
+# Floors of the spread. The first is relative to the loss level, so that LOSS_ALONE is a rise by at least a
+# tenth of it; the second is for the logarithm of the norm.
 LOSS_FLOOR = 0.1 / LOSS_ALONE
 NORM_FLOOR = 0.05
 _MAD_TO_SIGMA = 1.4826
@@ -55,13 +55,10 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass
 class Baseline:
-    """Normal range of one quantity, from the last accepted values and departures, oldest first.
+    """Normal range of one quantity, from the last accepted values and departures, oldest first."""
 
-    The spread is at least `relative_floor` times the level, and at least `floor`.
-    """
-
-    relative_floor: float = 0.0
-    floor: float = 0.0
+    relative_floor: float = 0.0  # minimum of spread / level
+    floor: float = 0.0  # minimum of the spread
     values: deque[float] = field(default_factory=lambda: deque(maxlen=LEVEL_WINDOW))
     departures: deque[float] = field(default_factory=lambda: deque(maxlen=SPREAD_WINDOW))
 
@@ -72,13 +69,13 @@ class Baseline:
 
     @property
     def spread(self) -> float:
-        """Spread of the departures, as defined at the top of this file."""
+        """Spread of the departures, defined at the top of this file."""
         middle = median(self.departures) if self.departures else 0.0
         mad = median(abs(value - middle) for value in self.departures) if self.departures else 0.0
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """Distance of `value` above the level in spreads; 0 while too little is known."""
+        """Distance of `value` above the level in spreads; 0 before FEWEST departures."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
@@ -92,25 +89,25 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike that was just detected at `iteration`. Losses in nats per token; of a norm, None is unknown."""
+    """A spike detected at `iteration`. Losses are in nats per token; a norm is None if unknown."""
 
     iteration: int
-    first_iteration: int  # the first unusual one
+    first_iteration: int  # first unusual iteration
     loss: float
     grad_norm: float | None
     loss_z: float
     grad_norm_z: float  # of its logarithm
-    loss_level: float | None  # levels and spread are those before the spike
+    loss_level: float | None  # levels and spread before the spike
     loss_spread: float
     grad_norm_level: float | None
-    recent_losses: tuple[float, ...]  # the accepted ones that the level is of, oldest first
+    recent_losses: tuple[float, ...]  # accepted losses behind the level, oldest first
 
 
 @dataclass(frozen=True)
 class SpikeEnd:
     """The end of the last spike, with the highest values during it."""
 
-    iteration: int  # the first normal one after it
+    iteration: int  # first normal iteration after it
     first_iteration: int  # of the spike
     outcome: Literal["recovered", "new level"]
     highest_loss: float
@@ -127,7 +124,7 @@ class _Reading:
 
 
 class SpikeDetector:
-    """Detects the begin and end of spikes, from scratch or from the `state` of an earlier detector."""
+    """Detector of the start and end of spikes, new or with the `state` of an earlier detector."""
 
     def __init__(self, state: Mapping[str, Any] | None = None):
         self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)
@@ -145,15 +142,12 @@ class SpikeDetector:
         return {"loss": self._loss, "log_grad_norm": self._norm}
 
     def state(self) -> dict[str, Any]:
-        """The windows and the current spike as plain values, for a checkpoint."""
+        """Windows and current spike as plain values, for a checkpoint."""
         windows = {name: [list(of.values), list(of.departures)] for name, of in self._baselines().items()}
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Judges an iteration, by its finite loss in nats per token and its gradient norm before clipping.
-
-        Called in increasing order of iterations; skipped steps may be left out.
-        """
+        """Checks a finite loss (nats per token) and norm before clipping, of increasing iterations."""
         log_norm = math.log(grad_norm) if grad_norm else None
         norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
         reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)
@@ -161,7 +155,7 @@ class SpikeDetector:
         if self._since is not None:
             return self._go_on(reading, grad_norm)
         if not self._alarms():
-            # one that may become half of a spike must not raise the level that the next is judged by
+            # an iteration that may be the start of a spike must not raise the level
             if reading.loss_z < LOSS_LASTING:
                 self._accept([reading])
             return None
@@ -170,7 +164,6 @@ class SpikeDetector:
     def _alarms(self) -> bool:
         recent, level = list(self._recent), self._norm.level
         losses, norms = recent[-LOSS_TIMES:], recent[-NORM_TIMES:]
-        # Hard batches come in twos by chance, and clipping handles a single large gradient.
         if recent[-1].loss_z >= LOSS_ALONE:
             return True
         if len(losses) == LOSS_TIMES and all(reading.loss_z >= LOSS_LASTING for reading in losses):
@@ -184,7 +177,6 @@ class SpikeDetector:
         )
 
     def _begin(self, reading: _Reading, grad_norm: float | None) -> Spike:
-        # The gradient often is unusual one or two iterations before the loss.
         first = reading.iteration
         for earlier in reversed(list(self._recent)[:-1]):
             if earlier.loss_z < LOSS_EARLY and earlier.norm_z < NORM_EARLY:
@@ -210,7 +202,8 @@ class SpikeDetector:
         if len(self._calm) < CALM_ITERATIONS and not lasts:
             return None
         since, self._since = self._since, None
-        # After LONGEST the values are the new normal: old windows would call them a spike again.
+        # LONGEST also ends a spike that is still high. Its values become the new level; with the old windows
+        # it would be detected again at once.
         if is_calm:
             self._accept(self._calm)
             return SpikeEnd(self._calm[0].iteration, since, "recovered", *self._highest)

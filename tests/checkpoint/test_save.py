@@ -162,7 +162,7 @@ def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
     events = [event for event in events if event[0].startswith("checkpoint")]
     assert events == [("checkpoint", 2), *(("checkpoint_failed", i) for i in (4, 6, 7))]
     (line,) = [line for line in out.read_text().splitlines() if line.startswith("moe-exp: ")]
-    assert re.match(r"moe-exp: the last checkpoint, of iteration 7, .*rank 0 on .*File too large", line), line
+    assert re.match(r"moe-exp: .* last checkpoint, at iteration 7 .*rank 0 on .*File too large", line), line
     assert "Traceback" not in out.read_text()
     assert_whole(checkpoints, [2])
     assert files_of(checkpoints / "iter_0000002") == before

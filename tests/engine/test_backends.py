@@ -73,7 +73,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
 
     too_old = RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore of it")
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=too_old))
-    with pytest.raises(ValueError, match=r"^CUDA: this host has 8 GPUs.* too old .*\. Fix: .*\(CUDA 12\.4\)"):
+    with pytest.raises(ValueError, match=r"^CUDA: torch .* 8 GPUs.* too old .*\. Fix: .*\(CUDA 12\.4\)"):
         runtime._device(load_config(TINY, {}), 0)
 
 

@@ -150,5 +150,5 @@ def test_groups_that_are_not_those_of_the_settings_are_found(tmp_path):
     routers = [f"decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1)]
     assert sound == []
     line = "optimizer: %s has %s, on rank 0 (HOST)"
-    assert rates == [line % (name, "a schedule from 0.001 instead of 0.004") for name in routers]
+    assert rates == [line % (name, "LR 0.001 instead of 0.004") for name in routers]
     assert decays == [line % (name, "1 times WEIGHT_DECAY instead of 0 times") for name in routers]

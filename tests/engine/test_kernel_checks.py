@@ -111,7 +111,7 @@ def test_auto_continues_on_another_backend_with_a_warning_and_an_event(settings,
     assert forward.startswith("kernel grouped_matmul (fp32, 40 rows, 3 experts, 32 x 48, swiglu; ")
     assert "relative error 1, the limit is 0.0001" in forward and "gradient of the rows" in backward
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "WARNING" in log and f"EXPERT_BACKEND=auto continues with loop: {forward}" in log
+    assert "WARNING" in log and f"EXPERT_BACKEND=auto falls back to loop: {forward}" in log
     assert "grouped GEMM: loop (not triton: the self-test has failed: kernel grouped_matmul" in log
 
 
@@ -165,7 +165,7 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     rank: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
     backends.tune_run(load_config({"preset": "cpu"}, {}), rank, [])
-    assert "some kernels are not tuned, as memory is full: OutOfMemoryError" in caplog.text
+    assert "some kernels are not tuned because GPU memory is full: OutOfMemoryError" in caplog.text
 
 
 RANK: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, host="here")
@@ -210,5 +210,5 @@ def test_a_margin_leaves_a_multiprocessor(monkeypatch):
     monkeypatch.setattr(backends, "check_kernels", lambda *args: [])
     assert backends.check_run(small(expert_backend="triton", moe_sm_margin=1), RANK) == []
     assert launch._num_free_processors == 1
-    with pytest.raises(ConfigError, match=r"MOE_SM_MARGIN=2: the device has 2 .*\. Fix: set at most 1\."):
+    with pytest.raises(ConfigError, match=r"MOE_SM_MARGIN=2: must be less .*\. Fix: set at most 1\."):
         backends.check_run(small(expert_backend="triton", moe_sm_margin=2), RANK)

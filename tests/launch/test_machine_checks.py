@@ -101,9 +101,9 @@ def test_port_in_use(here):
 @pytest.mark.parametrize(
     ("cuda", "driver", "capability", "text"),
     [
-        ("'13.0'", "12.4", (9, 0), "is built for CUDA 13.0, and this host's driver supports CUDA 12.4"),
+        ("'13.0'", "12.4", (9, 0), "is built for CUDA 13.0, but this host's driver supports only CUDA 12.4"),
         ("'12.8'", "12.4", (7, 0), ""),
-        ("'13.0'", "13.0", (7, 0), "is built for CUDA 13.0, which has no code for compute capability 7.0"),
+        ("'13.0'", "13.0", (7, 0), "is built for CUDA 13.0, which does not support compute capability 7.0"),
         ("'13.0'", "13.1", (7, 5), ""),
         ("None", "12.4", (9, 0), ""),
         ("'13.0'", "", (9, 0), ""),
@@ -245,12 +245,12 @@ def test_run_folder_of_another_model(here):
     RunFolder.of(config).config.write_text(to_yaml(config))
     assert check_files(config) == []
     problems = check_files(here(run_name="one", hidden_size=256, head_dim=32))
-    only_problem(problems, r"HIDDEN_SIZE=256: .*/one holds a model with HIDDEN_SIZE=128\. Fix: ")
+    only_problem(problems, r"HIDDEN_SIZE=256: .*/one contains a model with HIDDEN_SIZE=128\. Fix: ")
 
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("x/" * 2000, "makes a path of "), ("x" * 5000, "is longer than a file name may be, 255 bytes")],
+    [("x/" * 2000, "the path of the run folder has "), ("x" * 5000, "must have at most 255 bytes")],
 )
 def test_a_run_name_that_is_too_long(name, rule, here):
     only_problem(check_files(here(run_name=name)), f"RUN_NAME=x.*{rule}")

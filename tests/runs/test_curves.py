@@ -70,7 +70,7 @@ def test_stages_and_resumes_are_marked(tmp_path: Path) -> None:
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
     nothing = [{"kind": "train", "iteration": 1, "lm_loss": None, "learning_rate": 1.0}]
-    with pytest.raises(ValueError, match="records=1: no train record with a loss"):
+    with pytest.raises(ValueError, match="records=1: no train record has a loss"):
         draw_loss_curve(nothing, tmp_path / "a.png", "name")
     assert not (tmp_path / "a.png").exists()
 

@@ -84,9 +84,10 @@ def test_text(folder: RunFolder) -> None:
     for fact in (
         "Run finished: 4 of 4 iterations", "8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)",
         "4.2500 (perplexity 70.10)", "4,000 (10,000 tokens/s, 100.0 ms per iteration)",
-        "2.00 times its share (layer 2, 2.50 in a micro-batch), 1 of 4 got no token, MaxVio of the run 0.50",
-        "up to 5.0% of slots dropped", "0 iterations without a finite loss, 1 skipped",
-        "2, the newest is checkpoints/iter_0000004", f"moe-exp report {folder.path}   #",
+        "2.00 times its fair share (layer 2, 2.50 in a micro-batch), 1 of 4 got no token",
+        "MaxVio over the run 0.50, up to 5.0% of slots dropped",
+        "0 iterations with non-finite loss, 1 skipped", "2, newest: checkpoints/iter_0000004",
+        f"moe-exp report {folder.path}   #",
         f"moe-exp generate --checkpoint {folder.path} --prompt ", f"moe-exp convert to-hf {folder.path} ",
         "moe-exp train --use-moe false   #", "moe-exp train --ep 2 --gpus-per-node 2   #",
     ):  # fmt: skip
@@ -133,7 +134,7 @@ def test_a_run_without_records(tmp_path: Path) -> None:
     assert values == [0, None, None, []]
     text = summary_text(summary, config())
     assert text.startswith("Run failed: 0 of 4 iterations in 0:00:00\n  lm loss      never measured\n")
-    assert text.endswith("  the same command again begins at iteration 0: there is no checkpoint")
+    assert text.endswith("  the same command starts at iteration 0 (no checkpoint)")
 
 
 def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: RunFolder) -> None:
@@ -141,20 +142,20 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
     bad = config(train_iters=9, lr=1e30)
     text = told(folder, bad, "failed", records=records, code=1)
     assert text.startswith("Run failed: 5 of 9 iterations")
-    assert "  tokens       0 until iteration 0, the last that was logged\n" in text
-    assert "a lower LR than 1e+30, with another RUN_NAME" in text
-    assert "iter_0000004, which helps where a batch was the cause" in text
+    assert "  tokens       0 up to iteration 0, the last logged one\n" in text
+    assert "set LR below 1e+30, with another RUN_NAME" in text
+    assert "iter_0000004, which helps if a batch was the cause" in text
     assert "LR=1e" not in text and "--ep 2" not in text
 
 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
     text = told(folder, config(train_iters=9), "stopped", code=1)
-    fix, why = "SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000", "exit code 1: SAVE_AT_END=false"
-    assert f"  {fix}   # {why}, and nothing was saved" in text
+    fix, why = "set SAVE_AT_END=true, or SAVE_INTERVAL below 1000", "exit code 1: SAVE_AT_END=false"
+    assert f"  {fix}   # {why}, " in text
     assert "--use-moe" not in text
 
 
-RESTARTS = "there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n"
+RESTARTS = "(no checkpoint); MAX_RESTARTS=3 restarts the ranks automatically\n"
 
 
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_after_a_killed_rank_there_is_a_hint_of_restarts(max_restarts, hint, tmp
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
     text = told(folder, config(train_iters=9), "stopped")
     assert "Run stopped: 4 of 9 iterations" in text
-    assert "the same command again continues from iter_0000004\n" in text
+    assert "the same command resumes from iter_0000004\n" in text
 
 
 def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:

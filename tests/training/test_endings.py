@@ -79,7 +79,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
     events = stopped.events("stop", "end", "restart", "rank_failed")
     assert [(event["event"], event["iteration"]) for event in events] == [("stop", last), ("end", last)]
     assert (events[0]["reason"], events[1]["status"]) == (number.name, "stopped")
-    assert f"the run ends after iteration {last}: a rank got {number.name}" in stopped.stdout
+    assert f"stopping after iteration {last}: a rank received {number.name}" in stopped.stdout
     assert [path.name for path in stopped.folder.checkpoints.glob("iter_*")] == [f"iter_{last:07d}"]
     # Triton may have its say after it
     ours = [line for line in stopped.stderr.splitlines() if line.startswith("moe-exp: ")]
@@ -116,9 +116,9 @@ def test_exit_file_and_exit_duration(runs):
     asked = runs.end("asked", process, timeout=60)
     assert asked.code == TO_BE_CONTINUED, asked.text
     assert not folder.exit_file.exists()
-    assert "the file EXIT is in the run folder" in asked.stdout
+    assert "found the file EXIT in the run folder" in asked.stdout
     timed = runs.stopped("asked", EXIT_DURATION=1e-6, **settings)  # over by the time of the first iteration
-    assert "EXIT_DURATION minutes have passed since the launch" in timed.stdout
+    assert "reached EXIT_DURATION minutes since the launch" in timed.stdout
     first, second = timed.events("stop")
     assert (first["reason"], second["reason"]) == ("EXIT", "EXIT_DURATION")
     assert second["iteration"] == first["iteration"] + 1
@@ -201,7 +201,7 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
     stopped = runs.end("killed", process, timeout=400)
     assert stopped.code == TO_BE_CONTINUED, f"seed {seed}: {stopped.text}"
     last = stopped.curve("iteration")[-1]
-    assert f"the run ends after iteration {last}: a rank got SIGUSR1" in stopped.stdout
+    assert f"stopping after iteration {last}: a rank received SIGUSR1" in stopped.stdout
     assert json.loads(stopped.folder.summary.read_text())["status"] == "stopped"
     run = runs.succeed("killed", **settings)
     assert f"resumed from iteration {last} of" in run.stdout
@@ -246,7 +246,7 @@ def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, by_script, runs
     run = dataclasses.replace(runs, by_script=by_script).run("tokens", GPUS_PER_NODE=num_ranks, **settings)
     (line,) = (one for one in run.stderr.splitlines() if ": warning: " not in one)
     assert line.startswith(f"moe-exp: {tmp_path / 'tokens'}: sample ")
-    assert "has the token 599, VOCAB_SIZE is 512. Fix: " in line
+    assert "has the token 599, but VOCAB_SIZE is 512. Fix: " in line
     assert run.code == BAD_INPUT
     assert not run.events("rank_failed", "restart")
 

@@ -58,7 +58,7 @@ def test_log_names_the_batch(tmp_path):
     settings = spiking_settings(tmp_path, "run", train_iters=80, spike_action="log")
     code, printed = run_to_end(settings)
     assert code == FINISHED
-    assert f"iteration {CORRUPT}: a spike, loss " in printed
+    assert f"spike at iteration {CORRUPT}: loss " in printed
     (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
     assert spike["iteration"] == spike["first_iteration"] == end["first_iteration"] == CORRUPT
     assert spike["samples"] == [[(CORRUPT - 1) * GBSZ, CORRUPT * GBSZ]]
@@ -75,7 +75,7 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     folder = RunFolder(tmp_path / "run")
     code, printed = run_to_end(settings)
     assert code == START_AGAIN
-    assert "back to iteration 20, before the spike: samples 156 to 163 of iterations 40 to 41 are" in printed
+    assert "rolled back to iteration 20, before the spike, skipping samples 156 to 163 of iter" in printed
     (rollback,) = events(folder.path, "rollback")
     # The checkpoint at 40 has the batch before the alarm, whose step may be the cause.
     assert (rollback["back_to"], rollback["set_aside"]) == (20, ["1/iter_0000040"])
@@ -110,7 +110,7 @@ def test_the_last_rollback_ends_the_run(tmp_path):
     code, printed = run_to_end(settings)
     assert code == FAILED
     # Two batches are skipped: the second spike comes two iterations earlier, with the same samples.
-    assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 79 after 1 rollbacks" in printed
+    assert "moe-exp: MAX_ROLLBACKS=1: another spike at iteration 79 after 1 rollbacks" in printed
     (refused,) = events(tmp_path / "run", "no_rollback")
     assert refused["back_to"] == 60
     _, second = events(tmp_path / "run", "spike")
@@ -131,7 +131,7 @@ def test_no_checkpoint_from_before_the_spike(tmp_path):
     settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=80, spike_action="rollback")
     assert run_to_end(settings)[0] == FINISHED
     (refused,) = events(tmp_path / "run", "no_rollback")
-    assert refused["reason"] == "there is no whole checkpoint of this run from before iteration 70"
+    assert refused["reason"] == "no usable checkpoint of this run from before iteration 70"
     assert not (tmp_path / "run" / "skipped_samples.json").exists()
     assert len(curve(tmp_path / "run")) == 80
 
@@ -152,8 +152,8 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert {row["loss"], row["grad_norm"]} & {"nan", "inf"}
     assert end["iteration"] == 5
     where = folder.bad_steps / "1" / "iter_0000005"
-    assert "MAX_BAD_STEPS=4: no step could be made in iterations 2 to 5, " in printed
-    assert f"the weights are in {where}. Fix:" in printed
+    assert "MAX_BAD_STEPS=4: no optimizer step possible in iterations 2 to 5, " in printed
+    assert f"saved the weights to {where}. Fix:" in printed
     manifest = Manifest.read(where)
     assert manifest is not None and manifest.iteration == 5
     # The same again, from the newest checkpoint: it stays, whatever KEEP_LAST says.
@@ -180,7 +180,7 @@ def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
     for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
         make(iteration, updated)
     assert told == [1, 4, 7]
-    with pytest.raises(GuardEnd, match="no step could be made in iterations 7 to 9"):
+    with pytest.raises(GuardEnd, match="no optimizer step possible in iterations 7 to 9"):
         make(9, False)
 
 
@@ -231,7 +231,7 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     values = {"lr": 1e30, "min_lr": 1e30, "warmup_iters": 0, "max_bad_steps": 1, "init_std": 1e30}
     code, printed = run_to_end(small_settings(tmp_path, "run", **values))
     assert code == FAILED
-    assert "MAX_BAD_STEPS=1: no step could be made in iterations 1 to 1" in printed
+    assert "MAX_BAD_STEPS=1: no optimizer step possible in iterations 1 to 1" in printed
     assert not folder.exit_file.exists()
 
 

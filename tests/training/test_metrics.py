@@ -166,7 +166,7 @@ def test_records_wait_for_room_on_a_full_disk(config, folder, caplog):
         writer.event("checkpoint", 60)
     assert [record["iteration"] for record in read_metrics(folder.metrics)[2:]] == [20, 40, 60]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert f"{folder.metrics} cannot be written (File too large)" in warning
+    assert f"cannot write to {folder.metrics} (File too large)" in warning
 
 
 def test_a_resume_removes_later_records_and_a_broken_last_line(config, folder):

@@ -73,7 +73,7 @@ def test_trace_on_a_full_disk_does_not_end_the_run(tmp_path, caplog):
     recording = recorder(tmp_path, profile_iters="1,3", train_iters=5)
     with no_file_over(100):
         record(recording, 1)
-    assert "no recording in" in caplog.text
+    assert "could not write a recording to" in caplog.text
     record(recording, 2, 3, 4)
     assert "trace_rank_0_iter_3-3.json.gz" in [path.name for path in (tmp_path / "profile").iterdir()]
 
@@ -231,9 +231,9 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
     other.mkdir()
     for a, b, text in (
         (ours, tmp_path / "gone", "is not there. Fix: "),
-        (ours, broken, "cannot be read"),
-        (ours.parent, ours, "is a folder, and B="),
-        (ours.parent, other, "have no rank in common"),
+        (ours, broken, "cannot read the dump"),
+        (ours.parent, ours, "is a folder, but B="),
+        (ours.parent, other, "has no rank in common with B="),
         (ours.parent.parent, other, f"Fix: name one of them, as {dump_file(runs / 'a', 2, 0).parent}."),
     ):
         assert main(["watch", "diff", str(a), str(b)]) == 1
@@ -247,4 +247,4 @@ def test_dump_on_a_full_disk_does_not_end_the_run(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "dumps").write_text("a file in the place of the folder")
     code, printed = run_to_end(settings)
-    assert code == 0 and "no dump of rank 0 at iteration 1: " in printed
+    assert code == 0 and "could not dump the tensors of rank 0 at iteration 1: " in printed

@@ -69,17 +69,17 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
     router, norm, projection, experts, bias = on_ranks(
         tmp_path, changes, **settings, router_bias_update_rate=1e-3
     )
-    data, tensor = "data parallel replicas have to be equal", "tensor parallel ranks have to be equal"
-    doubt = "; which of them is right is unknown"
+    data, tensor = "data parallel replicas must be equal", "tensor parallel ranks must be equal"
+    doubt = "; it is unknown which one is right"
     assert router == [
-        f"replicas: {ROUTER} on rank 3 (HOST) is not that on rank 1 (HOST): {data}{doubt}",
-        f"replicas: {ROUTER} on rank 3 (HOST) is not that on ranks 0, 1, 2 (HOST): {tensor}",
+        f"replicas: {ROUTER} on rank 3 (HOST) differs from rank 1 (HOST): {data}{doubt}",
+        f"replicas: {ROUTER} on rank 3 (HOST) differs from ranks 0, 1, 2 (HOST): {tensor}",
     ]
-    assert norm[1] == f"replicas: {NORM} on rank 1 (HOST) is not that on ranks 0, 2, 3 (HOST): {tensor}"
-    pair = "on rank 2 (HOST) is not that on rank 0 (HOST)"
+    assert norm[1] == f"replicas: {NORM} on rank 1 (HOST) differs from ranks 0, 2, 3 (HOST): {tensor}"
+    pair = "on rank 2 (HOST) differs from rank 0 (HOST)"
     assert projection == [f"replicas: {PROJECTION} {pair}: {data}{doubt}"]
     assert experts == [f"replicas: {EXPERTS} {pair}: expert {data}{doubt}"]
-    assert bias[1] == f"replicas: {BIAS} on rank 0 (HOST) is not that on ranks 1, 2, 3 (HOST): {tensor}"
+    assert bias[1] == f"replicas: {BIAS} on rank 0 (HOST) differs from ranks 1, 2, 3 (HOST): {tensor}"
 
 
 def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
@@ -87,9 +87,8 @@ def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
     tied = "output_layer.weight"
     settings = {"gpus_per_node": 2, "pp": 2, "tie_embeddings": True, "dtype": "bf16"}
     (line,) = on_ranks(tmp_path, [(1, tied)], steps=2, **settings)[0]
-    what = "first and last pipeline stage, which tie the embedding and the output layer, have to be equal"
-    where = "embedding.word_embeddings.weight on rank 1 (HOST) is not that on rank 0 (HOST)"
-    assert line == f"replicas: {where}: {what}; which of them is right is unknown"
+    where = "embedding.word_embeddings.weight on rank 1 (HOST) differs from rank 0 (HOST)"
+    assert line.startswith(f"replicas: {where}: first and last pipeline stage, ")
     assert on_ranks(tmp_path, [], steps=2, gpus_per_node=2, overlap="true", dtype="bf16") == []
 
 
@@ -131,13 +130,13 @@ def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_pa
     (line,) = decays
     name = line.split()[1]
     assert is_norm_or_bias(name)
-    assert line == f"optimizer: {name} is a norm or bias and decays (weight_decay 0.1), on rank 1 (HOST)"
+    assert line == f"optimizer: {name} is a norm or bias but decays (weight_decay 0.1), on rank 1 (HOST)"
     wrong = f"optimizer: {name} is in %d parameter groups of the optimizer instead of one, on rank 1 (HOST)"
     if distributed or dtype == "bf16":
         assert none == [wrong % 0]
     else:
         assert none == [
-            f"optimizer: {name}: the optimizer steps on 32 values, it has 32, on ranks 0, 1 (HOST)"
+            f"optimizer: {name}: the optimizer steps on 32 values instead of 64, on ranks 0, 1 (HOST)"
         ]
     assert wrong % 2 in two
 
@@ -174,7 +173,7 @@ def test_a_run_ends_at_the_next_comparison(tmp_path, script_runs):
     assert run.code == 1, run.text
     line, end = (line for line in run.stderr.splitlines() if line.startswith("moe-exp: "))
     assert ".mlp.router.weight on rank 1 (" in line
-    assert end.startswith("moe-exp: the run ends after iteration 4, and saves nothing of it. Fix: ")
+    assert end.startswith("moe-exp: the run ends after iteration 4 without saving it. Fix: ")
     assert "Traceback" not in run.text
     (event,) = run.events("replicas_differ")
     assert (event["iteration"], event["problems"]) == (4, [line.removeprefix("moe-exp: ")])

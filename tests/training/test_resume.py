@@ -203,4 +203,4 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
     facts, changes = training_data.compare_data(config, source)
     assert (facts["seq_len"], changes) == (32, [])
     (line,) = caplog.messages
-    assert line.startswith(f"the checkpoint at iteration 6 of {source} does not say what data")
+    assert line.startswith(f"the checkpoint at iteration 6 of {source} does not record its data")

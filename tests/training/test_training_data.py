@@ -29,7 +29,7 @@ def test_a_corrupt_file_is_named_with_sample_and_document(prefix, token):
     tokens.tofile(prefix.with_suffix(".bin"))
     stream = SampleStream([(1.0, str(prefix))], seq_len=SEQ_LEN, seed=1)
     documents = ", ".join(map(str, stream.origin(7).documents))
-    text = f"{prefix}: sample 7 (documents {documents}) has the token {token}, VOCAB_SIZE is {VOCAB_SIZE}"
+    text = f"{prefix}: sample 7 (documents {documents}) has the token {token}, but VOCAB_SIZE is {VOCAB_SIZE}"
     with pytest.raises(ValueError, match=re.escape(text)):
         read_tokens(stream, 4, 6, vocab_size=VOCAB_SIZE)
     # the samples before it are sound

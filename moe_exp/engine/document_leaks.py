@@ -1,0 +1,98 @@
+"""Test that attention keeps the documents of a sample apart, for `moe-exp doctor --leak-test`.
+
+A small model with each kind of attention gets two samples of several documents, packed and one by one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_exp.config import Config, load_config
+from moe_exp.engine.backends import backends_of
+from moe_exp.engine.model import build_chunk, transformer_config
+from moe_exp.engine.runtime import share_alone
+from moe_exp.layers.megatron.documents import Documents, Lengths, document_positions
+
+HEADER = ["attention", "heads", "dtype", "error of logits", "of gradients", "changed logits", "result"]
+# The samples are cut at different places, and one document has a single token.
+_LENGTHS: Lengths = ((16, 1, 47), (20, 44))
+# Every token uses every expert, so that the expert GEMMs have the same shapes for any content.
+_MODEL = {
+    "preset": "cpu", "gpus_per_node": 1, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64,
+    "num_heads": 4, "num_query_groups": 2, "seq_len": 64, "vocab_size": 128, "num_experts": 4, "topk": 4,
+    "document_mask": True, "aux_loss_type": "none", "z_loss_coeff": 0, "init_std": 0.1, "mbsz": 1, "gbsz": 1,
+}  # fmt: skip
+_HEADS = {
+    "grouped": {},
+    "latent": {
+        "multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 32, "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+    },
+}  # fmt: skip
+_LIMITS = {"fp32": 1e-4, "bf16": 0.05}
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Result for one kind of attention; errors are relative to the documents alone."""
+
+    kernel: str  # named as by `backends_of`
+    heads: str  # `grouped` or `latent`
+    dtype: str
+    logits_error: float
+    gradients_error: float  # over all parameters
+    num_changed: int  # logits of other documents that change, in any bit, if one document changes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether no document attends to another one."""
+        limit = _LIMITS[self.dtype]
+        return self.logits_error < limit and self.gradients_error < limit and not self.num_changed
+
+    @property
+    def row(self) -> list[str]:
+        """Table cells, one per column of HEADER."""
+        errors = [f"{self.logits_error:.1e}", f"{self.gradients_error:.1e}", str(self.num_changed)]
+        return [self.kernel, self.heads, self.dtype, *errors, "ok" if self.is_tight else "leaks"]
+
+
+def find_leaks() -> Iterator[Leak]:
+    """Tests every kind of attention that a training run could use on this machine."""
+    for heads, settings in _HEADS.items():
+        for dtype in _LIMITS:
+            config = load_config(_MODEL | settings | {"dtype": dtype}, {})
+            rank = share_alone(config)
+            model = build_chunk(config, transformer_config(config), rank, 0).to(rank.device).eval()
+            kernel = backends_of(config, rank.device.type)["attention"][0]
+            yield Leak(kernel, heads, dtype, *_leak(config, rank.device, model))
+
+
+def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, float, int]:
+    """(logits_error, gradients_error, num_changed) of `Leak`."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, config.vocab_size, (2, config.seq_len), generator=drawn).to(device)
+    weights = torch.randn(2, config.seq_len, config.padded_vocab_size, generator=drawn).to(device)
+    positions = document_positions(_LENGTHS).to(device)
+    packed = model(tokens, positions, None, packed_seq_params=Documents(_LENGTHS, positions))
+    alone = []
+    for row, lengths in zip(tokens, _LENGTHS, strict=True):
+        documents = row[None].split(lengths, dim=1)
+        each = [model(one, torch.arange(one.size(1), device=device)[None], None) for one in documents]
+        alone.append(torch.cat(each, dim=1))
+    found = []
+    for logits in (packed, torch.cat(alone)):
+        trained = [one for one in model.parameters() if one.requires_grad]
+        gradients = torch.autograd.grad((logits.float() * weights).sum(), trained, allow_unused=True)
+        joined = torch.cat([one.flatten().float() for one in gradients if one is not None])
+        found.append((logits.detach().double(), joined.double()))
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)]
+    # Changing the tokens of the first document must not change a bit of the other documents' logits.
+    changed, first = tokens.clone(), _LENGTHS[0][0]
+    changed[0, :first] = (tokens[0, :first] + 1) % config.vocab_size
+    with torch.no_grad():
+        again = model(changed, positions, None, packed_seq_params=Documents(_LENGTHS, positions))
+    differ = again != packed
+    differ[0, :first] = False
+    return errors[0], errors[1], int(differ.sum())
