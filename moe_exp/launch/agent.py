@@ -214,7 +214,7 @@ class Agent(LocalElasticAgent):
         self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
         delay = 0.0
         if self._num_idle:
-            # no rank has trained since the last start: the next one may fail too, so do not retry in a tight loop
+            # no rank has trained since the last start: the next one may fail too, so avoid a tight loop
             delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}

@@ -100,9 +100,7 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Adds a run folder's config.yaml and path to `flags`; raises ConfigError if it is not a run folder, or
-    `flags` name another settings file or folder.
-    """
+    """Adds a run folder's config.yaml and path to `flags`; raises ConfigError if they name other ones."""
     path = expanded(folder)
     # `.` and `..` have no name: use the real one
     path = path if path.name not in ("", "..") else path.resolve()
@@ -135,8 +133,7 @@ def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[
 def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
-    `config` must be valid; `flags`: settings from the command line, for the commands to print and record.
-    Raises ConfigError if a corpus, or the key shared by several nodes, cannot be created.
+    `flags`: settings from the command line. Raises ConfigError if files for the ranks cannot be created.
     """
     if not config.train_data:
         try:
@@ -248,10 +245,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Merged settings with their sources (none: default), the torchrun command and the start-up report.
-
-    `sources`: names of further sources, for instance a settings file; they override other labels.
-    """
+    """Merged settings with their sources (none: default; `sources` take precedence), command and report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

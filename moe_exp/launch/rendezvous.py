@@ -57,27 +57,18 @@ _MOST_CHARACTERS = 2000
 
 
 class RestartRendezvous(RendezvousHandler):
-    """Rendezvous of one node's agent.
+    """Rendezvous of one node's agent at node 0's store; with one node, port 0 means any free port.
 
     Args:
-        host, port: address of node 0's store; with one node, port 0 means any free port.
         is_stopping: polled while waiting for other nodes; True if a stop was requested.
         join_seconds: timeout of the first round.
         key: secret shared by the nodes of the job.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        node_rank: int,
-        num_nodes: int,
-        max_restarts: int,
-        is_stopping: Callable[[], bool] = lambda: False,
-        join_seconds: float = 600.0,
-        key: str = "",
-    ):
+        self, host: str, port: int, *, node_rank: int, num_nodes: int, max_restarts: int,
+        is_stopping: Callable[[], bool] = lambda: False, join_seconds: float = 600.0, key: str = "",
+    ):  # fmt: skip
         self._host, self._port = _LOOPBACK if num_nodes == 1 else host, port
         self._node_rank, self._num_nodes, self._max_restarts = node_rank, num_nodes, max_restarts
         self._is_stopping, self._join_seconds, self._key = is_stopping, join_seconds, key
@@ -112,12 +103,9 @@ class RestartRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until every node has joined the current round.
-
-        Raises:
-            RendezvousTimeoutError: if not all nodes join in time.
-            RendezvousClosedError: if the job is over, or a stop was requested.
-            RendezvousConnectionError: if the port is taken (node 0), or node 0 has another key (other nodes).
+        """Waits until every node has joined the current round. Raises RendezvousTimeoutError if not all nodes
+        join in time, RendezvousClosedError if the job is over or a stop was requested, and
+        RendezvousConnectionError if node 0's port is taken or node 0 has another key.
         """
         if self._ranks is not None and self._node_rank == 0:
             self._join_seconds = min(_REJOIN_SECONDS, self._join_seconds)

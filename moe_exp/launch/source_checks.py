@@ -68,9 +68,7 @@ def start_of(config: Config) -> Start:
 
 def _source(config: Config) -> _Source | None:
     """The checkpoint that a start would load; None if only the ranks or another machine can determine it.
-
-    Raises:
-        ValueError: if no checkpoint of the run folder or LOAD_DIR is complete.
+    Raises ValueError if no checkpoint of the run folder or LOAD_DIR is complete.
     """
     if run_folder_problems(config) or config.remote_dir:
         return None

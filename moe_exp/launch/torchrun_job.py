@@ -53,10 +53,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus threads per rank, CPU allocator, DETERMINISTIC and rendezvous key.
-
-    `key`: the nodes' shared key; a single node uses a random one.
-    """
+    """This process's environment plus threads per rank, CPU allocator, DETERMINISTIC and the nodes' `key`."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -104,15 +101,12 @@ def run_job(
     config: Config | None = None,
     poll: Callable[[bool], bool] | None = None,
 ) -> int:
-    """Runs the agent, forwards signals, and returns the ranks' exit code.
-
-    If a signal ends the job before its ranks report a code, returns 128 + the signal's number, like a shell.
+    """Runs the agent, forwards signals, and returns the ranks' exit code, or if a signal ends the job before
+    they report one, 128 + the signal's number, like a shell.
 
     Args:
-        config: valid settings of a training run; None: the ranks have nothing to save, so the first signal
-            kills them.
-        poll: called every 0.2 s, so it must be fast, with whether a stop was requested; returns whether it
-            killed the ranks because of a hang.
+        config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
+        poll: called every 0.2 s with whether a stop was requested; returns whether it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0
@@ -185,7 +179,7 @@ class _Orphans:
         self._deadline: float | None = None
 
     def are_left(self, code: int, before: set[int]) -> bool:
-        """Whether ranks are still running; `code`: the agent's; `before`: the agent and unrelated children."""
+        """Whether ranks are still running; `code`: the agent's; `before`: the agent and other children."""
         if code >= 0:
             return False
         if self._deadline is None:

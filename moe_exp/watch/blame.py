@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ XIDS = {
 
 _MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
-_NO_GPU = f"check that the job requested GPUs and no other process uses them; on a single host: preflight, or {RESET}"
+_NO_GPU = f"check that the job requested GPUs and no other process uses them; if only on one host, {RESET}"
 _SIGNALLED = "find the earlier cause: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
 
 # Name, cause, advice and `excludes` of each fault, and its pattern. The first match counts, so specific
@@ -194,8 +194,7 @@ class Origin:
 
     def completed(self, other: Origin) -> Origin:
         """Copy with missing fields filled from `other`."""
-        names = ("host", "rank", "device", "time")
-        return Origin(*(getattr(self, name) or getattr(other, name) for name in names))
+        return Origin(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -300,10 +299,8 @@ class Blame:
 
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
-    """Replaces folders, such as run folders, by the log files in them.
-
-    Raises:
-        ValueError: if a path does not exist, or a folder has no logs or far more files than a run.
+    """Replaces folders, such as run folders, by the log files in them. Raises ValueError if a path does not
+    exist, or a folder has no logs or far more files than a run.
     """
     found: list[Path] = []
     for path in paths:
@@ -448,9 +445,9 @@ def print_blame(found: Sequence[Blame]) -> None:
     for one in found:
         where = one.where
         times = (str(one.count), where.time or "-", one.last or "-")
-        place = (where.host or "?", where.rank or "-", where.device or "-")
-        cells = (one.fault.name, *place, *times, one.fault.advice)
-        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, cells))
+        cells = (one.fault.name, where.host or "?", where.rank or "-", where.device or "-", *times)
+        cause = Text(one.fault.cause, _COLOURS[one.fault.cause])
+        table.add_row(cause, *map(Text, cells), Text(one.fault.advice))
     console.print(table)
 
 

@@ -90,13 +90,9 @@ class Advice:
 
 
 def save_advice(
-    save_interval: int,
-    found: Measured,
-    *,
-    mtbf_hours: float | None = None,
-    num_nodes: int = 1,
-    restart_seconds: float | None = None,
-) -> Advice | None:
+    save_interval: int, found: Measured, *,
+    mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None,
+) -> Advice | None:  # fmt: skip
     """Computes the optimal interval; None if the run has not yet measured an iteration and a save.
 
     Args:

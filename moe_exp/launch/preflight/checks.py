@@ -101,10 +101,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills memory with patterns completely before reading it back, and compares word by word.
+    """Fills up to `num_bytes` of memory with patterns before reading any of it back.
 
-    Allocates less than `num_bytes` if necessary. Returns `wrong`, the number of wrong 8-byte words, `bytes`
-    filled, and `gigabytes_per_second` of the fastest pass (write and read).
+    Returns `wrong` 8-byte words, filled `bytes`, and `gigabytes_per_second` of the fastest pass (both ways).
     """
     chunks = _allocated(device, num_bytes)
     wrong, best = 0, math.inf
@@ -136,7 +135,7 @@ def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of a GPU's free memory; of a host 20%, at most 1 GiB, for all its ranks."""
+    """Bytes to check per rank: 90% of a GPU's free memory; on a CPU its share of 20% (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
@@ -187,11 +186,8 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     """Measures the default process group of two or more global `ranks`; a collective call.
 
     Returns the best of several measurements: `latency_us` of an 8-byte all-reduce; `all_reduce`, `all_to_all`
-    and, with the global rank `twin` as the partner, `point_to_point` in GB/s.
-
-    Raises:
-        LinkError: if a result is wrong.
-        RuntimeError: if other ranks do not respond.
+    and, with the global rank `twin` as the partner, `point_to_point` in GB/s. Raises LinkError if a result is
+    wrong, and RuntimeError if other ranks do not respond.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)

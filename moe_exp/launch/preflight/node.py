@@ -197,8 +197,7 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
 def passes(config: Config) -> bool:
     """Whether training may start (PREFLIGHT=1); every node's launcher calls it and gets the same result.
 
-    Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`. A slow node
-    causes a warning, a failed one ends the job.
+    Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`.
     """
     start = time.monotonic()
     try:

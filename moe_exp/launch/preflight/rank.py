@@ -78,7 +78,7 @@ class _Rank:
             self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links inside the node, between pairs of nodes (or of a single node's ranks), and of all."""
+        """Measures links inside the node, between pairs of nodes (or of one node's ranks), and of all."""
         config = self.config
         if config.world_size == 1:
             return
@@ -96,10 +96,8 @@ class _Rank:
             if partner is None:
                 self._meet(f"pairs {number}")
                 continue
-            ranks, twin = (
-                sorted([*units[mine], *units[partner]]),
-                units[partner][units[mine].index(self.number)],
-            )
+            ranks = sorted([*units[mine], *units[partner]])
+            twin = units[partner][units[mine].index(self.number)]
             name = f"pair {min(mine, partner)}-{max(mine, partner)}"
             found = self._measure(f"pairs {number}", name, ranks, twin)
             self.values["pairs"].append({"partner": partner, **found})

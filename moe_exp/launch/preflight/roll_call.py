@@ -146,11 +146,8 @@ class Server:
 
 
 class RollCall:
-    """A node's connection to node 0's server at `host`:`port` (MASTER_ADDR, MASTER_PORT).
-
-    Raises:
-        NotReached: if node 0 does not respond within `seconds`.
-        ValueError: if NNODES differs, or another node has the same NODE_RANK.
+    """A node's connection to node 0's server at `host`:`port`. Raises NotReached without an answer within
+    `seconds`, and ValueError if NNODES differs or another node has the same NODE_RANK.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
@@ -158,8 +155,8 @@ class RollCall:
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
         # the host name distinguishes nodes with the same NODE_RANK
-        host_name = socket.gethostname()
-        answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": host_name}, seconds)
+        join = {"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}
+        answer = self._ask(join, seconds)
         if "error" in answer:
             self.close()
             raise ValueError(answer["error"])
@@ -184,8 +181,8 @@ class RollCall:
         `what`: unique name of the meeting; `value`: this node's, in JSON types; `seconds`: timeout, from the
         first node on. Late nodes are left out, on all nodes.
         """
-        question = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
-        answer = self._ask(question, seconds + _PATIENCE_SECONDS)
+        ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
+        answer = self._ask(ask, seconds + _PATIENCE_SECONDS)
         return {int(node): found for node, found in answer["values"].items()}
 
     def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:

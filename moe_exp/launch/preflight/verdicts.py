@@ -50,6 +50,8 @@ def worst(findings: Iterable[Finding]) -> str:
 
 @dataclass
 class NodeVerdict:
+    """Findings on one node, and its speeds by name."""
+
     node: int
     host: str
     findings: list[Finding] = field(default_factory=list)
@@ -90,13 +92,11 @@ class Verdict:
         return worst([*(one for node in self.nodes for one in node.findings), *self.links])
 
     def to_exclude(self) -> list[NodeVerdict]:
-        """Nodes that jobs should avoid.
-
-        Empty if more than half of several nodes qualify: a common problem is not a node's fault. A single node
-        must have failed, since a slow rank inside it proves little.
-        """
+        """Nodes that jobs should avoid."""
+        # a slow rank of a single node proves little
         if len(self.nodes) == 1:
             return [node for node in self.nodes if node.own_grade == "failed"]
+        # a problem that most nodes have in common is not the fault of a node
         found = [node for node in self.nodes if node.own_grade in ("slow", "failed")]
         return found if 2 * len(found) <= len(self.nodes) else []
 
@@ -312,16 +312,13 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain the failed pairs, found greedily by their number of pairs, and the remaining pairs.
-
-    A single failed connection does not show which end is at fault.
-    """
+    """Nodes that explain the failed pairs, found greedily by number of pairs, and the remaining pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:
         counts = Counter(node for pair in left for node in pair)
         node, times = min(counts.items(), key=lambda item: (-item[1], item[0]))
-        if times == 1:
+        if times == 1:  # a single failed connection does not show which end is at fault
             break
         blamed.append(node)
         left = {pair for pair in left if node not in pair}
@@ -346,10 +343,9 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         what = "ranks are only compared with each other, so a uniformly slow node goes undetected"
         console.print(f"One node: {what}.", soft_wrap=True)
     if found := verdict.all_ranks:
-        words = {"all_reduce": "all-reduce {:.3g} GB/s", "all_to_all": "all-to-all {:.3g} GB/s"}
-        words["latency_us"] = "latency {:.3g} us"
-        rates = [text.format(found[key]) for key, text in words.items() if key in found]
-        console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
+        rates = f"all-reduce {found['all_reduce']:.3g} GB/s, all-to-all {found['all_to_all']:.3g} GB/s"
+        text = f"All {num_ranks} ranks together: {rates}, latency {found['latency_us']:.3g} us"
+        console.print(text, soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
 

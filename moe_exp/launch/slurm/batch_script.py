@@ -125,7 +125,7 @@ def _variables(job: RunJob) -> list[str]:
         "setup": Path(slurm.setup).absolute() if slurm.setup else "", "requeue": str(slurm.requeue).lower(),
         "max_failures": slurm.max_failures, "retry_seconds": slurm.retry_seconds,
     }  # fmt: skip
-    # Otherwise the node's only task, with all ranks, is bound to one core; srun does not inherit cpus-per-task.
+    # otherwise the node's task, with all ranks, is bound to one core; srun ignores sbatch's cpus-per-task
     srun = ["--cpu-bind=none", *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else [])]
     # Empty settings must be flags: an exported empty variable would not override the preset.
     preset = preset_values(job.config.preset)

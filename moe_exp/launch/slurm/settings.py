@@ -41,20 +41,13 @@ class SlurmSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     _one_line = field_validator("*", mode="before")(one_line)
 
-    num_jobs: Positive = _field(
-        1, "number of consecutive jobs; when the run finishes, the remaining ones are cancelled", le=10_000
-    )
+    num_jobs: Positive = _field(1, "jobs in a row; the rest is cancelled when the run finishes", le=10_000)
     chain: Literal["array", "dependency"] = _field(
         "array", "form of the chain: a job array with %1, or jobs that each depend on the previous one"
     )
     after: str = _field("", "ids of jobs to wait for, such as '123 124', to extend a queued chain")
-    time_limit: str = _field(
-        "24:00:00",
-        "time limit of each job: MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
-    )
-    signal_seconds: Positive = _field(
-        600, "how long before its time limit a job saves a checkpoint and ends (seconds)"
-    )
+    time_limit: str = _field("24:00:00", "time limit of each job: MINUTES or [DAYS-]HOURS:MINUTES:SECONDS")
+    signal_seconds: Positive = _field(600, "time reserved before the limit to save a checkpoint (seconds)")
     job_name: str = _field("", "name in the queue; empty: RUN_NAME")
     partition: str = _field("", "partition, or several separated by commas")
     account: str = _field("", "account to charge")
@@ -62,29 +55,19 @@ class SlurmSettings(BaseModel):
     constraint: str = _field("", "required node features, such as 'h100&ib'")
     nice: NonNegative = _field(0, "reduction of the job priority")
     exclusive: bool = _field(True, "allocate whole nodes with all of their memory")
-    cpus_per_task: NonNegative = _field(
-        0, "cores per node for the launcher and its ranks; 0: all of the job's cores"
-    )
-    cpu_nodes: bool = _field(
-        False, "use nodes without GPUs: request none, and GPUS_PER_NODE is the number of processes"
-    )
-    exclude_file: PathText = _field(
-        "", "list of nodes to avoid, one per line, # for comments; empty: RUN_DIR/exclude_nodes.txt"
-    )
+    cpus_per_task: NonNegative = _field(0, "cores per node for the launcher and its ranks; 0: all cores")
+    cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE is the number of processes")
+    exclude_file: PathText = _field("", "list of nodes to avoid; empty: RUN_DIR/exclude_nodes.txt")
     requeue: bool = _field(True, "requeue a job if it or its node fails")
     max_failures: Positive = _field(3, "consecutive failures without a new checkpoint that end the chain")
-    retry_seconds: NonNegative = _field(
-        60, "delay after a failure, multiplied by the number of consecutive failures (seconds)"
-    )
+    retry_seconds: NonNegative = _field(60, "delay after a failure, times consecutive failures (seconds)")
     modules: str = _field("", "environment modules to load, such as 'cuda/12.6 nccl'")
     setup: PathText = _field("", "file that the batch script sources before it starts the run")
     container: str = _field("", "container image: a name for pyxis and enroot, or an apptainer file")
     container_runtime: Literal["auto", "pyxis", "apptainer"] = _field(
         "auto", "container runtime; auto: apptainer for a .sif file, else pyxis"
     )
-    container_mounts: str = _field(
-        "", "additional folders to mount, separated by commas, such as '/data,/scratch:/scratch'"
-    )
+    container_mounts: str = _field("", "additional folders to mount, such as '/data,/scratch:/scratch'")
     container_python: str = _field("python3", "Python inside the container")
     pass_env: str = _field(
         "",

@@ -108,10 +108,8 @@ def planned_commands(job: RunJob) -> list[str]:
 
 
 def submit(job: RunJob) -> list[str]:
-    """Writes the sbatch file into the run folder and submits it; returns the job ids.
-
-    Raises ValueError if the run has jobs in the queue, the jobs' Python cannot train, or sbatch fails, after
-    cancelling jobs that this call has submitted.
+    """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
+    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (submitted jobs are cancelled).
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")

@@ -119,9 +119,7 @@ class HangWatch:
 
     def poll(self, is_stopping: bool = False) -> bool:
         """Checks at most once a second; starts a thread to answer a request for stacks or to handle a hang.
-
-        `is_stopping`: a stop of the job was requested. Returns whether the ranks were killed and have not
-        been restarted yet.
+        Returns whether the ranks were killed and not restarted; `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf

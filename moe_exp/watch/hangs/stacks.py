@@ -250,11 +250,8 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Requests the stacks of a running job (run folder), or reads those in RUN/hang/TIME (`moe-exp watch
-    stacks`); returns their summary and folder.
-
-    Raises:
-        ValueError: if no launcher answers within `first_seconds`, or the folder has no stacks.
+    """Requests the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns their
+    summary and folder. Raises ValueError if no launcher answers within `first_seconds`, or without stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():

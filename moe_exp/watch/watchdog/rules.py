@@ -125,7 +125,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (text by key) of a run without a folder; `jobs`: describes its jobs, or ''; `missing`: error."""
+    """Problems (text by key) of a run without a folder; `jobs`: describes its jobs; `missing`: the error."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -147,10 +147,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """The problem that the latest start failed, with the events that ended it.
-
-    `begun`: when the running job started; a later start ends the problem. `since`: what happened after it.
-    """
+    """The problem that the latest start failed, unless another job `begun` since; `since`: what followed."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -328,15 +325,12 @@ class Memory:
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Problems to report now, and reported problems that are over; each as text by key.
-
-        A problem is reported when it appears, and every `again_seconds` while it lasts. A problem that returns
-        or an event that recurs is reported `_BACK_SECONDS` after its last report (or `again_seconds`).
-        """
+        """Problems to report now, and reported problems that are over; each as text by key."""
         news = {}
         for key, text in found.items():
             known = self.problems.setdefault(key, Reported())
             known.since = known.since or now
+            # a problem that returns, or an event that recurs, is news sooner than one that merely lasts
             limit = again_seconds if known.is_open else min(again_seconds, _BACK_SECONDS)
             if not known.reported or now - known.reported >= limit:
                 news[key] = text
