@@ -95,7 +95,7 @@ class Agent(LocalElasticAgent):
                     return result or failed
         except RendezvousError as error:
             if not self._received:
-                complain(f"cannot start the ranks: {error or 'the job has ended on another node'}")
+                complain(f"the ranks cannot start: {error or 'the job has ended on another node'}")
         except (DistError, ConnectionError) as error:
             complain(f"lost node 0: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}")
         self._stop_workers(self.get_worker_group())
@@ -205,7 +205,7 @@ class Agent(LocalElasticAgent):
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
             if num_failures > most > 0 and not self._received:
-                complain(f"not restarting the ranks: failure {num_failures} exceeds MAX_RESTARTS={most}")
+                complain(f"the ranks are not restarted: failure {num_failures} exceeds MAX_RESTARTS={most}")
             return 0.0
         starts = ("start", "resume", "restart")
         since = (
@@ -219,9 +219,9 @@ class Agent(LocalElasticAgent):
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
         self._event("restart", iteration, **details)
-        why = f"failure {num_failures} of at most {most}" if reason == "failure" else "requested by the ranks"
+        why = f"failure {num_failures} of at most {most}" if reason == "failure" else "requested by a rank"
         when = f", in {delay:.0f} s because none has trained since the last start" if delay else ""
-        complain(f"restarting all ranks ({why}){when}")
+        complain(f"the ranks are restarting ({why}){when}")
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:

@@ -134,9 +134,9 @@ def run_job(
             # each signal once, in the order of arrival
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
-                    unsaved = "stopping the run without a checkpoint (SAVE_AT_END=false)"
-                    what = "saving a checkpoint and stopping the run" if config.save_at_end else unsaved
-                    complain(f"{what}; a second Ctrl-C kills it")
+                    how = "the run saves a checkpoint and ends"
+                    how = how if config.save_at_end else "the run ends without a save (SAVE_AT_END=false)"
+                    complain(f"stopping: {how}; a second Ctrl-C kills it")
                 num_sent += 1
                 for pid in pids:
                     is_rank = code is not None

@@ -143,13 +143,13 @@ def test_channels_from_options(tmp_path):
     ("options", "line"),
     [
         ({"mail_to": "someone"}, "--mail-to=someone: is no address."),
-        ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: is no host and port."),
-        ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: has no password in SMTP_PASSWORD."),
+        ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: must be a host and a port."),
+        ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: requires a password."),
         ({"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"}, "--smtp-security=none"),
-        ({"smtp": "h"}, "--smtp=h: is there without --mail-to."),
+        ({"smtp": "h"}, "--smtp=h: requires --mail-to."),
         ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file"),
         ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
-        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder is not there."),
+        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder does not exist."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -160,6 +160,6 @@ def test_bad_options(options, line):
 
 
 def test_an_address_that_is_none_is_not_printed():
-    with pytest.raises(ConfigError, match=r"^WATCH_WEBHOOK=\*\*\*: is no address .*\. Fix: ") as error:
+    with pytest.raises(ConfigError, match=r"^WATCH_WEBHOOK=\*\*\*: must be a webhook URL\. Fix: ") as error:
         channels_of({}, {"WATCH_WEBHOOK": f"htp:/{SECRET}"})
     assert SECRET not in str(error.value)
