@@ -102,13 +102,11 @@ class Agent(LocalElasticAgent):
         return failed
 
     def _has_moved(self) -> bool:
-        """Whether the round ended on another node; False while node 0 is unreachable.
-
-        The ranks may use another network and continue.
-        """
+        """Whether the round ended on another node; False while node 0 is unreachable."""
         try:
             return self._rounds.has_moved
         except DistError as error:
+            # the ranks may use another network: let them continue
             is_back = self._rounds.reconnect()
             if not is_back and not self._is_parted:
                 reason = str(error).splitlines()[0]

@@ -78,6 +78,7 @@ def train(
             fix = f"set another RUN_NAME for a new run, or use --resume {shlex.quote(str(own.path))}"
             raise ConfigError([problem("config", flags["config"], rule, fix)])
         names, given = set(given_values(given, os.environ)), without_usual(config, given, sources)
+        # unless it is set, VOCAB_SIZE follows the data's tokenizer
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
@@ -147,6 +148,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
+    # before the ranks, which a broken node would only make hang or fail
     if config.preflight:
         from moe_exp.launch.preflight.node import passes
 

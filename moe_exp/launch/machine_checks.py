@@ -220,9 +220,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """Checks that TRAIN_DATA (its parts by SPLIT), VALID_DATA and DATA_STAGES are complete, long enough and
-    within the vocabulary. Text is only checked for formats that its preparation cannot read.
-    """
+    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and in the vocabulary."""
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:

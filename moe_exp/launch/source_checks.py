@@ -127,9 +127,7 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warns of mismatched token files, of sources that are read too often, and of validation on one document;
-    for text, of validation on training data. Empty if files cannot be read.
-    """
+    """Warns of mismatched or overused token files, and of validation on one document or on training data."""
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))

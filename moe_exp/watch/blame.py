@@ -364,10 +364,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by host, rank and device; `logs`: origin by name and recognized lines of each file.
-
-    A missing host or device is taken from the same rank's lines, then the file name, then other files.
-    """
+    """Groups equal faults by place; `logs`: origin by name and recognized lines of each file."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:
@@ -392,6 +389,7 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
             learn(where, known)
             if fault is None:
                 continue
+            # missing facts come from the same rank's lines, then the file name, then other files
             if not (where.host or where.rank):
                 where = where.completed(of_file)
             there = known[where.rank]

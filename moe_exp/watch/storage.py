@@ -97,8 +97,7 @@ def save_advice(
 
     Args:
         save_interval: iterations; 0: only at the end.
-        mtbf_hours: mean time between failures of each of `num_nodes`, which fail independently; None: the
-            run's hours divided by its failures, at least one, which is pessimistic.
+        mtbf_hours: mean time between failures of each of `num_nodes`; None: measured for the whole job.
         restart_seconds: replaces the measured value.
     """
     if not found.iteration_seconds or not found.save_seconds:
@@ -108,6 +107,7 @@ def save_advice(
         hours = mtbf_hours / num_nodes
         source = f"--mtbf {mtbf_hours:g} hours per node, {num_nodes} node{'s' * (num_nodes != 1)}"
     else:
+        # without a failure so far, one is assumed, which is pessimistic
         number = found.num_failures
         hours = found.hours / max(1, number)
         what = f"{number} failure{'s' * (number > 1)}" if number else "no failure, counted as one,"

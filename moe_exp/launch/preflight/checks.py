@@ -166,11 +166,9 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Makes `ranks` (global numbers) the default process group inside the block; no other may use `store`.
-
-    Subgroups would need a group of all ranks first, which one bad link prevents, and torch numbers subgroups
-    per process, so names would differ between ranks that were in different numbers of them.
-    """
+    """Makes `ranks` (global numbers) the default process group inside the block; no other may use `store`."""
+    # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
+    # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
     dist.init_process_group(
         "nccl" if of_gpu else "gloo", store=store, rank=list(ranks).index(rank), world_size=len(ranks),

@@ -73,6 +73,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         stack.callback(nodes.close)
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
+        # node 0's key becomes the rendezvous key of the ranks of all nodes
         here |= {"key": secrets.token_hex(16)} if server else {}
         came = nodes.meet("hello", here, seconds)
         if server:

@@ -117,10 +117,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that jobs get from the submitting shell (PASSED_PREFIXES, PASS_ENV), with values to print.
-
-    Values that may be secret are hidden; the sbatch file only contains names.
-    """
+    """Variables that jobs get from the submitting shell, with values to print; secret ones are hidden."""
     names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
     names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
     passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}

@@ -146,9 +146,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...` and returns the job's id; raises ValueError with the text `missing` if
-    sbatch is not found, or with `fix` if it fails.
-    """
+    """Calls `sbatch --parsable ...` and returns the job's id; raises ValueError(`missing`) without sbatch."""
     # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]

@@ -31,12 +31,11 @@ def calls_file(folder: Path, rank: int) -> Path:
 
 
 class CallTrace:
-    """Records all threads' calls to functions of `modules` and their submodules until `stop`; renames an
-    existing file (from the previous start) to `.before.txt`. `size_mb`: file size in 1e6 bytes.
-    """
+    """Records all threads' calls to functions of `modules` and their submodules until `stop`."""
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # the previous start's trace may explain why this one was needed
         if path.exists():
             path.replace(path.with_suffix(".before.txt"))
         self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)

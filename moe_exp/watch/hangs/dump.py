@@ -63,10 +63,9 @@ def nccl_environment(local: Path) -> dict[str, str]:
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes the dumps of all ranks of this node into `folder`; `local`: the launcher's heartbeat folder,
-    `calls`: RUN/hang/calls, `is_hang`: the run is stuck, so also get C frames and NCCL's record.
-    """
+    """Writes dumps of all ranks of this node into `folder`; `is_hang`: with C frames and NCCL's record."""
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
+    # a scan of processes also finds ranks that have no heartbeat yet
     pids = {rank: beat.pid for rank, beat in beats.items()} | ranks_of_node(local)
 
     def dump(rank: int) -> None:
@@ -193,9 +192,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts from torch's flight recorder `last`, the last collective of each process group with its ranks
-    as text and the `number` of collectives that the rank has started in it, and `entries`, the latest ones.
-    """
+    """Last collective of each process group, with the number started in it, and the latest of all."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

@@ -240,8 +240,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
     """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
-
-    `folders`: those of PACKAGES on the host of the dump; paths in them are shortened to start at the package.
+    Paths in `folders`, those of PACKAGES on the dump's host, are shortened to start at the package.
     """
 
     def from_package(file: str) -> str:

@@ -315,6 +315,7 @@ class HangWatch:
 
     def _end_ranks(self) -> None:
         self._hung_at = time.monotonic()
+        # before the signals: by this file, the agent tells a hang from an ordinary SIGKILL
         with suppress(OSError):
             heartbeat.hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():

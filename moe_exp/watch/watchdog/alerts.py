@@ -143,7 +143,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
         # sockets, TLS, SMTP, HTTP, encodings: no error may prevent the other channels from being tried
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            # longest first: a URL contains its path
+            # longest first: a URL contains its path; a path of "/" alone is no secret
             for secret in sorted((one for one in channel.secrets if len(one) > 1), key=len, reverse=True):
                 reason = reason.replace(secret, "***")
             failed[channel.name] = reason

@@ -62,6 +62,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     view = sight.view
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
+    # the first check counts as a running job, so rules on missing jobs start from there
     memory.busy = view.now if not memory.busy or (sight.queue and sight.queue.running) else memory.busy
     silence = memory.slurm_silence(sight.silent, view.now)
     if view.status == "finished":

@@ -170,6 +170,7 @@ class Watchdog:
         for channel, reason in failed.items():
             _warn(f"the message via {channel} failed: {reason}")
         checks[0].memory.failed_channels = failed
+        # one working channel is enough; without any, the next check sends everything again
         if any(channel.name not in failed for channel in self.channels):
             for check in to_send:
                 check.memory.confirm(check.news, check.over, now)
