@@ -134,9 +134,9 @@ def run_job(
             # each signal once, in the order of arrival
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
-                    how = "the run saves a checkpoint and ends"
-                    how = how if config.save_at_end else "the run ends without a save (SAVE_AT_END=false)"
-                    complain(f"stopping: {how}; a second Ctrl-C kills it")
+                    unsaved = "ends without a save (SAVE_AT_END=false)"
+                    what = "saves a checkpoint and ends" if config.save_at_end else unsaved
+                    complain(f"stopping: the run {what}; a second Ctrl-C kills it")
                 num_sent += 1
                 for pid in pids:
                     is_rank = code is not None
