@@ -88,10 +88,10 @@ def test_mixture_json_of_another_program(facts, places, tmp_path):
     ("settings", "name"),
     [
         ({"valid_data": "{a}"}, ""),
-        ({"valid_data": "1 {a} 1 {one}"}, "VALID_DATA={one}: has one document: its"),
+        ({"valid_data": "1 {a} 1 {one}"}, "VALID_DATA={one}: has only one document: its"),
         ({"valid_data": "{one}", "eval_interval": 0}, ""),
         ({"split": "95,5"}, ""),
-        ({"split": "99,1"}, "TRAIN_DATA={a}: has one document for validation by SPLIT=99,1: its"),
+        ({"split": "99,1"}, "TRAIN_DATA={a}: has only one document for validation with SPLIT=99,1: its"),
     ],
 )
 def test_validation_on_one_document(settings, name, places, tmp_path):

@@ -75,7 +75,7 @@ def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
 
     monkeypatch.setattr(machine_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr(machine_checks, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, and A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
+    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, but A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
     only_problem(warnings(gpus_per_node="1"), needed)
     assert warnings(gpus_per_node="8", ep="4") == warnings(gpus_per_node="1", num_layers="6") == []
     monkeypatch.setattr(machine_checks, "device_name", lambda: "some other GPU")
@@ -154,7 +154,7 @@ FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
         ({}, {"trace_calls_from": 1, "trace_calls_in": "moe_exp,nosuch.x"}, r"TRACE_CALLS_IN=nosuch\.x: "),
         ({"triton": None}, {"expert_backend": "triton", "cross_entropy": "triton"}, ""),  # a CPU has twins
         ({}, {"prometheus_file": "x.txt"}, r"PROMETHEUS_FILE=x.txt: must be a .* Fix: "),
-        ({}, {"prometheus_file": "gone/x.prom"}, r"PROMETHEUS_FILE=.* is no folder\. Fix: name a file"),
+        ({}, {"prometheus_file": "gone/x.prom"}, r"PROMETHEUS_FILE=.* is not a folder\. Fix: "),
         ({}, {"prometheus_file": "x.prom"}, ""),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_data_smaller_than_a_sample(here, tmp_path):
 def test_part_smaller_than_a_sample(here, tmp_path, data_order):
     data = {"train_data": write_tokens(tmp_path / "data", 1000), "data_order": data_order}
     assert check_files(here(split="93,7", **data)) == []
-    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, .* = 257\. "
+    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation with SPLIT=94,6, .* = 257\. "
     only_problem(check_files(here(split="94,6", **data)), expected)
     assert check_files(here(split="94,6", eval_interval=0, **data)) == []
     only_problem(check_files(here(split="1,15", **data)), r".*: has 248 tokens for training by SPLIT=1,15, ")
@@ -234,7 +234,7 @@ def test_tokenizer(here, tmp_path):
     only_problem(check_files(loaded), f"TOKENIZER={file}: {rule}use the checkpoint's own tokenizer")
     rule = "cannot be compared with that of the embedded corpus .*, not made yet"
     only_problem(check_files(here(tokenizer=file, vocab_size=5000)), f"TOKENIZER={file}: {rule}")
-    only_problem(check_files(here(tokenizer=tmp_path / "x")), r"TOKENIZER=.*/x: does not exist\. Fix: ")
+    only_problem(check_files(here(tokenizer=tmp_path / "x")), r"TOKENIZER=.*/x: not found\. Fix: ")
     file.write_text("{}")
     only_problem(check_files(here(tokenizer=file, **data)), f"TOKENIZER={file}: is not a Hugging Face ")
 
@@ -278,13 +278,15 @@ def test_data_dir_is_a_file(here, tmp_path):
 def test_no_space_for_checkpoints(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    only_problem(check_files(here()), r"RUN_DIR=.* 1 MB free .* needs 216 MB until iteration 300: 3 .* Fix: ")
+    only_problem(
+        check_files(here()), r"RUN_DIR=.* 1 MB free, .* needs 216 MB until iteration 300: 3 .* Fix: "
+    )
     assert check_files(here(save_at_end=False, save_interval=0)) == []
 
 
 def test_load_dir_is_missing(here, tmp_path):
     for folder in (tmp_path / "x", tmp_path):
-        rule = rf"LOAD_DIR={folder}: .* it has no latest_checkpointed_iteration\.txt\. Fix: "
+        rule = rf"LOAD_DIR={folder}: .*latest_checkpointed_iteration\.txt not found\)\. Fix: "
         only_problem(check_files(here(load_dir=folder)), rule)
     for place in (tmp_path / "a", tmp_path / "b" / "checkpoints"):
         place.mkdir(parents=True)

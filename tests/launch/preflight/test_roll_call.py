@@ -69,7 +69,7 @@ def test_settings_that_do_not_fit_are_named():
 
 
 def test_no_node_0_is_an_error_that_names_this_host():
-    line = rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s"
+    line = rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ in 1 s"
     with pytest.raises(NotReached, match=line):
         join(free_port(), 1, 2, seconds=0.6)
 

@@ -326,7 +326,7 @@ def test_sleeping_rank_among_real_collectives(tool, where, phase, tmp_path, monk
     assert list(summary.named) == [2]
     assert "_sleep_until_released (test_hang.py:" in summary.named[2]
     name = "_OneByOne.launch" if tool == "py-spy" and sys.version_info >= (3, 11) else "launch"
-    inside = f"inside of {name} (moe_exp/layers/dispatcher/collectives.py:"
+    inside = f"inside {name} (moe_exp/layers/dispatcher/collectives.py:"
     assert (inside if where == "all_to_all" else "outside any collective") in summary.named[2]
     # torch's own record: rank 2 has begun one collective less, where it sleeps before it.
     numbers = {dump.rank: sum(last["number"] for last in dump.collectives) for dump in dumps}

@@ -166,7 +166,7 @@ def test_rank_that_does_not_wait_is_named():
     assert found == {2: f"is in {place}, outside any collective"}
     launch = replace(WAIT, name="AllToAll._launch", line=85)
     found = apart([waiting, rank(2, Frame("sleepy", "/tmp/patch.py", 9), launch, STEP)])
-    inside = "inside of AllToAll._launch (moe_exp/layers/dispatcher/collectives.py:85)"
+    inside = "inside AllToAll._launch (moe_exp/layers/dispatcher/collectives.py:85)"
     assert found == {2: f"is in sleepy (patch.py:9), {inside}, but does not wait for others"}
 
 

@@ -75,7 +75,7 @@ def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
     with SmtpSink() as sink:
         sink.unknown = ("gone@b.org",)
         failed = send_to_all([mail(sink.port, to=("a@b.org", "gone@b.org"))], "s", "t")
-    assert failed == {f"e-mail by localhost:{sink.port} in part": "refused for gone@b.org"}
+    assert failed == {f"e-mail via localhost:{sink.port} in part": "refused for gone@b.org"}
     assert len(sink.messages) == 1
 
 
@@ -122,8 +122,8 @@ def test_nobody_listens(tmp_path):
     with SmtpSink() as sink:
         port = sink.port
     failed = send_to_all([mail(port), AlertFile(tmp_path), AlertFile(tmp_path / "alerts.log")], "s", "t")
-    assert list(failed) == [f"e-mail by localhost:{port}", f"file {tmp_path}"]
-    assert "refused" in failed[f"e-mail by localhost:{port}"]
+    assert list(failed) == [f"e-mail via localhost:{port}", f"file {tmp_path}"]
+    assert "refused" in failed[f"e-mail via localhost:{port}"]
     assert (tmp_path / "alerts.log").exists()
 
 

@@ -39,7 +39,7 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
     assert found(dog, run, 9000.0 + 6 * HOUR) == (missing, set(), set())  # it is still the same
     text = (tmp_path / "alerts.log").read_text()
     assert text.count("PROBLEM: no job named big_run is running or queued, at iteration 2,020 of 40,000") == 3
-    assert text.count("over: no job named big_run runs") == 1
+    assert text.count("over: no job named big_run is running") == 1
     assert "moe-exp: 1 problem in big_run\n" in text
 
 
@@ -138,7 +138,7 @@ def test_a_channel_that_fails_is_named_by_the_others(dog, run, queue, tmp_path, 
     (tmp_path / "no").mkdir()
     dog.channels = [AlertFile(tmp_path / "no"), AlertFile(tmp_path / "alerts.log")]
     assert found(dog, run, 4400.0)[1] == {"not_scheduled"}
-    reason = f"via file {tmp_path / 'no'}: IsADirectoryError"
+    reason = f"via file {tmp_path / 'no'} failed: IsADirectoryError"
     assert reason in capsys.readouterr().err
     key = f"channel file {tmp_path / 'no'}"
     assert found(dog, run, 4500.0) == ({"not_scheduled", key}, {key}, set())
@@ -283,7 +283,7 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
     assert main([*command, "--quiet"]) == 0
     assert capsys.readouterr().out == ""
     assert main(command) == 0
-    state = "2 s each; last record 2 min ago; job 101_1 runs, 29 wait; ends about"
+    state = "2 s each; last record 2 min ago; job 101_1 is running, 29 queued; ends at about"
     assert f"big_run: well; iteration 2,020 of 40,000; {state}" in capsys.readouterr().out
     queue.set("")
     assert main([*command, "--quiet"]) == 1
@@ -296,7 +296,7 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
     ("flags", "line"),
     [
         (["--again", "soon"], "--again=soon: must be a time."),
-        (["--slurm-name", "a", "--slurm-name", "b"], "--slurm-name=a b: 2 for 1 runs."),
+        (["--slurm-name", "a", "--slurm-name", "b"], "--slurm-name=a b: 2 names for 1 runs."),
         (["--slurm-name", "a,b"], "--slurm-name=a,b: must not contain commas or spaces."),
         (["--every", "-1"], "--every=-1: must be more than 0 seconds."),
         (["/no/such"], "RUN_DIR=/no/such: is not a run folder (config.yaml not found)."),
