@@ -294,7 +294,7 @@ def test_event_that_could_not_be_written_comes_with_the_next(tmp_path, capsys):
     agent._metrics.rmdir()
     agent._event("restart", 7, number=1)
     assert [record["event"] for record in read_metrics(agent._metrics)] == ["rank_failed", "restart"]
-    assert f"{agent._metrics} has no event rank_failed (Is a directory)" in capsys.readouterr().err
+    assert f"event rank_failed to {agent._metrics} (Is a directory)" in capsys.readouterr().err
 
 
 def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):

@@ -99,7 +99,7 @@ def test_validation_on_one_document(settings, name, places, tmp_path):
     given = {key: str(text).format(a=places[0], one=one) for key, text in settings.items()}
     lines = data_warnings(run_of(100, train_data=places[0], **({"eval_interval": 10} | given)))
     expected = [name.format(a=places[0], one=one)] if name else []
-    assert [line.partition(" loss says")[0] for line in lines] == expected
+    assert [line.partition(" loss is")[0] for line in lines] == expected
 
 
 def test_a_dry_run_warns(places, tmp_path, capsys):

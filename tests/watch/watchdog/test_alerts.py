@@ -142,7 +142,7 @@ def test_channels_from_options(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"mail_to": "someone"}, "--mail-to=someone: is no address."),
+        ({"mail_to": "someone"}, "--mail-to=someone: is not an e-mail address."),
         ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: must be a host and a port."),
         ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: requires a password."),
         ({"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"}, "--smtp-security=none"),
