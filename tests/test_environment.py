@@ -128,8 +128,8 @@ def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
     )  # fmt: skip
     assert (searched[0], reported[0], dry[0], continued[0]) == (0, 0, 0, 0)
     assert "sbatch --parsable" in submission[1] and "sbatch --parsable" in continued[1]
-    assert "lacks torch, megatron, safetensors, which training needs" in dry[1]
-    fix = 'Fix: pip install "moe-exp[train]", in a checkout'
+    assert "torch, megatron, safetensors not installed, but required" in dry[1]
+    fix = 'Fix: pip install "moe-exp[train]", or in a checkout'
     for code, said in refused:
         assert code and fix in said and len(said.splitlines()) == 1, said
     assert not (tmp_path / "runs").exists()

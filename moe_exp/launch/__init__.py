@@ -1,1 +1,1 @@
-"""From settings to running ranks."""
+"""Launching a run: checks, SLURM jobs, preflight, and the ranks of each node."""

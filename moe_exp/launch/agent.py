@@ -1,10 +1,10 @@
-"""torchrun for long-running jobs: the same command line and agent, plus restarts and signal handling.
+"""torchrun's agent for long-running jobs, with the same command line, plus restarts and signal handling.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-Unlike torchrun, it only passes signals on to the ranks, restarts them on every node after a failure, up to
---max-restarts times per job, or if they ask for it, and writes that to the run's metrics.jsonl.
+Unlike torchrun, it only forwards signals to the ranks, restarts them on every node after a failure, up to
+--max-restarts times per job, or on their request, and records restarts in the run's metrics.jsonl.
 docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
@@ -55,24 +55,24 @@ from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
 from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
 
-# Time for ranks of a failed job to exit: they have nothing to save, and their peers are gone.
+# Time for the ranks of a failed job to exit: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5
-# If their launcher died, they save if they can.
+# Time for ranks to save if their launcher died.
 _SAVE_SECONDS = 600.0
-# Delay before a restart if no rank wrote a record; doubled each time, up to the longest.
+# Delay before a restart if no rank has trained since the last one; doubles each time, up to the longest.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
-_HUNG = "ended by its launcher, as the run hung"
+_HUNG = "killed by its launcher because the run hung"
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of one node, round after round; `received`: signals so far, which grows."""
+    """Runs the ranks of one node, round after round; `received`: growing list of received signals."""
 
     def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, **options)
         self._spec, self._rounds, self._received = spec, rounds, received
         self._signalled: set[tuple[int, int]] = set()  # pid and signal
-        self._num_idle = 0  # rounds in a row without a train record
-        self._is_parted = False  # whether node 0 is lost
+        self._num_idle = 0  # consecutive rounds without a train record
+        self._is_parted = False  # whether the connection to node 0 is lost
         self._parent = os.getppid()
         self._orphaned_at: float | None = None
         self._metrics = Path(os.environ[METRICS_FILE]) if os.environ.get(METRICS_FILE) else None
@@ -95,23 +95,24 @@ class Agent(LocalElasticAgent):
                     return result or failed
         except RendezvousError as error:
             if not self._received:
-                complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
+                complain(f"the ranks cannot start: {error or 'the job has ended on another node'}")
         except (DistError, ConnectionError) as error:
-            complain(f"node 0 is gone: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}")
+            complain(f"lost node 0: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}")
         self._stop_workers(self.get_worker_group())
         return failed
 
     def _has_moved(self) -> bool:
-        """Whether the round ended elsewhere; False while node 0 is away: ranks may have another network."""
+        """Whether the round ended on another node; False while node 0 is unreachable."""
         try:
             return self._rounds.has_moved
         except DistError as error:
+            # the ranks may use another network: let them continue
             is_back = self._rounds.reconnect()
             if not is_back and not self._is_parted:
                 reason = str(error).splitlines()[0]
-                complain(f"warning: node 0 does not answer ({reason}); the ranks continue")
+                complain(f"warning: node 0 does not respond ({reason}); the ranks continue")
             elif is_back:
-                complain("node 0 answers again")
+                complain("node 0 responds again")
             self._is_parted = not is_back
             return False
 
@@ -123,12 +124,13 @@ class Agent(LocalElasticAgent):
         codes = {workers[number].global_rank: one.proc.poll() for number, one in handlers.items()}
         dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
-            # First, as ending its neighbors may take so long that ranks of other nodes fail because of it.
+            # Report first: terminating its neighbors takes time, in which ranks of other nodes may fail as a
+            # consequence, and would be taken for the cause.
             self._rounds.say([self._described(rank) for rank in dead])
             with _quiet_if_explained():
                 self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
-            # torch's agent is not asked: its result would mix a rank that dies now with those it ends
+            # do not call torch's agent: its result would mix a rank that dies now with those it terminates
             return None
         with _quiet_if_explained():
             result = self._monitor_workers(self.get_worker_group())
@@ -138,12 +140,12 @@ class Agent(LocalElasticAgent):
                 return None
             self._rounds.finish()
             return result
-        # Without ranks that this agent ended because of them.
+        # without the ranks that this agent terminated as a consequence
         own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
         return RunResult(WorkerState.FAILED, failures=own)
 
     def _may_start_again(self, result: RunResult) -> bool:
-        """Reports failed ranks to the other nodes; False if the job had finished, or on bad input."""
+        """Reports failed ranks to the other nodes; returns False on bad input or if the job had finished."""
         reported = reported_exit_code()
         if reported == START_AGAIN:
             self._rounds.move_on()
@@ -158,7 +160,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _described(self, rank: int) -> dict[str, Any]:
-        """What node 0 is told of a failed rank."""
+        """Facts about a failed rank for node 0."""
         pcontext: Any = self._pcontext
         number = [worker.global_rank for worker in self.get_worker_group().workers].index(rank)
         process = pcontext.subprocess_handlers[number].proc
@@ -167,12 +169,12 @@ class Agent(LocalElasticAgent):
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
-        """Ends the round and starts the next one; False if the job is over."""
+        """Ends the round and starts the next one; returns False if the job is over."""
         ended = self._rounds.round
-        if self._received:  # they would be stopped right away
+        if self._received:  # new ranks would be stopped right away
             self._rounds.set_closed()
         if reported_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
-            report_exit_code(TO_BE_CONTINUED)  # in case no other round follows
+            report_exit_code(TO_BE_CONTINUED)  # in case no round follows
         self._stop_workers(self.get_worker_group())
         delay = self._report(ended) if self.get_worker_group().group_rank == 0 else 0.0
         if self._rounds.is_over:
@@ -185,13 +187,13 @@ class Agent(LocalElasticAgent):
         return True
 
     def _report(self, ended: int) -> float:
-        """Writes the events of a finished round; returns the seconds to wait before the next one."""
+        """Writes the events of an ended round; returns the delay before the next one in seconds."""
         records: list[Record] = []
-        with suppress(OSError):  # no file yet, or the file system is gone
+        with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
         trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
         iteration = max(trained, default=0)
-        # Not those caused by a lost peer, or by a hang, which has its own event.
+        # not those caused by a lost peer or a hang, which has its own event
         failures = self._rounds.said(ended)
         own = [one for one in failures if not any(text in one["cause"] for text in CAUSED_BY_ANOTHER)]
         for failure in (one for one in own or failures if one["cause"] != _HUNG):
@@ -201,8 +203,7 @@ class Agent(LocalElasticAgent):
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
             if num_failures > most > 0 and not self._received:
-                text = f"that was failure {num_failures}, and MAX_RESTARTS={most}"
-                complain(f"the ranks do not start again: {text}")
+                complain(f"the ranks are not restarted: failure {num_failures} exceeds MAX_RESTARTS={most}")
             return 0.0
         starts = ("start", "resume", "restart")
         since = (
@@ -211,42 +212,41 @@ class Agent(LocalElasticAgent):
         self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
         delay = 0.0
         if self._num_idle:
-            # no rank has trained since the last start: it will fail again, so do not restart in a tight loop
+            # no rank has trained since the last start: the next one may fail too, so avoid a tight loop
             delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
         self._event("restart", iteration, **details)
-        why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
-        when = f", in {delay:.0f} s as none has trained" if delay else ""
-        complain(f"the ranks start again ({why}){when}")
+        why = f"failure {num_failures} of at most {most}" if reason == "failure" else "requested by a rank"
+        when = f", in {delay:.0f} s because none has trained since the last start" if delay else ""
+        complain(f"the ranks are restarting ({why}){when}")
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; on a full disk it waits for the next one, and the ranks restart anyway."""
+        """Writes an event; on a full disk, keeps it until the next one, and the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
         try:
             append(self._metrics, *self._unwritten)
         except OSError as error:
-            what = f"{self._metrics} has no event {name} ({error.strerror or error})"
-            complain(f"warning: {what}: it is kept until the next one")
+            what = f"cannot write the event {name} to {self._metrics} ({error.strerror or error})"
+            complain(f"warning: {what}; keeping it until the next event")
         else:
             self._unwritten = []
 
     def _pass_signals_on(self) -> None:
-        """Sends every signal once to every rank, also to those that start later."""
+        """Sends every signal once to every rank, including ranks that start later."""
         if self._pcontext is None:
             return
-        # torchrun would end the ranks within 30 s, too short for a checkpoint; so a signal may reach every
-        # process
+        # instead of torchrun, which would terminate the ranks after 30 s, too short for a checkpoint
         for number in dict.fromkeys(self._received):
             for pid in self._pcontext.pids().values():
                 if (pid, number) not in self._signalled:
                     self._signalled.add((pid, number))
                     send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if os.getppid() != self._parent:
-            # The launcher was killed (reported by SIGTERM): only the agent can end ranks that hang.
+            # the launcher was killed (which sent SIGTERM): now only the agent can terminate hung ranks
             self._orphaned_at = self._orphaned_at or time.monotonic()
             if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
                 self._rounds.set_closed()
@@ -254,7 +254,7 @@ class Agent(LocalElasticAgent):
     # Overrides of torchrun's agent
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # makes TORCHELASTIC_RESTART_COUNT the round
+        # torchrun derives TORCHELASTIC_RESTART_COUNT from this: make it the round
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round
         if os.environ.get(EXIT_CODE_FILE):
             Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
@@ -262,24 +262,24 @@ class Agent(LocalElasticAgent):
             hung_file(Path(os.environ[HEARTBEATS])).unlink(missing_ok=True)
             with suppress(OSError):  # a full disk
                 failures_file(Path(os.environ[HEARTBEATS])).write_text(str(self._rounds.num_failures))
-        # a signal during the imports of a rank waits for its handler (`faults.stop_signal`)
+        # a signal during a rank's imports stays pending until the rank has a handler (`faults.stop_signal`)
         with signals_blocked():
             handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
             ids = super()._start_workers(worker_group)
             for number, handler in handlers.items():
-                if signal.getsignal(number) is not handler:  # torch before 2.9 sets its own, which raise
+                if signal.getsignal(number) is not handler:  # torch before 2.9 installs its own, which raise
                     signal.signal(number, handler)
             return ids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_SECONDS) -> None:
-        # not torch's timeout: an older torch, such as 2.11, waits 30 s and takes none
+        # without torch's timeout argument, which older versions such as 2.11 lack: they wait 30 s
         if self._pcontext is not None:
             self._pcontext.close(death_sig, _END_SECONDS)
         super()._shutdown(death_sig)
 
 
 def cause(failure: ProcessFailure) -> str:
-    """The error of a rank in a line as `faults` left it, else its signal or exit code."""
+    """Error of a rank in one line, from `faults`, else its signal or exit code."""
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
@@ -291,13 +291,13 @@ def cause(failure: ProcessFailure) -> str:
 
 
 def _has_hung() -> bool:
-    """Whether this node's launcher ended its ranks because of a hang."""
+    """Whether this node's launcher killed its ranks because of a hang."""
     return hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists()
 
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's lines on ended ranks if a hang or an exit code explains why they ended."""
+    """Silences torchrun's lines about terminated ranks if a hang or an exit code explains them."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None
@@ -308,7 +308,7 @@ def _quiet_if_explained() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this node's ranks by torchrun's command line with a static rendezvous; returns an exit code."""
+    """Runs this node's ranks from torchrun's command line with a static rendezvous; returns the exit code."""
     received: list[int] = []
 
     def is_stopping() -> bool:  # polled while the agent waits for other nodes
@@ -317,11 +317,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, lambda number, _: received.append(number))
-    # delivers what was sent during imports
+    # QuickExit blocked them during the imports: deliver those that arrived
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     args = parse_args(argv)
     config, command, arguments = config_from_args(args)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this file handles the others
     rounds = RestartRendezvous(
         args.master_addr, int(args.master_port), node_rank=args.node_rank, num_nodes=config.max_nodes,
         max_restarts=config.max_restarts, is_stopping=is_stopping, key=os.environ.get(RENDEZVOUS_KEY, ""),

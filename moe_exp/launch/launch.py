@@ -1,4 +1,4 @@
-"""Runs a job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py), summary, exit code."""
+"""Runs a job on this node: checks, embedded corpus, agent (launch/torchrun_job.py), summary, exit code."""
 
 import os
 import shlex
@@ -56,12 +56,12 @@ def train(
     command: str = "",
 ) -> int:
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run; returns the exit
-    code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
+    code: 0 finished, 75 stopped (the same command resumes), 2 invalid settings, others failed.
 
     Args:
-        flags: settings by field name; None counts as not given. `config` is the path of a settings file.
-        resume: run folder to continue with its own settings.
-        raises: for settings that cannot run, ConfigError instead of printed lines.
+        flags: settings by field name; None counts as not set. `config` is the path of a settings file.
+        resume: run folder to resume with its own settings.
+        raises: raise ConfigError on invalid settings instead of printing the errors.
         command: as the user typed it, for the commands that the summary suggests.
     """
     warn_of_misspelt()
@@ -70,15 +70,15 @@ def train(
         given = with_file(flags, os.environ)
         config = load_config(given)
         sources = {name: str(settings_path(flags["config"])) for name in given if flags.get(name) is None}
-        # --config with the run's own config.yaml would silently continue that run
+        # --config with a run's own config.yaml would silently resume that run
         own = RunFolder.of(config)
         is_old = sources and not resume and own.config.exists()
         if is_old and own.config.samefile(settings_path(flags["config"])):
-            rule = f"has the settings of {own.path}, which this run would continue"
-            resuming = f"--resume {shlex.quote(str(own.path))}"
-            fix = f"set another RUN_NAME for a new run, or continue with {resuming}"
+            rule = f"is the settings file of {own.path}, which this command would resume"
+            fix = f"set another RUN_NAME for a new run, or use --resume {shlex.quote(str(own.path))}"
             raise ConfigError([problem("config", flags["config"], rule, fix)])
         names, given = set(given_values(given, os.environ)), without_usual(config, given, sources)
+        # unless it is set, VOCAB_SIZE follows the data's tokenizer
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
@@ -101,22 +101,20 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """`flags` with config.yaml of a run folder as settings file, and with that folder as the one to write;
-    ConfigError if it is no run folder, or `flags` name another one.
-    """
+    """Adds a run folder's config.yaml and path to `flags`; raises ConfigError if they name other ones."""
     path = expanded(folder)
-    # `.` or `..` as the name of a run: its real one
+    # `.` and `..` have no name: use the real one
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
         fix = f"name one, as in --resume {shlex.quote(str(near))}"
-        raise ConfigError([problem("resume", folder, "is no run folder, as it has no config.yaml", fix)])
+        raise ConfigError([problem("resume", folder, "is not a run folder (config.yaml not found)", fix)])
     for name in ("config", "run_dir", "run_name"):
         if flags.get(name) is not None:
-            rule = f"--resume {folder} already says which settings and which folder"
-            fix = "leave it out, or start another run with --config and --run-name"
+            rule = f"--resume {folder} already sets the settings and the folder"
+            fix = "omit it, or start another run with --config and --run-name"
             raise ConfigError([problem(name, flags[name], rule, fix)])
-    # RUN_NAME may have several parts
+    # RUN_NAME may have several parts: split the path where the saved name begins
     saved = Path(read_settings(RunFolder(path).config).get("run_name") or path.name).parts
     parts = len(saved) if path.parts[-len(saved) :] == saved else 1
     run_dir, run_name = Path(*path.parts[:-parts]), Path(*path.parts[-parts:])
@@ -125,10 +123,10 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
+    """Settings for the ranks: `given` without values from a settings file that equal those of PRESET."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
-    # those that follow others, or the data, unless they are given
+    # unless set, these are derived from other settings or the data
     kept = {"preset", "warmup_iters", "decay_iters", "vocab_size"}
     return {name: value for name, value in given.items() if name not in same - kept}
 
@@ -136,21 +134,21 @@ def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[
 def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
-    `config` is checked; `flags`, of the command line, are for the commands that are shown and recorded.
-    Raises ConfigError if a corpus or the key that several nodes share cannot be made.
+    `flags`: settings from the command line. Raises ConfigError if files for the ranks cannot be created.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
-    prepared = with_prepared_text(config)  # token files and tokenizer in place of text, if any
+    prepared = with_prepared_text(config)  # replaces text by token files and a tokenizer
     if prepared is not config:
         if problems := [*data_problems(prepared), *source_problems(prepared)]:
             raise ConfigError(problems)
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
         _fetch_checkpoints(config)
+    # before the ranks, which a broken node would only make hang or fail
     if config.preflight:
         from moe_exp.launch.preflight.node import passes
 
@@ -164,27 +162,27 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
-    # with the port as `rank_arguments` gives it to them
+    # the ranks' port, as in `rank_arguments`
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
     with HangWatch(config, folder) as watch:
-        # from here on this process only watches
+        # from here on, this process only monitors the agent and its ranks
         code = run_job(agent, environ | watch.environment, config=of_ranks, poll=watch.poll)
     if config.node_rank:
         return code
-    # variables that a suggested command needs to be the same run, but for those that differ per node
+    # environment variables that a suggested command needs for the same run, except those that differ per node
     settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()
     typed = command or shlex.join([*program, "train", *module_arguments(flags)])
     caller = Caller(shlex.join(program), typed, given, lambda c: [*c.problems(), *check_environment(c)])
-    with signals_handled(signal.SIG_IGN):  # schedulers send several
+    with signals_handled(signal.SIG_IGN):  # schedulers send signals repeatedly
         seconds = time.monotonic() - start
         ended = finish_run(config, folder, since=started, wall_seconds=seconds, code=code, caller=caller)
     if ended is None:
         return code
     status, text = ended
     print(f"\n{text}", flush=True)
-    # Teardown of finished ranks may fail, for instance if a peer left earlier.
+    # the teardown of finished ranks may fail, for instance if a peer exited earlier
     return FINISHED if status == "finished" else code or FAILED
 
 
@@ -192,7 +190,7 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def _fetch_checkpoints(config: Config) -> None:
-    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit."""
+    """Copies checkpoints from REMOTE_DIR or a LOAD_DIR URL, before ranks start to wait for each other."""
     from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
 
     try:
@@ -206,20 +204,15 @@ def _fetch_checkpoints(config: Config) -> None:
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
+    """Returns `module_arguments` with the rendezvous, which the environment overrides in the ranks."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
 
-def _dry_run(
-    config: Config,
-    flags: Mapping[str, Any],
-    sources: Mapping[str, str],
-    start: Start,
-) -> int:
-    """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
+def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
+    """Prints the plan even if files are missing; only warns of a full disk."""
     print(dry_run_text(config, flags, sources, start), flush=True)
-    # a dry run may be for another machine: what is missing here is said, after everything else
+    # the run may be for another machine, so problems of this one come after everything else
     problems = check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
@@ -233,7 +226,7 @@ def _dry_run(
 
 
 def _warnings(config: Config, start: Start) -> Iterator[str]:
-    """What does not keep a run from starting. Reads token files, and asks the planner."""
+    """Warnings that do not prevent a run from starting; reads token files and calls the planner."""
     yield from schedule_warnings(config, start)
     yield from disk_warnings(config)
     yield from memory_warnings(config)
@@ -241,7 +234,7 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 
 
 def _report_changes(config: Config) -> None:
-    """Prints what a resume changes, before its ranks start; `open_run_folder` records it."""
+    """Prints settings that change on resume, before the ranks start; `open_run_folder` records them."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
         complain(changes_text(changes))
 
@@ -254,9 +247,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Merged settings with their sources (none: default), the torchrun command and the start-up report;
-    `sources`: of settings that are neither in `flags` nor from the environment; they win over those.
-    """
+    """Merged settings with their sources (none: default; `sources` take precedence), command and report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

@@ -1,6 +1,6 @@
-"""Requirements on this machine before a run starts: devices, packages, port, files and folders.
+"""Checks of this machine before a run starts: devices, packages, port, files and folders.
 
-Every function returns a line for each problem (name, value, rule, fix) and creates nothing.
+Every function returns one line per problem (name, value, rule, fix) and creates no files.
 """
 
 import importlib.metadata
@@ -44,12 +44,12 @@ from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_prob
 
 
 def check_environment(config: Config) -> list[str]:
-    """All problems of this machine, for a run that is about to start."""
+    """All problems that prevent a run from starting on this machine."""
     return check_machine(config) + (check_files(config) or lock_problems(config))
 
 
 def check_machine(config: Config) -> list[str]:
-    """Devices, variables, packages and port; only warnings in a dry run, as another machine may have them."""
+    """Checks devices, environment, packages and port; a dry run, for another machine, only warns of them."""
     return [
         *_devices(config),
         *(config.environment_problems(os.environ) if count_gpus() else ()),
@@ -61,7 +61,7 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
+    """Checks data, tokenizer and folders on every node, and with `with_space` the disk space for the run."""
     return [
         *data_problems(config),
         *_tokenizer(config),
@@ -79,27 +79,27 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
 def _devices(c: Config) -> Iterator[str]:
     gpus = count_gpus()
     has = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
-    without = "" if not gpus or torch_has_cuda() else f"is a build without CUDA, and {has}"
+    without = "" if not gpus or torch_has_cuda() else f"is a build without CUDA, but {has}"
     if gpus and (rule := without or cuda_problem()):
-        fix = "install torch with CUDA" + ("" if without else " for it")
+        fix = "install a torch build with CUDA" + ("" if without else " for this driver")
         fix += ", or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield problem("torch", importlib.metadata.version("torch"), rule, fix)
     if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield c.problem("gpus_per_node", has, fix)
     if c.memory_snapshot and not gpus:
-        rule = "records the allocations on a CUDA device, this host has none"
-        fix = "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU"
+        rule = "records allocations on a CUDA device, but this host has none"
+        fix = "leave it empty; on a CPU, the trace of PROFILE_ITERS includes memory"
         yield c.problem("memory_snapshot", rule, fix)
 
 
 def training_problem() -> str:
-    """A line if this Python lacks the packages of the extra `train`, else ""."""
+    """Error line if this Python lacks packages of the extra `train`, else ''."""
     needed = ("torch", "megatron", "safetensors")
     if not (missing := [name for name in needed if importlib.util.find_spec(name) is None]):
         return ""
-    rule = f"lacks {', '.join(missing)}, which training needs"
-    fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
+    rule = f"{', '.join(missing)} not installed, but required for training"
+    fix = 'pip install "moe-exp[train]", or in a checkout: pip install -c constraints.txt -e ".[train]"'
     return problem("python", sys.executable, rule, fix)
 
 
@@ -110,7 +110,7 @@ def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and not has_te:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield c.problem("impl", "transformer_engine is not installed", fix)
-    # auto is no entry: it takes one that can run here
+    # auto has no entry: it selects a backend that can run here
     backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())
     if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
@@ -119,10 +119,10 @@ def _packages(c: Config) -> Iterator[str]:
     elif backend.modules and count_gpus() == 0:
         yield c.problem("expert_backend", _NO_CUDA, "set EXPERT_BACKEND=auto")
     yield from _kernels(c)
-    # FP8 without its package or a GPU: Megatron silently uses bf16; the layer checks the GPU's generation.
+    # without the package or a GPU, Megatron would silently use bf16; the layer checks the GPU's generation
     if c.fp8 != "none" and not c.is_fp8_by_kernels and not has_te:
         fix = f"{EXPERT_BACKENDS['te'].install}, or set FP8=none"
-        yield c.problem("fp8", "is computed by Transformer Engine, which is not installed", fix)
+        yield c.problem("fp8", "requires Transformer Engine, which is not installed", fix)
     elif c.fp8 != "none" and not c.is_fp8_by_kernels and not count_gpus():
         yield c.problem("fp8", _NO_CUDA, "set FP8=none")
     device = "GPU" if count_gpus() else "CPU"
@@ -135,7 +135,7 @@ def _packages(c: Config) -> Iterator[str]:
     for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
         package = name.strip().partition(".")[0]  # finding a module inside would import it
         if not package.isidentifier() or importlib.util.find_spec(package) is None:
-            rule, fix = "no package of that name is installed", "name packages or modules, with commas"
+            rule, fix = "package not installed", "set it to packages or modules, separated by commas"
             yield problem("trace_calls_in", name, rule, fix)
 
 
@@ -143,25 +143,25 @@ def _prometheus(c: Config) -> Iterator[str]:
     path = Path(c.prometheus_file)
     if not c.prometheus_file or c.node_rank:  # rank 0 writes it
         return
-    fix = "name a file such as NAME.prom in the folder of node_exporter's --collector.textfile.directory"
+    fix = "set it to a file NAME.prom in node_exporter's --collector.textfile.directory"
     if path.suffix != ".prom" or path.is_dir():
-        yield c.problem("prometheus_file", "must be a file *.prom, as node_exporter reads no other", fix)
+        yield c.problem("prometheus_file", "must be a *.prom file: node_exporter reads no others", fix)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
-        rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'no folder'}"
+        rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'not a folder'}"
         yield c.problem("prometheus_file", rule, fix)
 
 
-_NO_CUDA = "needs a CUDA device, this host has none"
+_NO_CUDA = "requires a CUDA device, but this host has none"
 OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launch.py
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """Triton kernels requested by name; `auto` does without them, and a CPU has plain torch versions."""
+    """Checks Triton kernels requested by name; `auto` works without them, and a CPU runs plain torch."""
     asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
     rule, fix, version = "", "", OLDEST_TRITON
-    with suppress(importlib.metadata.PackageNotFoundError):  # its package has another name
+    with suppress(importlib.metadata.PackageNotFoundError):  # a distribution of another name provides it
         version = Version(importlib.metadata.version("triton"))
     if importlib.util.find_spec("triton") is None:
         rule, fix = "triton is not installed", "pip install triton, or "
@@ -173,12 +173,12 @@ def _kernels(c: Config) -> Iterator[str]:
         yield from (c.problem(name, rule, f"{fix}set {name.upper()}=auto") for name in asked)
 
 
-# The oldest bitsandbytes whose 8-bit kernels support our Adam8bit.
+# Oldest bitsandbytes releases with the 8-bit kernels that our Adam8bit needs
 BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
 
 
 def bitsandbytes_problem(device: str) -> str:
-    """Why OPTIMIZER=adam8bit cannot run on a GPU or CPU, or ''."""
+    """Reason why OPTIMIZER=adam8bit cannot run on a GPU or CPU, or ''."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
@@ -190,13 +190,13 @@ def _port(c: Config) -> Iterator[str]:
     if c.node_rank:
         return
     with socket.socket() as probe:
-        # A port with lingering connections of the last run (TIME_WAIT) is free for a listener.
+        # TIME_WAIT connections of the last run do not block a listener
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", c.rendezvous_port))
         except OSError as error:
-            rule = "is in use by another program on this host"
-            rule = "may not be opened by this user" if isinstance(error, PermissionError) else rule
+            is_forbidden = isinstance(error, PermissionError)
+            rule = "cannot be opened by this user" if is_forbidden else "is in use by another program"
             yield port_problem(c.rendezvous_port, rule, num_nodes=c.nnodes)
 
 
@@ -204,34 +204,32 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_memory(c: Config) -> Iterator[str]:
-    """Data loader workers pass batches in shared memory, of which containers have 64 MB by default."""
+    """Checks space for the batches that data loader workers pass (containers have 64 MB by default)."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
-    # of seq_len + 1 tokens a sample, each an int64
+    # a sample has seq_len + 1 tokens, each an int64
     microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # plus the current one
     needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
     place = os.statvfs(_SHARED_MEMORY)
     free_bytes = place.f_bavail * place.f_frsize
     if needed_bytes > free_bytes:
         needed, free = bytes_text(needed_bytes), bytes_text(free_bytes)
-        rule = f"its batches need {needed} of shared memory on this node, {_SHARED_MEMORY} has {free}"
+        rule = f"batches need {needed} of shared memory on this node, but {_SHARED_MEMORY} has {free} free"
         fix = f"set NUM_WORKERS=0, or start the container with --shm-size={-(-2 * needed_bytes // 2**20)}m"
         yield c.problem("num_workers", rule, fix)
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """TRAIN_DATA (or its parts by SPLIT), VALID_DATA, DATA_STAGES: complete, long enough, within the
-    vocabulary; text that they name is only checked for what its preparation could not use.
-    """
+    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and in the vocabulary."""
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
             shares = parse_split(c.split)[:2]
         except ValueError:
-            return  # one of `Config.problems`
+            return  # reported by `Config.problems`
     if needs_preparation(c):
         yield from text_problems(c)
-    # name, blend, sequence length, and the shares for training and validation that have to be long enough
+    # name, blend, sequence length, and the shares for training and validation, which must be long enough
     of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
         ("train_data", c.train_data, c.seq_len, shares),
         (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
@@ -245,7 +243,7 @@ def data_problems(c: Config) -> Iterator[str]:
         try:
             named = dict.fromkeys(prefix for _, prefix in parse_blend(blend)) if blend else {}
         except ValueError as error:
-            yield f"{name.upper()}={error}"  # begins with the value and ends with the fix
+            yield f"{name.upper()}={error}"  # starts with the value and ends with the fix
             continue
         at_length = c.model_copy(update={"seq_len": seq_len})
         bad = [line for prefix in named for line in _prefix(at_length, name, prefix, parts)]
@@ -260,11 +258,11 @@ def data_problems(c: Config) -> Iterator[str]:
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
-        rule = f"there is no such file or folder of text, and no token files {prefix}.bin and .idx"
-        yield problem(name, prefix, rule, "correct the path: give text, or a prefix without .bin")
+        rule = f"not found: neither a text file or folder, nor token files {prefix}.bin and .idx"
+        yield problem(name, prefix, rule, "correct the path of the text, or the prefix without .bin")
         return
     if reason := bin_idx_problem(prefix):
-        fix = f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix"
+        fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without suffix"
         yield problem(name, prefix, reason, fix)
         return
     files = TokenFiles(prefix)
@@ -273,9 +271,10 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
             continue
         num_tokens = part_tokens(files, share, by_sequence=c.data_order == "megatron")
         if num_tokens <= c.seq_len:
-            of = f" by SPLIT={c.split}" if c.split else ""
-            rule = f"has {num_tokens} tokens for {part}{of}, one sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
-            fix = "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else "")
+            of = f" with SPLIT={c.split}" if c.split else ""
+            needed = f"but a sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
+            rule = f"has {num_tokens} tokens for {part}{of}, {needed}"
+            fix = "use more data or a smaller SEQ_LEN" + (", or change SPLIT" if c.split else "")
             yield problem(name, prefix, rule, fix)
     vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
@@ -285,20 +284,20 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
 
 def _vocabulary_fix(c: Config, size: int) -> str:
     if c.load_dir or RunFolder.of(c).checkpoints.exists():  # its embeddings have VOCAB_SIZE rows
-        fix = "use the tokenizer that the checkpoint was trained with"
-        return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
+        fix = "use the checkpoint's own tokenizer"
+        return f"{fix}; moe-exp convert from-hf creates a checkpoint with rows for added tokens"
     return f"set VOCAB_SIZE to at least {size}"
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
     if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *c.stage_blends))):
-        fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
+        fix = "omit it, or use moe-exp data tokenize --prepend-bos"
         yield c.problem("prepend_bos", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
         fix = "set TOKENIZER to a folder with tokenizer.json, or to that file"
-        yield c.problem("tokenizer", "does not exist", fix)
+        yield c.problem("tokenizer", "not found", fix)
         return
     try:
         size = tokenizer_vocab_size(c.tokenizer)
@@ -312,9 +311,9 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
-        yield c.problem("remote_dir", "is no URL", "give one such as s3://bucket/runs")
+        yield c.problem("remote_dir", "must be a URL", "set it to one such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        yield c.problem("remote_dir", "the hub makes a commit of every file", "give an s3:// or gs:// URL")
+        yield c.problem("remote_dir", "the Hub creates a commit per file", "set it to an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
             yield from filter(None, [ahead_problem(c)])
@@ -330,22 +329,22 @@ def _load_dir(c: Config) -> Iterator[str]:
             yield f"LOAD_DIR={error}"
         return
     folder = Path(c.load_dir).expanduser()
-    # a checkpoints folder, a run folder, the folder of one iteration
+    # in a checkpoints folder, a run folder, the folder of one iteration
     names = (LATEST, f"checkpoints/{LATEST}", "metadata.json")
     if c.load_dir and not any((folder / name).is_file() for name in names):
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
-        rule = f"is not a folder with checkpoints, it has no {LATEST}"
+        rule = f"is not a folder with checkpoints ({LATEST} not found)"
         yield c.problem("load_dir", rule, f"{fix}, or leave it empty")
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for the weights of another program: its tokens are not the embedded corpus's."""
+    """Requires TRAIN_DATA for weights from another program: their tokens differ from the embedded corpus."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
             if value and not is_url(value) and is_converted(one_checkpoint(expanded(value))):
-                rule = f"{name.upper()}={value} has other tokens than the embedded corpus"
-                yield c.problem("train_data", rule, "set TRAIN_DATA, to text or token files")
+                rule = f"{name.upper()}={value} has another vocabulary than the embedded corpus"
+                yield c.problem("train_data", rule, "set TRAIN_DATA to text or token files")
 
 
 def _upcycle_from(c: Config) -> Iterator[str]:
@@ -359,23 +358,23 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Checks the folder for the embedded corpus or Megatron's indices, if they do not exist yet."""
-    folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
+    """Checks the folder for files that are created at the start, unless they exist."""
+    folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty)"
     if c.train_data and c.data_order == "megatron":
-        what = "the indices of DATA_ORDER=megatron go"
+        what = "the indices of DATA_ORDER=megatron"
     elif needs_preparation(c):
-        what = "the token files of the text, or the parts of those at an object store, go"
+        what = "token files from text or from an object store"
     elif c.train_data or any(folder.glob("python_*_torch_*_bpe*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        rule = f"{what} there, but {place} is {'not writable' if place.is_dir() else 'a file'}"
-        fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
+        rule = f"needed for {what}, but {place} is {'not writable' if place.is_dir() else 'a file'}"
+        fix = "set DATA_DIR to a writable folder, or set TRAIN_DATA"
         yield c.problem("data_dir", rule, fix)
 
 
 def memory_warnings(config: Config) -> list[str]:
-    """Warns if the planner expects that a rank needs more memory than this host's GPUs have."""
+    """Warns if a rank is predicted to need more memory than this host's GPUs have."""
     profile = profile_of(device_name()) if count_gpus() else ""
     expected = None
     with suppress(ValueError):  # settings that the planner does not know
@@ -384,25 +383,25 @@ def memory_warnings(config: Config) -> list[str]:
         return []
     # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
-    rule = f"the planner expects that a rank needs {needed}, and {profile} has {has}"
+    rule = f"the planner predicts that a rank needs {needed}, but {profile} has {has}"
     fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"
     return [config.problem("gpus_per_node", rule, fix)]
 
 
 def disk_warnings(config: Config) -> list[str]:
-    """Warns if a resumed run has space for its next checkpoint, but not until its end."""
+    """Warns if a resumed run has disk space for its next checkpoint, but not until its end."""
     there, refused, rest = _room(config)
     return rest if there and not refused else []
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Space for all new checkpoints, or for one (DISK_CHECK); for a resumed run only for its next one."""
+    """Checks space for all new checkpoints or for one (DISK_CHECK); for a resumed run, only for the next."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, and problems if the next one, or all until the end of the run, do not fit."""
+    """Existing checkpoints, problems if the next checkpoint does not fit, and if all until the end do not."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)
@@ -412,7 +411,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
-    # the next save: at a multiple of SAVE_INTERVAL, or at the end
+    # the next save is at a multiple of SAVE_INTERVAL, or at the end
     next_save = c.train_iters
     if c.save_interval:
         next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
@@ -422,19 +421,19 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     if c.disk_check == "one":
         next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
     refused, rest = [], []
-    has = f"{place} has {bytes_text(free_bytes)} free and the run needs"
-    larger_disk = "choose a RUN_DIR on a larger disk, or make room"
+    has = f"{place} has {bytes_text(free_bytes)} free, but the run needs"
+    larger_disk = "choose a RUN_DIR on a larger disk, or free some space"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
-        what = " for its next checkpoint, and its records until then" if there else ""
-        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else larger_disk
+        what = " for its next checkpoint and its records until then" if there else ""
+        fix = "free some space, or move the run to a larger disk and set RUN_DIR" if there else larger_disk
         refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rule, fix = f"{has} {bytes_text(until_end.needed_bytes)}", larger_disk
         if until_end.num_new > 1:
-            those = f" beside the {len(there)} that are there" if there else ""
+            those = f" in addition to the existing {len(there)}" if there else ""
             new = f"{until_end.num_new} checkpoints of {bytes_text(until_end.one_bytes)}"
             rule += f" until iteration {c.train_iters}: {new}{those}, and its records"
-            by_hand = "; DISK_CHECK=one if you remove checkpoints yourself"
+            by_hand = ", or DISK_CHECK=one if you delete checkpoints yourself"
             if fitting := keep_last_that_fits(c, free_bytes, iteration=iteration, there=there):
                 fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{by_hand}"
             elif free_bytes >= checkpoint_bytes(c):

@@ -1,13 +1,13 @@
-"""How the agents of several nodes agree on each start of the ranks.
+"""The rendezvous of the nodes' agents before each start of the ranks, with torchrun's interface.
 
 torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous does, but assigns
-node numbers itself, while NODE_RANK has to be kept. In torch 2.13 both give restarted ranks the store with
-the addresses of the dead ones (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). So this is our own
-rendezvous with torchrun's interface. A round is one start of all ranks. Agents meet in a store on
-MASTER_PORT, which the agent of node 0 keeps for as long as it lives; the ranks of a round have their own
-store on a free port, which ends with the round. Stores of single-node jobs listen only on the loopback
-interface; those of multi-node jobs on all, and anybody who reaches them can end the job. A store that has
-not answered for SILENCE_SECONDS counts as lost.
+node numbers itself, while NODE_RANK must be kept. In torch 2.13, both give restarted ranks a store with the
+addresses of dead ones (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). Hence this one.
+
+A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
+The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the
+loopback interface. Those of multi-node jobs listen on all interfaces, and anyone who can reach them can end
+the job. A store that does not respond for SILENCE_SECONDS counts as lost.
 """
 
 import hashlib
@@ -30,49 +30,45 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-# Names in the agents' store. All but the first have the job's key (`torchrun_job.shared_key`) as prefix, so
-# that jobs which share a port by mistake do not meet.
+# Keys of the agents' store. All but the first have the job's key (`torchrun_job.shared_key`) as a prefix, so
+# that jobs that share a port by mistake do not interfere.
 #     key             fingerprint of the job's key
-#     round           number of the current round; whoever wants the next one raises it, and every agent that
-#                     sees it restarts its ranks
-#     here/R/NODE     agents of a node that joined round R
-#     joined/R        nodes that joined round R; it starts with the last of them
-#     port/R          of the store of the ranks of round R
-#     failed/R        nodes whose ranks failed in round R
-#     failures        failed rounds; beyond MAX_RESTARTS `over` is set, and all agents exit
+#     round           number of the current round; an agent increments it to request a restart, and all agents
+#                     that see the change restart their ranks
+#     here/R/NODE     number of agents of a node that joined round R
+#     joined/R        number of nodes that joined round R; the round starts when all have joined
+#     port/R          port of the store of the ranks of round R
+#     failed/R        number of nodes whose ranks failed in round R
+#     failures        number of failed rounds; beyond MAX_RESTARTS, `over` is set and all agents exit
 #     said/R/NODE     a node's report on its failures in round R, JSON
-#     done/R          nodes whose ranks finished in round R: later failures cause no restart
+#     done/R          number of nodes whose ranks finished in round R; later failures cause no restart
 
-# Timeout for unacknowledged data: longer than a flapping link or a failover, and short enough for a SIGTERM.
+# Timeout for unacknowledged data: longer than a flapping link or a failover, short enough to save on SIGTERM.
 SILENCE_SECONDS = 30
-# How long node 0 waits in later rounds: the other nodes only have to end their ranks first.
+# Timeout of node 0 in later rounds: the other nodes only have to terminate their ranks first.
 _REJOIN_SECONDS = 45.0
 _EXIT_SECONDS = 300.0  # how long finished nodes wait for the others
-_CONNECT_SECONDS = 5.0  # per attempt: signals are handled after it
+_CONNECT_SECONDS = 5.0  # per attempt, which delays the handling of signals
 _POLL_SECONDS = 0.1
 _LOOPBACK = "127.0.0.1"
-# Fields of a failure report with types; anybody who reaches the port may send one.
+# Fields and types of a failure report; anyone who can reach the port may send one.
 _FAILURE = {"rank": int, "host": str, "device": str, "cause": str}
 _MOST_CHARACTERS = 2000
 
 
 class RestartRendezvous(RendezvousHandler):
-    """The rendezvous of one node's agent; `host`, `port`: of node 0's, 0 with one node: any that is free;
-    `is_stopping` is polled while waiting for others, `join_seconds` in the first round; `key`: of the job.
+    """Rendezvous of one node's agent at node 0's store; with one node, port 0 means any free port.
+
+    Args:
+        is_stopping: polled while waiting for other nodes; True if a stop was requested.
+        join_seconds: timeout of the first round.
+        key: secret shared by the nodes of the job.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        node_rank: int,
-        num_nodes: int,
-        max_restarts: int,
-        is_stopping: Callable[[], bool] = lambda: False,
-        join_seconds: float = 600.0,
-        key: str = "",
-    ):
+        self, host: str, port: int, *, node_rank: int, num_nodes: int, max_restarts: int,
+        is_stopping: Callable[[], bool] = lambda: False, join_seconds: float = 600.0, key: str = "",
+    ):  # fmt: skip
         self._host, self._port = _LOOPBACK if num_nodes == 1 else host, port
         self._node_rank, self._num_nodes, self._max_restarts = node_rank, num_nodes, max_restarts
         self._is_stopping, self._join_seconds, self._key = is_stopping, join_seconds, key
@@ -90,7 +86,7 @@ class RestartRendezvous(RendezvousHandler):
         return "rounds"
 
     def get_run_id(self) -> str:
-        """Constant: the port distinguishes jobs."""
+        """Constant, since the port distinguishes jobs."""
         return "moe_exp"
 
     def is_closed(self) -> bool:
@@ -100,17 +96,16 @@ class RestartRendezvous(RendezvousHandler):
         self._store.set("over", "1")
 
     def num_nodes_waiting(self) -> int:
-        """1 if some node wants another round."""
+        """1 if a node has requested another round."""
         return int(self.has_moved)
 
     def shutdown(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until every node has joined the current round.
-
-        Raises a RendezvousTimeoutError, RendezvousClosedError (the job is over, or this node was asked to
-        stop) or RendezvousConnectionError (on node 0, the port is taken; on others, node 0 has another key).
+        """Waits until every node has joined the current round. Raises RendezvousTimeoutError if not all nodes
+        join in time, RendezvousClosedError if the job is over or a stop was requested, and
+        RendezvousConnectionError if node 0's port is taken or node 0 has another key.
         """
         if self._ranks is not None and self._node_rank == 0:
             self._join_seconds = min(_REJOIN_SECONDS, self._join_seconds)
@@ -134,12 +129,12 @@ class RestartRendezvous(RendezvousHandler):
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has failed once more than it may, or was closed."""
+        """Whether the job was closed or has failed more than MAX_RESTARTS times."""
         return self._store.check(["over"])
 
     @property
     def has_moved(self) -> bool:
-        """Whether this node's round ended elsewhere."""
+        """Whether this node's round ended on another node."""
         return self._current != self.round or self.is_over
 
     @property
@@ -151,43 +146,43 @@ class RestartRendezvous(RendezvousHandler):
         return int(self._store.add(f"failed/{number}", 0)) > 0
 
     def say(self, failures: list[dict[str, Any]]) -> None:
-        """Reports failed ranks of this node to node 0."""
+        """Reports this node's failed ranks to node 0."""
         bounded = [failure | {"cause": str(failure["cause"])[:_MOST_CHARACTERS]} for failure in failures]
         self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(bounded))
 
     def fail(self) -> None:
-        """Ends the round because of failed ranks; beyond MAX_RESTARTS the job is over."""
-        # several nodes may report the same round: only the first counts it
+        """Ends the round because of failed ranks, and the job after MAX_RESTARTS restarts."""
+        # several nodes may report the same round: only the first report counts
         is_first = int(self._store.add(f"failed/{self.round}", 1)) == 1
         if is_first and int(self._store.add("failures", 1)) > self._max_restarts:
             self.set_closed()
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
-        """The valid reports on failures in round `number` so far."""
+        """Valid reports on failures in round `number` so far."""
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
         found: list[Any] = []
         for key in keys:
             with suppress(ValueError):
                 report = json.loads(self._store.get(key)) if self._store.check([key]) else []
                 found += report if isinstance(report, list) else []
-        # anybody who reaches the port may have written it: the four fields, and nothing long
+        # do not trust the content: accept exactly these fields, and no long strings
         found = [one for one in found if isinstance(one, dict)]
         found = [one for one in found if {name: type(value) for name, value in one.items()} == _FAILURE]
         return [one for one in found if all(len(str(value)) <= _MOST_CHARACTERS for value in one.values())]
 
     def move_on(self) -> None:
         """Ends the round for all nodes; the next one starts when all have joined."""
-        # not a plain `set`: two nodes that end the same round at once must not skip one
+        # compare_set: if several nodes end the same round, only the first one increments it
         self._store.compare_set("round", str(self.round), str(self.round + 1))
 
     @property
     def num_done(self) -> int:
-        """Nodes whose ranks have finished in this round."""
+        """Number of nodes whose ranks have finished in this round."""
         return int(self._store.add(f"done/{self.round}", 0))
 
     def finish(self) -> None:
-        """Records that this node's ranks have finished; keeps node 0's store for those that finish later."""
+        """Records that this node's ranks have finished; waits for other nodes, which need node 0's store."""
         self._store.add(f"done/{self.round}", 1)
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left
@@ -196,9 +191,9 @@ class RestartRendezvous(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
 
     def reconnect(self) -> bool:
-        """Reconnects to node 0; False if its host is away. Raises ConnectionError if it refuses."""
+        """Reconnects to node 0; False if its host is unreachable. Raises ConnectionError if it refuses."""
         try:
-            # a plain connection tells a host that refuses from one that is away
+            # a plain socket distinguishes a host that refuses from an unreachable one
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()
             self._agents = PrefixStore(self._key, self._store_at(self._port, serve=False))
         except (ConnectionRefusedError, ConnectionResetError):
@@ -209,7 +204,7 @@ class RestartRendezvous(RendezvousHandler):
 
     @property
     def _store(self) -> Store:
-        assert self._agents is not None, "the agent has not come to a round yet"
+        assert self._agents is not None, "next_rendezvous has not been called"
         return self._agents
 
     @property
@@ -220,23 +215,23 @@ class RestartRendezvous(RendezvousHandler):
         if self._agents is not None:
             return
         store = self._open(self._port, serve=self._node_rank == 0, deadline=deadline)
-        self._port = store.port  # 0, which only the one node of a job uses, has become a free port
+        self._port = store.port  # replaces 0
         fingerprint = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         if self._node_rank == 0:
             store.set("key", fingerprint)
         elif store.get("key") != fingerprint.encode():
             raise RendezvousConnectionError(
-                f"node 0 at {self._host}:{self._port} has another key than this node: another job has the"
-                " port, or the nodes do not share RUN_DIR. Fix: give this job a MASTER_PORT of its own, and a"
-                " RUN_DIR on a file system of all nodes"
+                f"node 0 at {self._host}:{self._port} has another key than this node: another job uses the"
+                " port, or the nodes do not share RUN_DIR. Fix: set MASTER_PORT to an unused port and RUN_DIR"
+                " to a folder on a shared file system"
             )
         self._agents = PrefixStore(self._key, store)
 
     def _joined(self, deadline: float) -> bool:
-        """Waits for all nodes in the current round; False if it ended before."""
+        """Waits until all nodes have joined the current round; returns False if it ends before that."""
         self.round = self._current
         if int(self._store.add(f"here/{self.round}/{self._node_rank}", 1)) > 1:
-            # replaces a dead agent of this node: the other nodes' ranks have to restart with ours
+            # this agent replaces a dead one of this node: the other nodes' ranks must restart with ours
             self.move_on()
             return False
         self._store.add(f"joined/{self.round}", 1)
@@ -244,12 +239,12 @@ class RestartRendezvous(RendezvousHandler):
             self._wait(deadline)
             if self._current != self.round:
                 return False
-        if self.is_over:  # a node joined and was asked to stop while waiting
+        if self.is_over:  # another node joined, but was stopped while it waited
             raise RendezvousClosedError
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """Serves a store, or connects to node 0's, which may not have started yet."""
+        """Serves a store, or connects to node 0's; retries until `deadline`, as it may not have started."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)
@@ -272,7 +267,8 @@ class RestartRendezvous(RendezvousHandler):
             if not serve and hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
                 _limit_silence(port)
             return store
-        with socket.socket() as listener:  # TCPStore's own listens on all interfaces
+        # TCPStore's own socket would listen on all interfaces
+        with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((_LOOPBACK, port))
             listener.listen(socket.SOMAXCONN)
@@ -284,18 +280,18 @@ class RestartRendezvous(RendezvousHandler):
 
     def _wait(self, deadline: float) -> None:
         if self._agents is not None and self._is_stopping():
-            self.set_closed()  # so that the other nodes do not wait for this one
+            self.set_closed()  # the other nodes must not wait for this one
         if self._is_stopping() or (self._agents is not None and self.is_over):
             raise RendezvousClosedError
         if time.monotonic() > deadline:
             raise RendezvousTimeoutError(
-                f"not all of {self._num_nodes} nodes have come within {self._join_seconds:.0f} s"
+                f"not all {self._num_nodes} nodes joined within {self._join_seconds:.0f} s"
             )
         time.sleep(_POLL_SECONDS)
 
 
 def _limit_silence(port: int) -> None:
-    """Limits unacknowledged data and silence on connections to `port`, as torch does not (Linux only)."""
+    """Sets timeouts for unacknowledged data and silence on connections to `port`, which torch does not."""
     options = {
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

@@ -1,5 +1,5 @@
-"""Files that a start uses, on this machine: the checkpoint that it continues from (whether it fits, where
-training starts, where stages begin), how often it reads each token file, and what it validates on. No torch.
+"""Checks of a run's sources on this machine: the checkpoint to load (whether it fits, where training and data
+stages begin), how often each token file is read, and the validation data. No torch.
 """
 
 import importlib.util
@@ -27,13 +27,13 @@ from moe_exp.runs.run_folder import RunFolder, read_rollbacks, run_folder_proble
 
 
 class _Source(NamedTuple):
-    folder: Path | None  # of its iteration; None: training starts at iteration 0
-    common: Mapping[str, Any]  # what it has beside tensors
-    progress: Mapping[str, Any]  # of that; empty: at iteration 0
+    folder: Path | None  # folder of its iteration; None: training starts at iteration 0
+    common: Mapping[str, Any]  # its contents other than tensors
+    progress: Mapping[str, Any]  # its training progress; empty: training starts at iteration 0
 
 
 def source_problems(config: Config) -> list[str]:
-    """A line for everything in which `config` does not fit the checkpoint that it would continue from."""
+    """One line per mismatch between `config` and the checkpoint that a start would load."""
     try:
         if (source := _source(config)) is None:
             return []
@@ -49,7 +49,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def stage_lines(config: Config) -> list[str]:
-    """A line for each stage in tokens that begins with a later batch; where they fit the checkpoint."""
+    """One line per stage in tokens that is moved to the start of a later batch."""
     with suppress(ValueError):
         if config.data_stages and (source := _source(config)) is not None:
             return _placed(config, source)[1]
@@ -57,7 +57,7 @@ def stage_lines(config: Config) -> list[str]:
 
 
 def start_of(config: Config) -> Start:
-    """Where training starts, by files on this machine; `source_problems` names what is wrong with them."""
+    """Start of training according to files on this machine; `source_problems` reports problems with them."""
     with suppress(ValueError):
         if (source := _source(config)) is not None and source.progress:
             from moe_exp.checkpoint.format.settings import saved_start
@@ -67,21 +67,19 @@ def start_of(config: Config) -> Start:
 
 
 def _source(config: Config) -> _Source | None:
-    """The checkpoint that a start continues from; None where only the ranks, or another machine, can know.
-
-    Raises:
-        ValueError: no checkpoint of the run folder, or of LOAD_DIR, is whole.
+    """The checkpoint that a start would load; None if only the ranks or another machine can determine it.
+    Raises ValueError if no checkpoint of the run folder or LOAD_DIR is complete.
     """
     if run_folder_problems(config) or config.remote_dir:
         return None
     own = RunFolder.of(config).checkpoints
     if any(own.glob(f"iter_*{REPLACED}")):
-        return None  # of a run that was killed while it saved: the ranks first tidy up
-    # a run continues from its own checkpoints; LOAD_DIR is for its first start
+        return None  # the run was killed while saving: the ranks will clean up first
+    # a run resumes from its own checkpoints; LOAD_DIR only applies to its first start
     place = own if usable(own) else Path(config.load_dir).expanduser() if config.load_dir else None
     if place is None:
         return _Source(None, {}, {})
-    # a LOAD_DIR at a store is copied only at the start, and without torch no checkpoint can be read
+    # a LOAD_DIR URL is copied when the run starts, and reading a checkpoint requires torch
     if (place != own and is_url(config.load_dir)) or importlib.util.find_spec("torch") is None:
         return None
     from moe_exp.checkpoint.format.torch_dist import read_common
@@ -93,7 +91,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """`config` whose stages in tokens begin with a batch, a line for each that this moves, and problems."""
+    """`config` with stages in tokens moved to the start of a batch, a line per moved stage, and problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())
@@ -113,8 +111,8 @@ def _data_problems(config: Config, source: _Source) -> list[str]:
     from moe_exp.data.samples.dataset import merged, stream_number
     from moe_exp.data.samples.order import order_changes, order_of_files
 
-    files = already_prepared(staged)  # else the start compares it after the preparation
-    with suppress(ValueError, OSError):  # the checks of files name what is missing
+    files = already_prepared(staged)  # otherwise the start compares them after the preparation
+    with suppress(ValueError, OSError):  # the checks of files report missing ones
         if files is not None and (order := order_of_files(files)) is not None:
             name = f"the checkpoint at iteration {source.progress['iteration']} of {source.folder.parent}"
             skipped = merged(source.progress.get("skipped_samples") or ())
@@ -123,17 +121,14 @@ def _data_problems(config: Config, source: _Source) -> list[str]:
     return []
 
 
-# Repeated up to so often, data is worth nearly as much as new data (arXiv:2305.16264).
+# Up to this number of epochs, repeated data is nearly as good as new data (arXiv:2305.16264).
 _WORTHWHILE_EPOCHS = 4
-_ROUNDING = 1.01  # of weights, and of TRAIN_ITERS to whole batches
+_ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole batches
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warns of token files that do not fit together, of sources that are read too often, and of validation on
-    one document; where a setting names text, of validation on what is trained on. Empty if files cannot be
-    read.
-    """
-    with suppress(ValueError, OSError):  # which the checks of files name
+    """Warns of mismatched or overused token files, and of validation on one document or on training data."""
+    with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))
         shares = parse_split(config.split) if config.split else [(0.0, 1.0), None]
@@ -150,7 +145,7 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
     stages = config.stages
     # a stage may begin after the last iteration of this run
     firsts = [min(stage.first_sample * config.seq_len, total) for stage in stages]
-    tokens, num_sources = Counter[str](), 0  # read of each prefix in all stages; in the largest blend
+    tokens, num_sources = Counter[str](), 0  # tokens read per prefix in all stages; size of the largest blend
     for stage, (begin, end) in zip(stages, pairwise([*firsts, total]), strict=True):
         blend = [] if names_text(stage.train_data) else parse_blend(stage.train_data)
         num_sources = max(num_sources, len(blend))
@@ -159,22 +154,24 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
     for prefix, read in tokens.items():
         there = part_tokens(TokenFiles(prefix), share, by_sequence=config.data_order == "megatron")
         asked = _max_epochs(prefix)
-        # The weights of a blend repeat a source unnoticed; TRAIN_ITERS repeats a single one on purpose.
+        # a blend's weights repeat a source unnoticed; with a single source, TRAIN_ITERS repeats it on purpose
         limit = asked or (1 if num_sources > 1 else _WORTHWHILE_EPOCHS)
         if there and read > _ROUNDING * limit * there:
             rule = f"this run reads it {read / there:.2f} times"
             fix = "train for fewer iterations, add data"
             fix += ", or lower its weight" if num_sources > 1 else ""
             if asked:
-                rule += f", and its mixture says max_epochs={asked:g}"
-                fix += f"; for max_epochs, repeat data mix with total_tokens={total:.4g}"
+                rule += f", but its mixture has max_epochs={asked:g}"
+                fix += f"; to respect max_epochs, repeat data mix with total_tokens={total:.4g}"
             yield problem("train_data", prefix, rule, fix)
 
 
 def _max_epochs(prefix: str) -> float | None:
-    """The limit that `moe-exp data mix` was given for these token files, if it has made them."""
+    """max_epochs of token files written by `moe-exp data mix`; None for others."""
     path = Path(prefix).with_name("mixture.json")
-    with suppress(KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
+    with suppress(
+        KeyError, TypeError, AttributeError, ValueError
+    ):  # a file of this name from another program
         facts = read_json(path) if path.is_file() else {}
         prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
@@ -183,7 +180,7 @@ def _max_epochs(prefix: str) -> float | None:
 
 
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
-    name, part = "train_data", f" for validation by SPLIT={config.split}"
+    name, part = "train_data", f" for validation with SPLIT={config.split}"
     if config.valid_data:
         name, part, share = validation_setting(config), "", (0.0, 1.0)
     if share is None or not config.eval_interval:
@@ -191,5 +188,5 @@ def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
     for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            rule = f"has one document{part}: its loss says little about other texts"
+            rule = f"has only one document{part}: its loss is not representative"
             yield problem(name, prefix, rule, "hold out more documents")

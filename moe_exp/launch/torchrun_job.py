@@ -1,7 +1,7 @@
 """This node's job: command line, environment, signals and exit code. No torch.
 
-The agent (launch/agent.py) gets its signals from here and passes them to the ranks, which finish the step,
-save and exit. If the launcher is killed, the agent lets the ranks save and exit.
+The launcher forwards signals to the agent (launch/agent.py), which forwards them to the ranks. These finish
+the iteration, save and exit. If the launcher is killed, the agent lets the ranks save and exit.
 """
 
 import os
@@ -32,7 +32,7 @@ TRAIN_MODULE = "moe_exp.train"
 
 
 def torchrun_command(config: Config, module_args: Sequence[str], module: str = TRAIN_MODULE) -> list[str]:
-    """The command line of this node's agent, the same as torchrun's."""
+    """Command line of this node's agent, with torchrun's options."""
     return [
         sys.executable, "-m", "moe_exp.launch.agent",
         "--nnodes", str(config.nnodes),
@@ -46,52 +46,52 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 
 
 def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
-    """The problem with a MASTER_PORT that node 0 cannot use."""
+    """Error for a MASTER_PORT that node 0 cannot use."""
     fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
-    fix += ", on all nodes" if num_nodes > 1 else ", or leave it out: one node takes a free one"
+    fix += ", on all nodes" if num_nodes > 1 else ", or omit it: a single node chooses a free one"
     return problem("master_port", port, rule, fix)
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and `key`, that of several nodes."""
+    """This process's environment plus threads per rank, CPU allocator, DETERMINISTIC and the nodes' `key`."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
         environ["OMP_NUM_THREADS"] = str(threads)
-    environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set this, too, with a warning
+    environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it with a warning
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not count_gpus():
         environ = KEEP_FREED_MEMORY | environ
     if config.tp > 1 or config.cp > 1:
-        # Megatron overlaps collectives with matrix products by launch order, which this preserves (before
-        # Blackwell).
+        # Megatron overlaps collectives with matrix products by launch order, which GPUs before Blackwell keep
+        # only with one connection.
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     environ[RENDEZVOUS_KEY] = key if config.nnodes > 1 else secrets.token_hex(16)
     return environ
 
 
-_KEY_SECONDS = 10.0  # from the creation of the file until its node writes it
+_KEY_SECONDS = 10.0  # from the creation of the file until its content is visible
 
 
 def shared_key(path: Path) -> str:
-    """The key of a multi-node job, which the first node writes into the run folder, only for its user."""
+    """Key of a multi-node job; the first node writes it into the run folder, readable only by its user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        # O_EXCL: one node creates it, the others read what that one writes
+        # O_EXCL: exactly one node creates the file, the others read its key
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         os.write(descriptor, secrets.token_hex(16).encode())
         os.close(descriptor)
     deadline = time.monotonic() + _KEY_SECONDS
     while len(key := path.read_text()) != 32:  # another node is writing it
         if time.monotonic() > deadline:
-            raise ValueError(f"{path}: has no key in it. Fix: remove it while no node of the run is up")
+            raise ValueError(f"{path}: contains no key. Fix: delete it while no node of the run is active")
         time.sleep(0.1)
     return key
 
 
-_STILL_SECONDS = 60.0  # limit for an agent that should end its ranks
-_SAVE_SECONDS = 600.0  # for ranks whose agent was killed
-_KILL_SECONDS = 30.0  # from SIGKILL until a process ends
+_STILL_SECONDS = 60.0  # time limit for an agent that should terminate its ranks
+_SAVE_SECONDS = 600.0  # time limit for ranks whose agent was killed
+_KILL_SECONDS = 30.0  # from SIGKILL until a process must have ended
 
 
 def run_job(
@@ -101,13 +101,12 @@ def run_job(
     config: Config | None = None,
     poll: Callable[[bool], bool] | None = None,
 ) -> int:
-    """Runs the agent, passes signals on (see the top of this file), and returns the ranks' exit code.
+    """Runs the agent, forwards signals, and returns the ranks' exit code, or if a signal ends the job before
+    they report one, 128 + the signal's number, like a shell.
 
-    If a signal ends the job before its ranks report one, returns 128 + the signal's number, as a shell does.
-
-    `config` is that of a training run, checked; None: the ranks have nothing to save, and the first signal
-    kills them. `poll`, which must be fast, is called every 0.2 s with whether the job was asked to stop; it
-    returns whether it ended the ranks because of a hang.
+    Args:
+        config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
+        poll: called every 0.2 s with whether a stop was requested; returns whether it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0
@@ -116,11 +115,10 @@ def run_job(
         code_file = Path(folder) / "exit_code"
         if config:
             settings_file(str(code_file)).write_text(config.model_dump_json())
-        # torchrun would leave a folder of its own for its error files in that for temporary files
+        # PET_LOG_DIR: otherwise torchrun would leave a folder for error files in the temporary folder
         environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
-        # a session of its own: the terminal's Ctrl-C must not reach agent and ranks besides the launcher's
-        # signal
-        with signals_blocked():  # signals during its imports wait until it can pass them on
+        # a separate session: the terminal's Ctrl-C must reach the agent and ranks only through the launcher
+        with signals_blocked():  # signals during the agent's imports stay pending until it can forward them
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         stillness = _Stillness(alive_file(str(code_file)))
         before, orphans = set(children_of(os.getpid())), _Orphans()
@@ -130,13 +128,13 @@ def run_job(
             if (code := agent.returncode) is not None and not orphans.are_left(code, before):
                 break
             pids = [agent.pid] if code is None else orphans.pids
-            # only a second Ctrl-C: schedulers send other signals several times
+            # only a second Ctrl-C kills: schedulers send other signals repeatedly
             if received.count(signal.SIGINT) > 1 or (received and config is None):
                 _kill_job(pids)
-            # each signal once, in the order in which they came
+            # each signal once, in the order of arrival
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
-                    unsaved = "ends, and saves nothing with SAVE_AT_END=false"
+                    unsaved = "ends without a save (SAVE_AT_END=false)"
                     what = "saves a checkpoint and ends" if config.save_at_end else unsaved
                     complain(f"stopping: the run {what}; a second Ctrl-C kills it")
                 num_sent += 1
@@ -145,9 +143,9 @@ def run_job(
                     send_signal(pid, signal.SIGTERM if is_rank and number == signal.SIGHUP else number)
             has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
             if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
-                complain(f"the agent has not moved for {_STILL_SECONDS:.0f} s: it and its ranks are killed")
+                complain(f"no response from the agent for {_STILL_SECONDS:.0f} s; killing it and its ranks")
                 _kill_job([agent.pid])
-        # Empty if the rank died while writing it, or the disk is full.
+        # empty if the rank died while writing it, or the disk is full
         if code_file.exists() and (reported := code_file.read_text()):
             return int(reported)
     if code and received:
@@ -156,14 +154,14 @@ def run_job(
 
 
 class _Stillness:
-    """How long a file has not been touched, counted only while there is a reason and this process runs."""
+    """Seconds since a file was last touched, counted only while this process runs."""
 
     def __init__(self, path: Path):
         self._path, self._touched, self._seconds = path, 0.0, 0.0
         self._looked = time.monotonic()
 
     def seconds(self, *, counts: bool) -> float:
-        # counts at most one second per call: this process may have been suspended itself (Ctrl-Z)
+        # at most one second per call counts: this process itself may have been suspended (Ctrl-Z)
         now, touched = time.monotonic(), 0.0
         with suppress(OSError):
             touched = self._path.stat().st_mtime
@@ -174,21 +172,21 @@ class _Stillness:
 
 
 class _Orphans:
-    """The ranks of a killed agent; SIGTERM makes them save, and the launcher waits for their exit code."""
+    """Ranks of a killed agent: SIGTERM makes them save, and the launcher waits for their exit code."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
         self._deadline: float | None = None
 
     def are_left(self, code: int, before: set[int]) -> bool:
-        """Whether some run; `code`: the agent's; `before`: children it did not start, and the agent."""
+        """Whether ranks are still running; `code`: the agent's; `before`: the agent and other children."""
         if code >= 0:
             return False
         if self._deadline is None:
             self._deadline = time.monotonic() + _SAVE_SECONDS
         self.pids = []
         for pid in children_of(os.getpid()):
-            with suppress(ChildProcessError):  # it has been reaped already
+            with suppress(ChildProcessError):  # already reaped
                 if pid not in before and os.waitpid(pid, os.WNOHANG)[0] != pid:
                     self.pids.append(pid)
         if not self.pids:
@@ -196,14 +194,14 @@ class _Orphans:
         late = time.monotonic() - self._deadline
         if late > 0:
             _kill_job(self.pids)
-        if late > _KILL_SECONDS:  # such as in a driver that does not answer
-            complain(f"processes {', '.join(map(str, self.pids))} do not end, although they were killed")
+        if late > _KILL_SECONDS:  # for instance blocked in a driver
+            complain(f"processes {', '.join(map(str, self.pids))} did not end after SIGKILL")
             return False
         time.sleep(0.2)
         return True
 
 
 def _kill_job(pids: Sequence[int]) -> None:
-    # The agent first, so that it does not report the ranks as failed.
+    # the agent first, or it would report the ranks as failed
     for pid in [*pids, *(child for parent in pids for child in children_of(parent))]:
         send_signal(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """Finds the node, rank and device behind the errors in logs, causes before consequences. No torch.
 
 Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog). The tables
-hold known messages of the driver, CUDA, NCCL, network cards, the kernel and SLURM. Xid numbers are from
-NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is a
-hint, not a proof: a broken GPU can cause any of them, and so can a program that writes to invalid addresses.
+list known messages from the driver, CUDA, NCCL, network cards, the kernel and SLURM. Xid numbers are from
+NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is
+not proof: a broken GPU can cause any of them, and so can a program that writes to invalid addresses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,18 @@ from moe_exp.host.progress import table_console
 from moe_exp.runs.records import last_records
 from moe_exp.runs.run_folder import RunFolder
 
-# In display order: what may cause the others comes first.
+# In display order: a cause may lead to those after it.
 CAUSES = ("hardware", "driver", "network", "memory", "disk", "program", "consequence")
 
-DRAIN = "take the node out, and have it inspected"
-RESET = "reset the GPU or restart the node; take it out if it comes again"
-NETWORK = "check the link, cable and switch of that node; take it out if it comes again"
-PROGRAM = (
-    "check the program (CUDA_LAUNCH_BLOCKING=1 names the line); if one GPU alone repeats it, it is the GPU"
-)
+DRAIN = "take the node out of service and have it inspected"
+RESET = "reset the GPU or reboot the node; take the node out of service if the error recurs"
+NETWORK = "check the link, cable and switch of this node; take it out of service if the error recurs"
+PROGRAM = "check the program (CUDA_LAUNCH_BLOCKING=1 shows the line); if only one GPU fails, suspect that GPU"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of message; `cause`: one of CAUSES; `excludes`: whether jobs should avoid the host."""
+    """A known kind of error; `cause`: one of CAUSES; `excludes`: whether jobs should avoid the host."""
 
     name: str
     cause: str
@@ -45,39 +43,40 @@ class Fault:
     excludes: bool = False
 
 
-_ENDED = "nothing by itself: it follows from another error, or from a process that was ended"
-_LATER = "nothing at once: reset the GPU when the job has ended"
+_ENDED = "none: caused by another error or a terminated process"
+_LATER = "reset the GPU after the job has ended"
+# Description, cause and advice by Xid number
 _XIDS = {
     8: ("GPU stopped processing", "driver", RESET),
     13: ("exception in a kernel", "program", PROGRAM),
-    31: ("kernel used an address that is not mapped", "program", PROGRAM),
-    32: ("broken stream of commands", "driver", RESET),
+    31: ("kernel accessed an unmapped address", "program", PROGRAM),
+    32: ("corrupted command stream", "driver", RESET),
     38: ("driver firmware error", "driver", RESET),
-    43: ("GPU stopped processing for a program", "program", PROGRAM),
+    43: ("GPU stopped processing a program", "program", PROGRAM),
     45: ("program's channels were cleaned up", "consequence", _ENDED),
     46: ("GPU stopped processing", "driver", RESET),
-    48: ("memory error of two bits (ECC)", "hardware", DRAIN),
+    48: ("double-bit memory error (ECC)", "hardware", DRAIN),
     61: ("internal micro-controller halted", "driver", RESET),
     62: ("internal micro-controller halted", "hardware", RESET),
-    63: ("row of memory is taken out of use", "hardware", _LATER),
-    64: ("row of memory could not be taken out of use", "hardware", DRAIN),
+    63: ("memory row was retired or remapped", "hardware", _LATER),
+    64: ("memory row could not be retired or remapped", "hardware", DRAIN),
     68: ("video engine exception", "driver", RESET),
     69: ("exception in a graphics class", "program", PROGRAM),
     74: ("NVLink error", "hardware", DRAIN),
     79: ("GPU has fallen off the bus", "hardware", DRAIN),
-    92: ("many memory errors of one bit", "hardware", "watch it: the memory may be about to fail"),
-    94: ("memory error, held to one program (ECC)", "hardware", RESET),
-    95: ("memory error, held to no program (ECC)", "hardware", DRAIN),
-    109: ("switch between programs timed out", "driver", RESET),
+    92: ("many single-bit memory errors", "hardware", "monitor it: the memory may be about to fail"),
+    94: ("memory error contained to one program (ECC)", "hardware", RESET),
+    95: ("uncontained memory error (ECC)", "hardware", DRAIN),
+    109: ("context switch timed out", "driver", RESET),
     110: ("security fault", "hardware", RESET),
-    119: ("GPU's system processor does not answer (GSP)", "driver", RESET),
-    120: ("GPU's system processor failed (GSP)", "driver", RESET),
-    121: ("link between chips corrected an error (C2C)", "hardware", "watch it"),
+    119: ("GPU system processor does not respond (GSP)", "driver", RESET),
+    120: ("GPU system processor failed (GSP)", "driver", RESET),
+    121: ("corrected error on the link between chips (C2C)", "hardware", "monitor it"),
     122: ("driver cannot read the GPU's flash memory", "hardware", RESET),
     136: ("link training failed", "hardware", DRAIN),
-    140: ("memory error that was not recovered (ECC)", "hardware", DRAIN),
-    143: ("GPU could not be started", "hardware", DRAIN),
-    154: ("driver asks for a reset or a restart", "hardware", RESET),
+    140: ("unrecovered memory error (ECC)", "hardware", DRAIN),
+    143: ("GPU initialization failed", "hardware", DRAIN),
+    154: ("driver requests a reset or a reboot", "hardware", RESET),
     **dict.fromkeys(range(144, 151), ("NVLink 5 error", "hardware", DRAIN)),
 }
 _BAD_XIDS = {46, 48, 61, 62, 64, 74, 79, 94, 95, 110, 119, 120, 136, 140, 143, *range(144, 151), 154}
@@ -87,72 +86,70 @@ XIDS = {
 }
 
 
-_MORE_MEMORY = "give the job more memory, or lower NUM_WORKERS or GPUS_PER_NODE"
+_MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
-_NO_GPU = (
-    f"check that the job asked for GPUs and nobody else holds them; on one host alone: preflight, or {RESET}"
-)
-_SIGNALLED = "look for what came before: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
+_NO_GPU = f"check that the job requested GPUs and no other process uses them; if only on one host, {RESET}"
+_SIGNALLED = "find the earlier cause: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
 
-# Name, cause, advice and `excludes` of a fault, and its pattern. The first match counts.
+# Name, cause, advice and `excludes` of each fault, and its pattern. The first match counts, so specific
+# patterns come before general ones.
 _MESSAGES = (
     ("uncorrectable memory error (ECC)", "hardware", DRAIN, True,
      r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable"),
     ("uncorrectable NVLink error", "hardware", DRAIN, True,
      r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable"),
     ("GPU has fallen off the bus", "hardware", DRAIN, True, r"fallen off the bus|GPU is lost"),
-    ("GPU cannot be used", "driver", RESET, True, r"rm_init_adapter failed|RmInitAdapter failed"),
-    ("GPU cannot be used", "driver", _NO_GPU, False,
+    ("GPU is unusable", "driver", RESET, True, r"rm_init_adapter failed|RmInitAdapter failed"),
+    ("GPU is unusable", "driver", _NO_GPU, False,
      r"No CUDA GPUs are available|cudaErrorDevicesUnavailable|all CUDA-capable devices are busy"),
     ("hardware stack error", "hardware", DRAIN, True, r"hardware stack error|cudaErrorHardwareStackError"),
-    # Each is three lines; healthy switches print dozens of Non-fatal ones at start.
+    # Each error has three lines; healthy switches print dozens of Non-fatal ones at start-up.
     ("NVSwitch error (SXid)", "hardware", DRAIN, True, r"SXid .*: \d+, Fatal"),
     # "Machine check events logged" and "CPU 3: Machine Check: 0" also appear for corrected errors.
-    ("uncorrectable error of processor or memory", "hardware", DRAIN, True,
+    ("uncorrectable CPU or memory error", "hardware", DRAIN, True,
      r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory )?error"
      r"|\[Hardware Error\]: Uncorrected|\[Hardware Error\]: event severity: (fatal|recoverable)"),
-    ("assertion in a kernel", "program", PROGRAM, False, r"device-side assert"),
-    ("kernel used an address that is not its own", "program", PROGRAM, False,
+    ("assertion failed in a kernel", "program", PROGRAM, False, r"device-side assert"),
+    ("kernel accessed an invalid address", "program", PROGRAM, False,
      r"illegal memory access|misaligned address|illegal instruction was encountered"
      r"|invalid program counter"),
     ("kernel failed", "program", PROGRAM, False,
      r"unspecified launch failure|launch timed out and was terminated"),
     ("GPU memory is full", "memory", "lower MBSZ, or raise RECOMPUTE, TP or EP; see `moe-exp plan`", False,
      r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory"),
-    ("the kernel killed a process: memory is full", "memory", _MORE_MEMORY, False,
+    ("out of memory: the operating system killed a process", "memory", _MORE_MEMORY, False,
      r"oom[-_]kill|Out of memory: Killed process|out of memory: Killed|task \d+(-\d+)?: Out Of Memory"
      r"|tasks [\d,-]+: Out Of Memory"),
     ("shared memory is full", "memory", _SHM, False,
      r"unable to (open|write|mmap|allocate|resize).*shared memory|insufficient shared memory"
      r"|Error while creating shared memory segment"),
-    ("bus error, mostly /dev/shm being full", "memory", _SHM, False,
+    ("bus error (usually /dev/shm is full)", "memory", _SHM, False,
      r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b"),
     ("disk is full", "disk", "free some space", False, r"No space left on device"),
-    ("disk or file server fails", "disk", "check the file system", False,
+    ("disk or file server error", "disk", "check the file system", False,
      r"Input/output error|Stale file handle|blk_update_request: I/O error|EXT4-fs error|XFS .*I/O error"),
     ("network card lost its link", "network", NETWORK, True,
      r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
      r"|mlx5_core .*(health compromised|fatal|assert)|infiniband.*(error|failed)"),
-    ("link of a network card was down", "network",
-     "nothing, where it was while the node started; else " + NETWORK, False,
+    ("network card's link was down", "network", "none if the node was booting; otherwise " + NETWORK, False,
      r"mlx\d_core .*Link DOWN\b"),
-    ("InfiniBand transfer failed: one of the two ends, or the way between", "network", NETWORK, False,
+    ("InfiniBand transfer failed at either end or in between", "network", NETWORK, False,
      r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed"
      r"|Call to ibv_\w+ failed"),
-    ("EFA transfer failed: one of the two ends, or the way between", "network", NETWORK, False,
+    ("EFA transfer failed at either end or in between", "network", NETWORK, False,
      r"NET/OFI .*(error|failed)|libfabric:.*<warn>.*(err:|error)|efa_rdm\w*.*err"
      r"|fi_addr_efa.*(Unreachable|Invalid)"),
     ("no connection to another host", "network", NETWORK, False,
      r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed"
      r"|connection (timed out|refused|closed))|No route to host|Network is unreachable"),
-    ("NCCL waited too long for another rank", "consequence",
-     "look for the rank that did not come: the first cause above, or `moe-exp watch stacks`", False,
+    ("NCCL timed out waiting for another rank", "consequence",
+     "find the rank it waited for: the first cause above, or `moe-exp watch stacks`", False,
      r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
      r"|detected by watchdog|watchdog thread terminated|heartbeat monitor timed out"),
-    ("another rank has gone", "consequence", "look for the rank that went first", False,
+    ("another rank disconnected", "consequence", "find the rank that failed first", False,
      r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms"
      r"|remote process exited or there was a network error"),
-    ("NCCL failed", "consequence", "look for the NCCL WARN line before it (NCCL_DEBUG=WARN)", False,
+    ("NCCL failed", "consequence", "find the preceding NCCL WARN line (NCCL_DEBUG=WARN)", False,
      r"unhandled system error|unhandled cuda error|ncclSystemError|ncclInternalError|ncclRemoteError"),
     ("CUDA error", "program", PROGRAM, False,
      r"CUDA error: |CUDA driver error|cudaError\w+|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
@@ -160,7 +157,7 @@ _MESSAGES = (
     ("rank failed", "program", "read its traceback", False, r"moe-exp: rank \d+ on \S+( \(\S+\))? failed: "),
     ("rank crashed", "program", "read its log", False,
      r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG(SEGV|ILL|FPE)"),
-    ("rank was ended by a signal", "consequence", _SIGNALLED, False,
+    ("rank was terminated by a signal", "consequence", _SIGNALLED, False,
      r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG"),
 )  # fmt: skip
 PATTERNS = [
@@ -168,10 +165,10 @@ PATTERNS = [
     for name, cause, advice, excludes, pattern in _MESSAGES
 ]
 
-# Xids that state their severity: patterns of those that jobs may survive.
+# These Xids state their severity; jobs may survive the ones that match.
 _MILD = {
-    **dict.fromkeys(range(144, 151), (r", \S+ Nonfatal ", "NVLink 5 error that is not fatal")),
-    154: (r"to 0x0 \(None\)", "driver asks for nothing any more"),
+    **dict.fromkeys(range(144, 151), (r", \S+ Nonfatal ", "nonfatal NVLink 5 error")),
+    154: (r"to 0x0 \(None\)", "driver no longer requests an action"),
 }
 
 
@@ -180,25 +177,24 @@ def recognised(message: str) -> Fault | None:
         number = int(found[1])
         pattern, what = _MILD.get(number, (r"(?!)", ""))
         if re.search(pattern, message):
-            return Fault(f"Xid {number}: {what}", "hardware", "watch it")
-        unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's catalog of Xid errors")
+            return Fault(f"Xid {number}: {what}", "hardware", "monitor it")
+        unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's Xid error catalog")
         return XIDS.get(number, unknown)
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a line; empty fields are unknown."""
+    """The source of a log line; empty fields are unknown."""
 
     host: str = ""
     rank: str = ""
-    device: str = ""  # `cuda:3`, or its bus address, `0000:c1:00`
-    time: str = ""  # `11-22 03:14:07`, or since boot `12345.7 s`
+    device: str = ""  # `cuda:3`, or its bus address `0000:c1:00`
+    time: str = ""  # `11-22 03:14:07`, or the time since boot `12345.7 s`
 
     def completed(self, other: Origin) -> Origin:
-        """Fills missing fields from `other`."""
-        names = ("host", "rank", "device", "time")
-        return Origin(*(getattr(self, name) or getattr(other, name) for name in names))
+        """Copy with missing fields filled from `other`."""
+        return Origin(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -206,7 +202,7 @@ _CLOCK = r"(?P<clock>\d\d:\d\d:\d\d)"
 _TIMES = (
     re.compile(rf"\b\d{{4}}-(?P<month>\d\d)-(?P<day>\d\d)[ T]{_CLOCK}"),  # ours, ISO 8601
     re.compile(rf"\b(?P<name>{'|'.join(_MONTHS)}) +(?P<day>\d{{1,2}}) {_CLOCK}"),  # syslog, dmesg -T
-    # glog as in torch, without leading 0
+    # glog, as torch writes it: the month has no leading zero
     re.compile(rf"\[[EWIF](?P<month>\d\d?)(?P<day>\d\d) {_CLOCK}"),
 )
 _SINCE_BOOT = re.compile(r"^\s*(?:<\d+>)?\[\s*(\d+\.\d)\d*\]")
@@ -217,15 +213,15 @@ _LOUD = "(?:WARNING|ERROR|CRITICAL)"
 _PROGRAM = r"[\w.()/-]+(?:\[\d+\])?: "
 _NO_ERROR = r"(?!\S*(Error|Exception|Interrupt): )"
 _NO_PROGRAM = rf"(?!(moe-exp|srun|terminate|NVRM|kernel|\d+|{_LEVELS}): )"
-# Each has one of host, rank, device as a named group.
+# Each pattern captures at least one of host, rank and device.
 _SOURCES = (
-    # a rank's own errors, and its log messages
+    # a rank's errors and log messages
     re.compile(rf"rank (?P<rank>\d+) on (?P<host>{_NAME})(?: \((?P<device>[\w:]+)\))?"),
     re.compile(rf"\] {_LOUD} (?P<host>{_NAME}) rank (?P<rank>\d+)(?: (?P<device>cuda:\d+|cpu))?"),
     re.compile(rf"(?:^|[\s>|])(?P<host>{_NAME}):\d+:\d+ \[(?P<gpu>\d+)\] "),  # NCCL
     re.compile(rf"srun: error: (?P<host>{_NAME}): tasks? "),
     re.compile(rf"slurmstepd(?:-(?P<host>{_NAME}))?: error: "),
-    # syslog, and systemd's
+    # syslog and systemd
     re.compile(rf"(?:{'|'.join(_MONTHS)}) +\d+ \d\d:\d\d:\d\d (?P<host>{_NAME}) {_PROGRAM}"),
     re.compile(rf"^\d{{4}}-\d\d-\d\dT[\d:.,+-]+Z? (?P<host>{_NAME}) {_PROGRAM}"),
     # pdsh, clush; not `RuntimeError: CUDA error: ...`, `ERROR: ...`, or the task number of `srun --label`
@@ -246,7 +242,7 @@ def origin(line: str) -> Origin:
         found["time"] = f"{int(month):02d}-{int(clock['day']):02d} {clock['clock']}"
     elif since := _SINCE_BOOT.search(line):
         found["time"] = f"{since[1]} s"
-    # the first source that knows a field counts
+    # the first source that matches a field wins: a rank's own line is more specific than a syslog prefix
     for source in _SOURCES:
         if match := source.search(line):
             values = {name: value for name, value in match.groupdict().items() if value}
@@ -255,7 +251,7 @@ def origin(line: str) -> Origin:
             found = values | found
     if rank := next((match[1] for pattern in _RANK if (match := pattern.search(line))), ""):
         found.setdefault("rank", rank)
-    # a bus address names the card in any process, `cuda:0` only in one
+    # a bus address identifies the card on the whole host, `cuda:0` only inside one process
     if bus := _BUS.search(line):
         found["device"] = next(filter(None, bus.groups())).lower()
     elif device := _DEVICE.search(line):
@@ -265,7 +261,7 @@ def origin(line: str) -> Origin:
     return Origin(**found)
 
 
-# Parts of file names that are not hosts.
+# Parts of file names that are not host names.
 _WORDS = re.compile(
     r"(slurm|job|train|log|logs|out|err|stdout|stderr|rank|dmesg|syslog|messages|kern|journal|run|attempt|hang"
     r"|gz|txt|summary|launcher|nccl)?[-_]?\d*|node|all",
@@ -274,7 +270,7 @@ _WORDS = re.compile(
 
 
 def origin_of_file(path: Path) -> Origin:
-    """Origin from a file's name: SLURM's `%N` (`123_4.node17.out`), `rank3`, torchrun's rank folders."""
+    """Origin by a file's name: SLURM's `%N` (`123_4.node17.out`), `rank3`, or torchrun's rank folders."""
     rank = re.search(r"rank[-_]?(\d+)", path.name)
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
@@ -286,14 +282,14 @@ def origin_of_file(path: Path) -> Origin:
 
 _LOGS = (".log", ".out", ".err", ".txt")
 _MOST_EVENTS = 5  # per run
-_MOST_ENTRIES = 100_000  # per folder; a run has some thousands, and / should not be walked
-_FIX = "Fix: give log files, or the folder of a run."
+_MOST_ENTRIES = 100_000  # per folder; a run has a few thousand, and a scan of / would take hours
+_FIX = "Fix: name log files or a run folder."
 _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on a host, rank and device: `where` has the first time, `last` the last one or ''."""
+    """Equal faults on one host, rank and device; `where` has the first time, `last` the last one or ''."""
 
     fault: Fault
     where: Origin
@@ -303,21 +299,19 @@ class Blame:
 
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
-    """Expands folders, such as run folders, to the log files in them.
-
-    Raises:
-        ValueError: a path does not exist, or a folder has no logs, or far more files than a run has.
+    """Replaces folders, such as run folders, by the log files in them. Raises ValueError if a path does not
+    exist, or a folder has no logs or far more files than a run.
     """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path}: is not there. {_FIX}")
+            raise ValueError(f"{path}: not found. {_FIX}")
         inside, left = [] if path.is_dir() else [path], _MOST_ENTRIES
         for place, folders, files in os.walk(path):
             folders[:] = [name for name in folders if name not in _NO_LOGS]
             left -= len(folders) + len(files)
             if left < 0:
-                raise ValueError(f"{path}: has over {_MOST_ENTRIES} files. {_FIX}")
+                raise ValueError(f"{path}: has more than {_MOST_ENTRIES} files. {_FIX}")
             logs = (Path(place, name) for name in files if Path(name).suffix in _LOGS)
             inside += filter(Path.is_file, logs)
         if not inside:
@@ -327,7 +321,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """The latest hangs and dead ranks in the events of run folders among `paths`; logs may miss them."""
+    """Latest hangs and failed ranks from the events of run folders in `paths`; logs may lack them."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
@@ -336,7 +330,7 @@ def reported_by_runs(paths: Iterable[Path]) -> list[str]:
             if event["event"] == "hang":
                 lists = (event.get("ranks") or [], event.get("hosts") or [])
                 ranks, hosts = (", ".join(map(str, values)) for values in lists)
-                what = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
+                what = f"rank {ranks} on {hosts} differs from the others" if ranks else "no rank stands out"
                 what += f"; see {run.path / str(event.get('folder', 'hang'))}/summary.txt"
             else:
                 who = f"rank {event.get('rank')} on {event.get('host')} ({event.get('device')})"
@@ -346,7 +340,7 @@ def reported_by_runs(paths: Iterable[Path]) -> list[str]:
     return lines
 
 
-# A recognized line; without a fault, it only shows the host and device of a rank.
+# A recognized line; without a fault, it only links a rank to its host and device.
 Seen = tuple[Fault | None, Origin, str]
 
 
@@ -360,7 +354,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """The recognized lines of a log. Lines without a time, as in tracebacks, get that of the line before."""
+    """Yields the recognized lines of a log; lines without a time, as in tracebacks, inherit the last one."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -370,15 +364,12 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place; `logs`: origin by file name and recognized lines of each file.
-
-    Missing places come from the same rank's lines, then the file name, then other files.
-    """
+    """Groups equal faults by place; `logs`: origin by name and recognized lines of each file."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:
             hosts[where.rank].add(where.host)
-    # where all files agree: a rank changes hosts from job to job
+    # only if all files agree: a rank may change hosts from job to job
     only = {rank: Origin(host=min(names)) for rank, names in hosts.items() if len(names) == 1}
 
     def learn(where: Origin, known: dict[str, Origin]) -> None:
@@ -389,7 +380,8 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
 
     found: dict[tuple[Fault, str, str, str], Blame] = {}
     for of_file, seen in logs:
-        # What later lines say is known at the first one, and corrected on the way, as jobs follow each other.
+        # Read backwards first: early lines use facts from later ones. The forward pass then corrects them,
+        # since a file may contain several jobs.
         known = defaultdict[str, Origin](Origin)
         for _, where, _ in reversed(seen):
             learn(where, known)
@@ -397,6 +389,7 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
             learn(where, known)
             if fault is None:
                 continue
+            # missing facts come from the same rank's lines, then the file name, then other files
             if not (where.host or where.rank):
                 where = where.completed(of_file)
             there = known[where.rank]
@@ -414,7 +407,7 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
 
 
 def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
-    """Hosts with faults of hardware, driver or link, each with the first reason."""
+    """Maps hosts with hardware, driver or link faults to the first reason."""
     hosts: dict[str, str] = {}
     for one in found:
         if one.fault.excludes and one.where.host:
@@ -423,7 +416,7 @@ def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
 
 
 def hardware_faults(lines: Iterable[str]) -> list[str]:
-    """Hardware faults in this host's kernel messages, a line each."""
+    """Hardware faults in this host's kernel messages, one line each."""
     found = gathered([(Origin(), list(recognised_lines(lines)))])
     return [_described(one) for one in found if one.fault.excludes]
 
@@ -439,7 +432,7 @@ _COLOURS |= dict.fromkeys(("hardware", "driver", "network"), "red")
 
 
 def print_blame(found: Sequence[Blame]) -> None:
-    """Prints a row for each kind of fault at a place, causes first."""
+    """Prints a table with one row per kind of fault and place, causes first."""
     console = table_console()
     if not found:
         console.print("No known error in these logs.")
@@ -450,14 +443,14 @@ def print_blame(found: Sequence[Blame]) -> None:
     for one in found:
         where = one.where
         times = (str(one.count), where.time or "-", one.last or "-")
-        place = (where.host or "?", where.rank or "-", where.device or "-")
-        cells = (one.fault.name, *place, *times, one.fault.advice)
-        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, cells))
+        cells = (one.fault.name, where.host or "?", where.rank or "-", where.device or "-", *times)
+        cause = Text(one.fault.cause, _COLOURS[one.fault.cause])
+        table.add_row(cause, *map(Text, cells), Text(one.fault.advice))
     console.print(table)
 
 
 def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
-    """The rows as objects, each with the first line."""
+    """The table's rows as JSON objects, each with the first log line."""
     return [
         {
             "cause": one.fault.cause, "what": one.fault.name, "host": one.where.host or None,

@@ -1,9 +1,9 @@
-"""The list of nodes to exclude from jobs: one host a line, with date and reason as a comment.
+"""The list of nodes that jobs must avoid: one host per line, with date and reason as a comment.
 
     node-a07    # 2026-11-03T02:14:09+01:00 preflight: matmul 41% of the other nodes' speed
 
-Lines written by people are kept; empty lines and lines that start with # are ignored. The preflight,
-`moe-exp watch blame` and people add to it; run_slurm.sh and `moe-exp watch exclude FILE --slurm` read it.
+The preflight, `moe-exp watch blame` and people add lines; run_slurm.sh and `moe-exp watch exclude FILE
+--slurm` read them. Manual edits are preserved; empty lines and lines that start with # are ignored.
 """
 
 import re
@@ -17,18 +17,18 @@ from moe_exp.host.files import write_atomically
 
 EXCLUDE_NODES = "exclude_nodes.txt"  # in RUN_DIR
 
-# SLURM uses short host names; host name characters (RFC 1123) need no quotes.
+# Characters of a host name (RFC 1123), none of which a shell has to quote.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _LONGEST_SHOWN = 100  # characters
 
 
 def read_excluded(path: Path) -> list[str]:
-    """Unique host names in file order, empty without a file; raises ValueError on an invalid line."""
+    """Unique host names in file order; empty if there is no file. Raises ValueError on an invalid line."""
     return list(read_reasons(path))
 
 
 def read_reasons(path: Path) -> dict[str, str]:
-    """Maps host names to date and reason; of a host that is listed twice, the first."""
+    """Maps host names to date and reason; the first line of a host counts."""
     reasons: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines(), start=1):
         host, _, comment = line.partition("#")
@@ -37,21 +37,21 @@ def read_reasons(path: Path) -> dict[str, str]:
         try:
             reasons.setdefault(slurm_name(host.strip()), comment.strip())
         except ValueError:
-            rule = f"line {number} holds {host.strip()[:_LONGEST_SHOWN]!r}, no host name"
-            raise ValueError(f"{path}: {rule}. Fix: one host a line, reasons after #.") from None
+            rule = f"line {number}: {host.strip()[:_LONGEST_SHOWN]!r} is not a host name"
+            raise ValueError(f"{path}: {rule}. Fix: write one host per line, reasons after #.") from None
     return reasons
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host, without its domain; False if it is listed, ValueError if its name is invalid."""
+    """Adds a host without its domain; False if already listed. Raises ValueError on an invalid name."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Two nodes that add at the same moment must not lose a line.
+    # two nodes that add a line at the same time must not lose one
     with _lock(path):
         if host in read_reasons(path):
             return False
         before = _text(path)
-        # a person's last line may have no newline
+        # a manual edit may leave the last line without a newline
         if before and not before.endswith("\n"):
             before += "\n"
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -60,7 +60,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
 
 
 def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
-    """Removes hosts from the list; returns those that were in it."""
+    """Removes hosts from the list; returns the removed ones."""
     gone = set(map(slurm_name, hosts))
     if not path.exists():
         return []
@@ -74,24 +74,23 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
 
 
 def slurm_option(hosts: Iterable[str]) -> str:
-    """`--exclude=a,b` for sbatch and srun; empty without hosts."""
+    """The option `--exclude=a,b` for sbatch and srun; empty without hosts."""
     names = list(dict.fromkeys(map(slurm_name, hosts)))
     return f"--exclude={','.join(names)}" if names else ""
 
 
 def slurm_name(host: str) -> str:
-    """Host name without its domain, as SLURM uses it; raises ValueError if it is not valid."""
+    """Host name without its domain, as SLURM uses it; an IP address stays. Raises ValueError if invalid."""
     if not _HOST.fullmatch(host):
-        fix = "give letters, digits, '-', '_' and '.' alone"
+        fix = "use only letters, digits, '-', '_' and '.'"
         raise ValueError(f"host={host[:_LONGEST_SHOWN]!r}: is not a host name. Fix: {fix}.")
-    is_address = re.fullmatch(r"[\d.]+", host)
-    return host if is_address else host.partition(".")[0]
+    return host if re.fullmatch(r"[\d.]+", host) else host.partition(".")[0]
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty without a file."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"{path}: is not a file. Fix: name a file with one host a line.")
+    """The file's text; empty if there is no file."""
+    if path.exists() and not path.is_file():  # reading a pipe would block
+        raise ValueError(f"{path}: is not a file. Fix: name a file with one host per line.")
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 

@@ -1,7 +1,7 @@
-"""How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
+"""Save interval and disk space of a run: `moe-exp watch storage`. No torch.
 
-The formulas are in planner/costs/saves.py. With ASYNC_SAVE training waits for less than d, and a failure
-loses the unpublished save: d is an upper bound for both.
+The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration of a
+save, d, and a failure loses the unpublished save: d is an upper bound for both.
 """
 
 import math
@@ -19,11 +19,11 @@ from moe_exp.planner.costs.saves import DiskUse, daly_interval, disk_use, lost_s
 from moe_exp.runs.records import Record, iter_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
-# Events that end all ranks. All within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
+# Events that end all ranks. Those within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
 FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
-_FEW_FAILURES, _FEW_HOURS = 2, 10.0  # fewer give no estimate of the time between failures
+_FEW_FAILURES, _FEW_HOURS = 2, 10.0  # minimum for an estimate of the time between failures
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Measured:
 
     iteration_seconds: float | None = None  # median of the latest train records
     save_seconds: float | None = None  # median over the saves
-    checkpoint_bytes: int | None = None  # of the latest
+    checkpoint_bytes: int | None = None  # size of the latest
     hours: float = 0.0  # training time
-    num_failures: int = 0  # in that time
-    restart_seconds: float | None = None  # median from a failure to the next start's resume
-    iteration: int = 0  # the last finished one
+    num_failures: int = 0  # during `hours`
+    restart_seconds: float | None = None  # median time from a failure to the next resume
+    iteration: int = 0  # last finished iteration
 
 
 def measured(records: Sequence[Record]) -> Measured:
-    """Computes them from the records of a run's metrics.jsonl."""
+    """Measurements from the records of a run's metrics.jsonl."""
     train = [record for record in records if record.get("kind") == "train"]
     events = [record for record in records if record.get("kind") == "event"]
     saves = [event for event in events if event.get("event") == "checkpoint"]
     times = _numbers(train[-_NUM_RECORDS:], "elapsed_time_per_iteration_ms")
     seconds = _numbers(saves, "seconds")
-    # A restart takes from the last report of a failure to the next resume.
+    # a restart lasts from the last report of a failure to the next resume
     failures, restarts, last, is_down = 0, list[float](), -math.inf, False
     for event in events:
         if (when := time_of(event)) is None:
@@ -69,56 +69,52 @@ def measured(records: Sequence[Record]) -> Measured:
 
 
 def _numbers(records: Sequence[Record], key: str) -> list[float]:
-    """Values of a key that are finite and more than 0."""
+    """Finite positive values of a key."""
     values = (record.get(key) for record in records)
     return [value for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """How often a run should save."""
+    """The recommended SAVE_INTERVAL of a run."""
 
     iteration_seconds: float
     save_seconds: float
     restart_seconds: float
-    mtbf_hours: float  # mean time between failures of the whole job, known from `source`
-    source: str
-    best_iterations: int  # best SAVE_INTERVAL by Daly
-    young_iterations: int  # and by Young
-    best_share: float  # of the work's time, lost at best
-    present_share: float | None  # lost with the current SAVE_INTERVAL; None if that is 0
+    mtbf_hours: float  # mean time between failures of the whole job
+    source: str  # where `mtbf_hours` comes from
+    best_iterations: int  # optimal SAVE_INTERVAL (Daly)
+    young_iterations: int  # first-order approximation (Young)
+    best_share: float  # lost time as a fraction of useful time, at the optimum
+    present_share: float | None  # the same with the current SAVE_INTERVAL; None if it is 0
 
 
 def save_advice(
-    save_interval: int,
-    found: Measured,
-    *,
-    mtbf_hours: float | None = None,
-    num_nodes: int = 1,
-    restart_seconds: float | None = None,
-) -> Advice | None:
-    """Computes the best interval; None if the run has not measured an iteration and a save yet.
+    save_interval: int, found: Measured, *,
+    mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None,
+) -> Advice | None:  # fmt: skip
+    """Computes the optimal interval; None if the run has not yet measured an iteration and a save.
 
     Args:
         save_interval: iterations; 0: only at the end.
-        mtbf_hours: of each of `num_nodes`, which fail independently; None: the run's hours over its failures,
-            at least one, which is pessimistic.
-        restart_seconds: replaces the measured ones.
+        mtbf_hours: mean time between failures of each of `num_nodes`; None: measured for the whole job.
+        restart_seconds: replaces the measured value.
     """
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
         # rates of independent failures add up
         hours = mtbf_hours / num_nodes
-        source = f"--mtbf {mtbf_hours:g} hours of a node, {num_nodes} node{'s' * (num_nodes != 1)}"
+        source = f"--mtbf {mtbf_hours:g} hours per node, {num_nodes} node{'s' * (num_nodes != 1)}"
     else:
+        # without a failure so far, one is assumed, which is pessimistic
         number = found.num_failures
         hours = found.hours / max(1, number)
-        what = f"{number} failure{'s' * (number > 1)}" if number else "no failure, taken as one"
+        what = f"{number} failure{'s' * (number > 1)}" if number else "no failure, counted as one,"
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
         source = f"{what} in {took} of this run"
         if number < _FEW_FAILURES or found.hours < _FEW_HOURS:
-            source += ", too little to go by: give --mtbf HOURS"
+            source += ", too few for an estimate: set --mtbf HOURS"
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
@@ -131,7 +127,7 @@ def save_advice(
 
 @dataclass(frozen=True)
 class Storage:
-    """Report on a run, or on settings without one."""
+    """Storage needs of a run or a settings file; `there`: iterations of existing checkpoints."""
 
     config: Config
     measured: Measured
@@ -140,12 +136,12 @@ class Storage:
 
 
 def storage_of(path: Path) -> Storage:
-    """Reads a run folder or a settings file (YAML, or lines NAME=value); ValueError if it is neither."""
+    """Reads a run folder or settings file (YAML or NAME=value lines); raises ValueError if it is neither."""
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
-        fix = "name a folder with config.yaml, or such a file"
-        raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
+        fix = "name a folder with config.yaml or a settings file"
+        raise ValueError(f"RUN={path}: is neither a run folder nor a settings file. Fix: {fix}.")
     try:
         given = known_settings(recorded_settings(settings)) if folder else read_settings(settings)
     except ConfigError:
@@ -154,7 +150,7 @@ def storage_of(path: Path) -> Storage:
         raise ValueError(f"{settings}: cannot be read ({error}). Fix: name another file.") from None
     config = load_config(given, {})
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
-    # `experts` of all records may have gigabytes
+    # `experts` of all records may take gigabytes
     found = measured([record | {"experts": None} for record in lines])
     there = folder.checkpoint_iterations() if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
@@ -162,37 +158,38 @@ def storage_of(path: Path) -> Storage:
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
-    """Rows to print, in order, name to value."""
+    """Maps the names of the rows to print to their values, in order."""
     config, use, found = storage.config, storage.use, storage.measured
-    kept = "KEEP_LAST=0: all are kept"
+    kept = "KEEP_LAST=0 keeps all"
     if config.keep_last:
         kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
-        kept += "; and the one being written"
-    size = "measured" if found.checkpoint_bytes else "by the settings"
+        kept += ", plus the one being written"
+    size = "measured" if found.checkpoint_bytes else "computed from the settings"
     rows: dict[str, Any] = {
         "one checkpoint": f"{bytes_text(use.one_bytes)} ({size})",
-        "checkpoints there": len(storage.there),
-        "at once at most, until the end": f"{use.num_checkpoints} ({kept})",
+        "existing checkpoints": len(storage.there),
+        "most checkpoints at once": f"{use.num_checkpoints} ({kept})",
         "records until the end": bytes_text(use.records_bytes),
-        "room that is needed": bytes_text(use.needed_bytes),
+        "space needed until the end": bytes_text(use.needed_bytes),
     }
     if free_bytes is not None:
         enough = "enough" if free_bytes >= use.needed_bytes else "NOT ENOUGH"
-        rows["free on the disk"] = f"{bytes_text(free_bytes)}, {enough} (a quota is not seen here)"
+        rows["free disk space"] = f"{bytes_text(free_bytes)}, {enough} (ignores quotas)"
     if advice is None:
-        return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
+        return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the first save"}
 
     def loses(share: float) -> str:
+        # a share of the useful time: from 1 on, a percentage is harder to read than a factor
         if share < 1:
             return f"loses {share:.2%}"
-        return "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
+        return "never finishes" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
 
     present = "saves only at the end" if advice.present_share is None else loses(advice.present_share)
     times = (advice.iteration_seconds, advice.save_seconds, advice.restart_seconds)
     best = f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young)"
     return rows | {
-        "an iteration, a save, a restart": ", ".join(f"{seconds:.3g} s" for seconds in times),
+        "iteration, save, restart": ", ".join(f"{seconds:.3g} s" for seconds in times),
         "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
         "best SAVE_INTERVAL": f"{best}, {loses(advice.best_share)}",
-        "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
+        "current SAVE_INTERVAL": f"{config.save_interval}, {present}",
     }

@@ -170,10 +170,10 @@ def test_resume_is_settings_and_folder(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("folder", "flags", "line"),
     [
-        ("runs/B", {}, "RESUME=runs/B: is no run folder, .*config.yaml. Fix: .* --resume runs/NAME."),
-        ("runs/A/checkpoints", {}, "RESUME=runs/A/checkpoints: is no run folder, .* --resume runs/A."),
-        ("runs/A", {"run_name": "C"}, "RUN_NAME=C: --resume runs/A already says which settings .* Fix: .*"),
-        ("runs/A", {"config": "x"}, "CONFIG=x: --resume runs/A already says which settings .* Fix: .*"),
+        ("runs/B", {}, "RESUME=runs/B: is not a run folder .*config.yaml.*Fix: .* --resume runs/NAME."),
+        ("runs/A/checkpoints", {}, "RESUME=runs/A/checkpoints: is not a run folder .* --resume runs/A."),
+        ("runs/A", {"run_name": "C"}, "RUN_NAME=C: --resume runs/A already sets the settings .* Fix: .*"),
+        ("runs/A", {"config": "x"}, "CONFIG=x: --resume runs/A already sets the settings .* Fix: .*"),
     ],
 )
 def test_folders_that_cannot_be_resumed(folder, flags, line, capsys):

@@ -270,7 +270,7 @@ def test_node_0_is_gone(tmp_path):
     nodes.agents[0].kill()
     rank.kill()
     assert nodes.end() == [-9, 1]
-    assert "node 0 is gone" in nodes.errors()
+    assert "lost node 0" in nodes.errors()
 
 
 @pytest.mark.parametrize("what", ["metrics", "errors of the agent", "errors of a rank"])
@@ -294,7 +294,7 @@ def test_event_that_could_not_be_written_comes_with_the_next(tmp_path, capsys):
     agent._metrics.rmdir()
     agent._event("restart", 7, number=1)
     assert [record["event"] for record in read_metrics(agent._metrics)] == ["rank_failed", "restart"]
-    assert f"{agent._metrics} has no event rank_failed (Is a directory)" in capsys.readouterr().err
+    assert f"event rank_failed to {agent._metrics} (Is a directory)" in capsys.readouterr().err
 
 
 def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):
@@ -329,7 +329,7 @@ def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
     nodes = Nodes(tmp_path, plan, num_nodes=2, num_ranks=1, first_delay=100.0)
     # The files with their codes do not stay: agents remove them before ranks start again.
     node_1 = psutil.Process(nodes.agents[1].pid)
-    wait_for(lambda: "as they have asked to" in nodes.errors() and not node_1.children())
+    wait_for(lambda: "requested by a rank" in nodes.errors() and not node_1.children())
     time.sleep(0.5)  # node 1 says nothing when it begins to wait
     os.kill(nodes.agents[1].pid, signal.SIGTERM)
     start = time.monotonic()
@@ -352,7 +352,7 @@ def test_one_node_takes_a_free_port_of_the_loopback_interface():
     assert [rounds.is_over for rounds in jobs] == [True, False]
 
 
-@pytest.mark.parametrize(("num_nodes", "fix"), [(1, "or leave it out: one node"), (2, "on all nodes")])
+@pytest.mark.parametrize(("num_nodes", "fix"), [(1, "or omit it: a single node"), (2, "on all nodes")])
 def test_a_port_that_was_lost_after_the_checks_is_one_line(num_nodes, fix):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -98,5 +98,5 @@ def test_dry_runs_refuse_it(command, refusals, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     assert main([command, "--dry-run"]) == (1 if command == "sweep" else 2)
     out, err = capsys.readouterr()
-    assert ("there is no such file" if command == "sweep" else "__0_0.distcp: is missing") in err
+    assert ("not found" if command == "sweep" else "__0_0.distcp: is missing") in err
     assert command != "train" or "Parameters: " in out  # the plan all the same

@@ -75,7 +75,7 @@ def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
 
     monkeypatch.setattr(machine_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr(machine_checks, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, and A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
+    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, but A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
     only_problem(warnings(gpus_per_node="1"), needed)
     assert warnings(gpus_per_node="8", ep="4") == warnings(gpus_per_node="1", num_layers="6") == []
     monkeypatch.setattr(machine_checks, "device_name", lambda: "some other GPU")
@@ -92,7 +92,7 @@ def test_nothing_is_wrong_and_nothing_is_created(here, tmp_path):
 def test_port_in_use(here):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = rf"MASTER_PORT={port}: is in use .* Fix: .*, for instance \d+, or leave it out"
+        line = rf"MASTER_PORT={port}: is in use .* Fix: .*, for instance \d+, or omit it"
         only_problem(check_machine(here(master_port=port)), line)
         assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []
     assert check_machine(here(master_port=port)) == []
@@ -123,7 +123,7 @@ def test_torch_knows_whether_it_has_cuda():
     assert devices.torch_has_cuda() == (torch.version.cuda is not None)
 
 
-NO_CUDA = "needs a CUDA device, this host has none"
+NO_CUDA = "requires a CUDA device, but this host has none"
 FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
 
 
@@ -134,7 +134,7 @@ FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
         ({"gpus": 2}, {"gpus_per_node": 2}, ""),
         ({"gpus": 2, "has_cuda": False}, {"gpus_per_node": 2}, r"TORCH=\S+: is a build without CUDA.* 2 GP"),
         ({"transformer_engine": None}, {"impl": "te"}, "IMPL=te: .* not installed.* set IMPL=local"),
-        ({"transformer_engine": None}, FP8, "FP8=hybrid: is computed by Transformer Engine, which is not"),
+        ({"transformer_engine": None}, FP8, "FP8=hybrid: requires Transformer Engine, which is not"),
         ({"transformer_engine": "2"}, FP8, f"FP8=hybrid: {NO_CUDA}"),
         ({"wandb": None}, {"wandb_project": "x"}, "WANDB_PROJECT=x: .* not installed.* WANDB_MODE=disabled"),
         ({"wandb": None}, {"wandb_project": "x", "wandb_mode": "disabled"}, ""),
@@ -153,8 +153,8 @@ FP8 = {"fp8": "hybrid", "dtype": "bf16", "use_moe": False}
         ({}, {"trace_calls_in": "nosuch"}, ""),
         ({}, {"trace_calls_from": 1, "trace_calls_in": "moe_exp,nosuch.x"}, r"TRACE_CALLS_IN=nosuch\.x: "),
         ({"triton": None}, {"expert_backend": "triton", "cross_entropy": "triton"}, ""),  # a CPU has twins
-        ({}, {"prometheus_file": "x.txt"}, r"PROMETHEUS_FILE=x.txt: must be a file .* Fix: name a file"),
-        ({}, {"prometheus_file": "gone/x.prom"}, r"PROMETHEUS_FILE=.* is no folder\. Fix: name a file"),
+        ({}, {"prometheus_file": "x.txt"}, r"PROMETHEUS_FILE=x.txt: must be a .* Fix: "),
+        ({}, {"prometheus_file": "gone/x.prom"}, r"PROMETHEUS_FILE=.* is not a folder\. Fix: "),
         ({}, {"prometheus_file": "x.prom"}, ""),
     ],
 )  # fmt: skip
@@ -177,7 +177,7 @@ def test_missing_and_damaged_data(here, tmp_path):
     gone = str(tmp_path / "gone")
     assert check_files(here(train_data=good, valid_data=good)) == []
     for train, valid, line in (
-        (gone, good, rf"TRAIN_DATA={gone}: there is no such file or folder of text, .* {gone}\.bin"),
+        (gone, good, rf"TRAIN_DATA={gone}: not found: .* {gone}\.bin"),
         (good, no_index, rf"VALID_DATA={no_index}: {no_index}\.idx is missing\. Fix: "),
         (f"0.5 {good} 0.5 {cut}", good, rf"TRAIN_DATA={cut}: {cut}\.bin is truncated.* Fix: "),
         ("0.5 a 0.5", "", r"TRAIN_DATA='0\.5 a 0\.5': must be 'PREFIX'.* Fix: "),
@@ -187,7 +187,7 @@ def test_missing_and_damaged_data(here, tmp_path):
 
 def test_data_smaller_than_a_sample(here, tmp_path):
     large, small = write_tokens(tmp_path / "large", 1000), write_tokens(tmp_path / "small", 64)
-    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: "
+    rule = r"has 256 tokens for {}, but a sample needs SEQ_LEN \+ 1 = 257\. Fix: "
     problems = check_files(here(train_data=small, valid_data=large))
     only_problem(problems, rf"TRAIN_DATA={small}: {rule.format('training')}")
     problems = check_files(here(train_data=large, valid_data=small))
@@ -200,10 +200,10 @@ def test_data_smaller_than_a_sample(here, tmp_path):
 def test_part_smaller_than_a_sample(here, tmp_path, data_order):
     data = {"train_data": write_tokens(tmp_path / "data", 1000), "data_order": data_order}
     assert check_files(here(split="93,7", **data)) == []
-    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation by SPLIT=94,6, .* = 257\. "
+    expected = r"TRAIN_DATA=.*/data: has 240 tokens for validation with SPLIT=94,6, .* = 257\. "
     only_problem(check_files(here(split="94,6", **data)), expected)
     assert check_files(here(split="94,6", eval_interval=0, **data)) == []
-    only_problem(check_files(here(split="1,15", **data)), r".*: has 248 tokens for training by SPLIT=1,15, ")
+    only_problem(check_files(here(split="1,15", **data)), r".*: has 248 tokens for training with SPLIT=1,15")
 
 
 def test_ids_beyond_the_vocabulary(here, tmp_path):
@@ -231,10 +231,10 @@ def test_tokenizer(here, tmp_path):
     write_without_tensors(tmp_path / "iter_0000000")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
     loaded = here(tokenizer=file, load_dir=tmp_path, **data)  # whose VOCAB_SIZE cannot change
-    only_problem(check_files(loaded), f"TOKENIZER={file}: {rule}use the tokenizer that the checkpoint ")
+    only_problem(check_files(loaded), f"TOKENIZER={file}: {rule}use the checkpoint's own tokenizer")
     rule = "cannot be compared with that of the embedded corpus .*, not made yet"
     only_problem(check_files(here(tokenizer=file, vocab_size=5000)), f"TOKENIZER={file}: {rule}")
-    only_problem(check_files(here(tokenizer=tmp_path / "x")), r"TOKENIZER=.*/x: does not exist\. Fix: ")
+    only_problem(check_files(here(tokenizer=tmp_path / "x")), r"TOKENIZER=.*/x: not found\. Fix: ")
     file.write_text("{}")
     only_problem(check_files(here(tokenizer=file, **data)), f"TOKENIZER={file}: is not a Hugging Face ")
 
@@ -278,13 +278,15 @@ def test_data_dir_is_a_file(here, tmp_path):
 def test_no_space_for_checkpoints(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    only_problem(check_files(here()), r"RUN_DIR=.* 1 MB free .* needs 216 MB until iteration 300: 3 .* Fix: ")
+    only_problem(
+        check_files(here()), r"RUN_DIR=.* 1 MB free, .* needs 216 MB until iteration 300: 3 .* Fix: "
+    )
     assert check_files(here(save_at_end=False, save_interval=0)) == []
 
 
 def test_load_dir_is_missing(here, tmp_path):
     for folder in (tmp_path / "x", tmp_path):
-        rule = rf"LOAD_DIR={folder}: .* it has no latest_checkpointed_iteration\.txt\. Fix: "
+        rule = rf"LOAD_DIR={folder}: .*latest_checkpointed_iteration\.txt not found\)\. Fix: "
         only_problem(check_files(here(load_dir=folder)), rule)
     for place in (tmp_path / "a", tmp_path / "b" / "checkpoints"):
         place.mkdir(parents=True)

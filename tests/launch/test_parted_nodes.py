@@ -60,8 +60,8 @@ def test_parted_nodes_end_soon_after_their_hang(two_hosts, runs):
     processes = parted_in_mid_run(two_hosts, runs, HANG_TIMEOUT)
     errors = ends(processes, HANG_TIMEOUT + 90)
     assert [process.returncode for process in processes] == [1, 1], errors
-    assert "not all of 2 nodes have come within 45 s" in errors[0], errors[0]
-    assert "node 0 is gone" in errors[1], errors[1]
+    assert "not all 2 nodes joined within 45 s" in errors[0], errors[0]
+    assert "lost node 0" in errors[1], errors[1]
     assert "hang" in [one.get("event") for one in read_metrics(runs.folder("run").metrics)]
 
 
@@ -102,7 +102,7 @@ def test_ranks_go_on_where_only_the_network_of_the_stores_is_away(two_hosts, tmp
     (tmp_path / "go").touch()
     errors = [agent.communicate(timeout=60)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], errors
-    assert "node 0 does not answer" in errors[1] and "node 0 answers again" in errors[1]
+    assert "node 0 does not respond" in errors[1] and "node 0 responds again" in errors[1]
 
 
 @pytest.mark.slow

@@ -26,9 +26,9 @@ LINES = f"""\
 Nov  3 02:06:59 gpu-b07 kernel: [1843.308145] NVRM: Xid (PCI:0000:c1:00): 79, pid=77181, GPU has fallen off
     Xid 79: GPU has fallen off the bus|hardware|gpu-b07||0000:c1:00|11-03 02:06:59
 [Mon Nov  3 02:06:59 2026] NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error
-    Xid 94: memory error, held to one program (ECC)|hardware|||0000:9b:00|11-03 02:06:59
+    Xid 94: memory error contained to one program (ECC)|hardware|||0000:9b:00|11-03 02:06:59
 [24128.834365] NVRM: Xid (PCI:0000:01:00): 31, Ch 00000003, engmask 00000101, intr 10000000
-    Xid 31: kernel used an address that is not mapped|program|||0000:01:00|24128.8 s
+    Xid 31: kernel accessed an unmapped address|program|||0000:01:00|24128.8 s
 2026-11-03T02:06:59+01:00 gpu-b07 kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3
     Xid 45: program's channels were cleaned up|consequence|gpu-b07||0000:dc:00|11-03 02:06:59
 NVRM: Xid (PCI:0000:00:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00
@@ -44,39 +44,39 @@ moe-exp: rank 1 on laptop (cpu) failed: RuntimeError: the disk is on fire
 [2026-11-03 02:07:08] WARNING gpu-b07 rank 9 cuda:1 moe_exp.training: CUDA error: unspecified launch failure
     kernel failed|program|gpu-b07|9|cuda:1|11-03 02:07:08
 RuntimeError: CUDA error: device-side assert triggered
-    assertion in a kernel|program||||
+    assertion failed in a kernel|program||||
 [rank0]: torch.AcceleratorError: CUDA error: an illegal memory access was encountered
-    kernel used an address that is not its own|program||0||
+    kernel accessed an invalid address|program||0||
 RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`
     CUDA error|program||||
 torch.OutOfMemoryError: CUDA out of memory. GPU 5 has a total capacity of 79.11 GiB
     GPU memory is full|memory|||cuda:5|
 {WATCHDOG}
-    NCCL waited too long for another rank|consequence||4||03-21 02:07:08
+    NCCL timed out waiting for another rank|consequence||4||03-21 02:07:08
 node201:127799:127863 [2] transport/net_ib.cc:101 NCCL WARN NET/IB : mlx5_0:1 Got async event : port error
     network card lost its link|network|node201||cuda:2|
 kp-worker-0:3468:3905 [4] NCCL WARN NET/IB : Got completion from peer 10.2.0.6<54862> with status=12
-    InfiniBand transfer failed: one of the two ends, or the way between|network|kp-worker-0||cuda:4|
+    InfiniBand transfer failed at either end or in between|network|kp-worker-0||cuda:4|
 [2026-11-09 07:39:30] h100-28:238:1219 [0] net_ib.cc NCCL WARN NET/IB : mlx5_ib0:1 async fatal event on QP
-    InfiniBand transfer failed: one of the two ends, or the way between|network|h100-28||cuda:0|11-09 07:39:30
+    InfiniBand transfer failed at either end or in between|network|h100-28||cuda:0|11-09 07:39:30
 algo-1:462:462 [0] ofi_process_cq:1100 NCCL WARN NET/OFI Request completed with error.
-    EFA transfer failed: one of the two ends, or the way between|network|algo-1||cuda:0|
+    EFA transfer failed at either end or in between|network|algo-1||cuda:0|
 Feb 14 05:03:41 gpu-1 kernel: mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN
-    link of a network card was down|network|gpu-1|||02-14 05:03:41
+    network card's link was down|network|gpu-1|||02-14 05:03:41
 DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, unhandled system error
     NCCL failed|consequence||||
 slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0.
-    the kernel killed a process: memory is full|memory||||
+    out of memory: the operating system killed a process|memory||||
 srun: error: nid001277: tasks 1-3: Out Of Memory
-    the kernel killed a process: memory is full|memory|nid001277|||
+    out of memory: the operating system killed a process|memory|nid001277|||
 May 15 23:09:27 worker-3 kernel: [  514.682838] Memory cgroup out of memory: Killed process 15617 (python3)
-    the kernel killed a process: memory is full|memory|worker-3|||05-15 23:09:27
+    out of memory: the operating system killed a process|memory|worker-3|||05-15 23:09:27
 srun: error: Orion-18-69: task 289: Bus error
-    bus error, mostly /dev/shm being full|memory|Orion-18-69|||
+    bus error (usually /dev/shm is full)|memory|Orion-18-69|||
 OSError: [Errno 28] No space left on device: '/scratch/runs/a/checkpoints/.tmp'
     disk is full|disk||||
 [rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4218
-    another rank has gone|consequence||2||
+    another rank disconnected|consequence||2||
 gpu-a02: RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution
     uncorrectable NVLink error|hardware|gpu-a02|||
 3: [rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered
@@ -86,13 +86,13 @@ ERROR: CUDA error: uncorrectable ECC error encountered
 moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGSEGV
     rank crashed|program|gpu-b07|5|cuda:1|
 moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGKILL
-    rank was ended by a signal|consequence|gpu-b07|5|cuda:1|
+    rank was terminated by a signal|consequence|gpu-b07|5|cuda:1|
 nvidia-nvswitch2: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 30 LTSSM Fault Up
     NVSwitch error (SXid)|hardware|||0000:c4:00.0|
 [ 99.1] EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0
-    uncorrectable error of processor or memory|hardware||||99.1 s
+    uncorrectable CPU or memory error|hardware||||99.1 s
 [ 99.1] mce: [Hardware Error]: CPU 24: Machine Check Exception: 5 Bank 7: be00000000800400
-    uncorrectable error of processor or memory|hardware||||99.1 s
+    uncorrectable CPU or memory error|hardware||||99.1 s
 """.splitlines()
 
 
@@ -214,9 +214,9 @@ def test_command(job, tmp_path, capsys, monkeypatch):
     excluded = tmp_path / "list"
     assert main(["watch", "blame", str(job), "--exclude", str(excluded)]) == 0
     out = capsys.readouterr().out
-    (row,) = (line for line in out.splitlines() if "take the node out, and have it inspected" in line)
+    (row,) = (line for line in out.splitlines() if "take the node out of service" in line)
     assert "gpu-b07" in row  # not wrapped
-    assert out.index("uncorrectable memory error") < out.index("NCCL waited too long")
+    assert out.index("uncorrectable memory error") < out.index("NCCL timed out")
     assert f"gpu-b07 should get no jobs: {REASON}; added to {excluded}" in out
     assert excluded.read_text().startswith("gpu-b07 ")
     assert main(["watch", "blame", str(job / "77_0.gpu-b07.out"), "--json"]) == 0
@@ -227,14 +227,14 @@ def test_command(job, tmp_path, capsys, monkeypatch):
 
 def test_logs_that_are_not_there_or_too_many(tmp_path, capsys, monkeypatch):
     assert main(["watch", "blame", str(tmp_path / "gone")]) == 1
-    assert "is not there. Fix: give log files" in capsys.readouterr().err
+    assert "not found. Fix: name log files" in capsys.readouterr().err
     assert main(["watch", "blame", str(tmp_path)]) == 1
     assert "has no logs" in capsys.readouterr().err
     for number in range(4):  # as in a folder with far more files than a run has
         (tmp_path / f"{number}.log").write_text("all is well\n")
     monkeypatch.setattr("moe_exp.watch.blame._MOST_ENTRIES", 3)
     assert main(["watch", "blame", str(tmp_path)]) == 1
-    assert f"{tmp_path}: has over 3 files. Fix: give log files" in capsys.readouterr().err
+    assert f"{tmp_path}: has more than 3 files. Fix: name log files" in capsys.readouterr().err
 
 
 def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsys):
@@ -246,5 +246,5 @@ def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsy
     none, hang, killed = capsys.readouterr().out.splitlines()
     assert none == "No known error in these logs."
     assert hang.startswith(f"{tmp_path}: hang at iteration 4, ")
-    assert hang.endswith(f": rank 2 on node-b apart from the others; see {tmp_path}/hang/NOW/summary.txt")
+    assert hang.endswith(f": rank 2 on node-b differs from the others; see {tmp_path}/hang/NOW/summary.txt")
     assert killed.endswith(": rank 1 on node-a (cpu): SIGKILL")

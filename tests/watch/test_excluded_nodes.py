@@ -38,7 +38,7 @@ def test_what_is_no_host_name_is_refused(tmp_path):
             exclude(tmp_path / "list", host, "x")
     assert not (tmp_path / "list").exists()
     (tmp_path / "list").write_text("n1\nn2 and n3\n")
-    with pytest.raises(ValueError, match=r"line 2 holds 'n2 and n3', no host name"):
+    with pytest.raises(ValueError, match=r"line 2: 'n2 and n3' is not a host name"):
         read_excluded(tmp_path / "list")
 
 

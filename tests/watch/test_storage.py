@@ -78,10 +78,10 @@ def test_advice():
     assert given.mtbf_hours == 10.0
     assert given.present_share == lost_share(2000, 50, 36_000, 150)
     assert given.best_share < given.present_share
-    assert given.source == "--mtbf 1000 hours of a node, 100 nodes"
+    assert given.source == "--mtbf 1000 hours per node, 100 nodes"
     assert save_advice(0, found).present_share is None
     short = save_advice(1000, replace(found, hours=0.02, num_failures=1))
-    assert short.source == "1 failure in 1.2 minutes of this run, too little to go by: give --mtbf HOURS"
+    assert short.source == "1 failure in 1.2 minutes of this run, too few for an estimate: set --mtbf HOURS"
     assert save_advice(1000, Measured()) is None
 
 
@@ -181,7 +181,7 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
     assert room(keep_last=1) == ([], [])
     disk(one)  # and no room for records
     (line,), warnings = room()
-    assert "for its next checkpoint, and its records until then. Fix: make room" in line
+    assert "for its next checkpoint and its records until then. Fix: free some space" in line
     assert warnings == []
 
 
@@ -196,7 +196,7 @@ def test_a_file_of_settings(tmp_path, capsys):
     assert f"{best} (Daly; {round(young_interval(30, 360_000))} by Young), loses " in text
     assert "100, loses 30.0" in text  # 30 s of saving in 100 s of work
     assert main(["watch", "storage", str(tmp_path)]) == 1
-    assert "is no run folder and no file of settings. Fix: " in capsys.readouterr().err
+    assert "is neither a run folder nor a settings file. Fix: " in capsys.readouterr().err
     assert main(["watch", "storage", str(path), "--mtbf", "-1"]) == 1
     assert "MTBF=-1: must be a positive number. Fix: " in capsys.readouterr().err
     lines = path.with_suffix(".env")

@@ -1,1 +1,1 @@
-"""Checks each node of a job in under a minute before training; node.py has the steps."""
+"""Preflight: checks all nodes of a job in under a minute before training; node.py lists the steps."""

@@ -1,5 +1,5 @@
-"""Tests of a rank: of its device, by matrix products with known results and by memory that is read back; of
-its links to others, by messages, all-reduce and all-to-all.
+"""Preflight checks of a rank: its device by exact matrix products and memory patterns, its links by messages,
+all-reduce and all-to-all.
 """
 
 import math
@@ -24,33 +24,33 @@ _PATTERNS = 4
 _CPU_SIZE, _CUDA_SIZE = 512, 8192
 _TIMED_SECONDS = 0.5
 
-# Together they write each bit as 0 and as 1.
+# Complements of each other: each bit is written as 0 and as 1.
 _WORDS = (0x5555555555555555, -0x5555555555555556)
-# changes the word per chunk: with a stuck address line, a chunk contains its neighbor's word
+# Makes each chunk's word different, so that a stuck address line shows as a neighbor's word.
 _ODD = 0x1E3779B97F4A7C15
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
-_DEVICE_SHARE = 0.9  # of free GPU memory
-_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of free host memory, for all ranks
+_DEVICE_SHARE = 0.9  # of a GPU's free memory
+_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of a host's free memory, for all of its ranks
 
 _PROBE_BYTES = 128 << 10
 _LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
 _TRANSFER_SECONDS = 0.02  # target for one transfer
-_KIND_SECONDS = 0.6  # and for all of a kind, of which the fastest counts
+_KIND_SECONDS = 0.6  # target for all transfers of a kind; the fastest counts
 _FEWEST, _MOST = 3, 30
 _LATENCY_REPEATS = 30
 
 
 def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
-    """Multiplies matrices whose product is known, and compares every element bit by bit.
+    """Multiplies matrices whose product is known and compares every element bit for bit.
 
     The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two;
     Sylvester 1867), with rows of the left and columns of the right one in random order and with random signs.
-    So the product is n times a signed permutation, and 0 elsewhere. Each partial sum is an integer of at most
-    n, and over an aligned power-of-two range it is 0 or the range's length, so any tiling of the sum is exact
-    with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+    The product is n times a signed permutation matrix. Each partial sum is an integer of at most n, and over
+    an aligned power-of-two range it is 0 or the range's length. So any tiling of the sum is exact with fp32
+    accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
 
-    Returns `wrong`, elements that differ over all patterns, `teraflops` of the fastest product, and `size`,
-    n, by default 512 on a CPU and 8192 on a GPU.
+    Returns `wrong`, the number of wrong elements over all patterns, `teraflops` of the fastest product, and
+    `size`, n (default: 512 on a CPU, 8192 on a GPU).
     """
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
     generator = torch.Generator().manual_seed(seed)
@@ -62,15 +62,15 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
             signs_left, signs_right = ((2 * bit - 1).to(device, dtype) for bit in bits)
             left, right = matrix[rows] * signs_left[:, None], matrix[:, columns] * signs_right
             product = left @ right
-            # row i has +-n where the right factor's column number is the left factor's row number
+            # row i has +-n in the column whose original number equals the row's original number
             place = torch.empty_like(columns)
             place[columns] = torch.arange(size, device=device)
             at = place[rows]
             found = product.gather(1, at[:, None])[:, 0]
             product.scatter_(1, at[:, None], 0)
-            # != counts NaN, too
+            # != also counts NaN
             wrong += int((found != signs_left * signs_right[at] * size).sum() + (product != 0).sum())
-        # the minimum of many ignores short disturbances, but not a throttled device
+        # the fastest of many products hides short disturbances, but not a throttled device
         best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
         while time.perf_counter() < end or best == math.inf:
             best = min(best, _best(lambda: left @ right, device, 1))
@@ -78,7 +78,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
 
 
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[n, n], built from four copies of half its size."""
+    """Sylvester's Hadamard matrix [n, n], built by doubling; n: a power of two."""
     matrix = torch.ones(1, 1, device=device, dtype=dtype)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -87,7 +87,7 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Accumulates products in fp32, whatever this process otherwise allows."""
+    """Accumulates products in fp32 regardless of this process's settings."""
     settings = torch.backends.cuda.matmul
     names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     before = {name: getattr(settings, name) for name in names if device.type == "cuda"}
@@ -101,10 +101,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills memory with patterns, all of it before any is read back, and compares word by word.
+    """Fills up to `num_bytes` of memory with patterns before reading any of it back.
 
-    Allocates less than `num_bytes` if necessary. Returns `wrong`, words of 8 bytes that differ; `bytes`,
-    filled; `gigabytes_per_second`, of the fastest pass, written and read.
+    Returns `wrong` 8-byte words, filled `bytes`, and `gigabytes_per_second` of the fastest pass (both ways).
     """
     chunks = _allocated(device, num_bytes)
     wrong, best = 0, math.inf
@@ -115,7 +114,7 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
         for chunk, word in zip(chunks, words, strict=True):
             chunk.fill_(word)
         for chunk, word in zip(chunks, words, strict=True):
-            # one pass without a large temporary; words are counted only if something differs
+            # one pass without a large temporary; wrong words are only counted if there are any
             smallest, largest = torch.aminmax(chunk)
             if not smallest.item() == largest.item() == word:
                 wrong += int((chunk != word).sum())
@@ -129,22 +128,22 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
     chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
     chunks: list[Tensor] = []
-    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # taken by another process meanwhile
+    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # another process needed memory
         for _ in range(num_bytes // chunk_bytes):
             chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
     return chunks
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Per rank 90% of its GPU's free memory; of a host 20%, at most 1 GiB, split among its ranks."""
+    """Bytes to check per rank: 90% of a GPU's free memory; on a CPU its share of 20% (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
 
 
 def free_host_bytes() -> int:
-    """Memory still available on this host, or in the container of this process."""
-    # /dev/shm is memory as well, and may be in use.
+    """Memory available on this host or in this process's container."""
+    # files in /dev/shm are in memory
     in_use = shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0
     return max(0, available_memory_bytes() - in_use)
 
@@ -154,25 +153,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Links. Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds,
-# all-reduce 2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t per direction; independent of n if the
-# links are the limit.
+# Links. Rates are defined as in nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t
+# seconds, all-reduce 2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t per direction. They do not
+# depend on n if the links are the bottleneck.
 
 
 class LinkError(RuntimeError):
-    """The received data differ from what was sent."""
+    """Raised if received data differ from the sent data."""
 
 
 @contextmanager
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Makes `ranks` (global numbers) the default process group inside the block; `store` serves only this
-    group.
-
-    Not a subgroup of all: a group of all ranks has to exist first, which one bad link prevents, and torch's
-    subgroup names differ between ranks that were in different numbers of them.
-    """
+    """Makes `ranks` (global numbers) the default process group inside the block; no other may use `store`."""
+    # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
+    # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
     dist.init_process_group(
         "nccl" if of_gpu else "gloo", store=store, rank=list(ranks).index(rank), world_size=len(ranks),
@@ -185,15 +181,15 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Measures the default process group, of two or more global `ranks`, which all call this at once.
+    """Measures the default process group of two or more global `ranks`; a collective call.
 
-    Returns `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with the global rank
-    `twin` to exchange messages with, `point_to_point` in GB/s; the best of several. Raises LinkError if a
-    result is wrong, and RuntimeError if the other ranks do not answer.
+    Returns the best of several measurements: `latency_us` of an 8-byte all-reduce; `all_reduce`, `all_to_all`
+    and, with the global rank `twin` as the partner, `point_to_point` in GB/s. Raises LinkError if a result is
+    wrong, and RuntimeError if other ranks do not respond.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
-    # With NCCL, waiting for a collective's work ends after the timeout; waiting for the device does not.
+    # with NCCL, only waiting for a collective's work times out, not waiting for the device
     dist.all_reduce(small, async_op=True).wait()
     latency = _best(lambda: dist.all_reduce(small), device, _LATENCY_REPEATS)
     num_bytes, repeats = _affordable(device, size)
@@ -207,7 +203,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     wrong = (swap != expected).view(size, -1).sum(1)
     if senders := [ranks[index] for index in wrong.nonzero().flatten().tolist()]:
         of = f"from rank {', '.join(map(str, senders))}"
-        raise LinkError(f"all-to-all: {int(wrong.sum())} words of 8 bytes {of} are wrong")
+        raise LinkError(f"all-to-all: {int(wrong.sum())} wrong 8-byte words {of}")
     reduce_seconds = _check_all_reduce(num_bytes, device, repeats)
     rates = {
         "latency_us": latency * 1e6,
@@ -225,16 +221,16 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
     seconds = _best(exchange, device, repeats)
     if num_wrong := int((swap != place + peer).sum()):
-        raise LinkError(f"point-to-point: {num_wrong} words of 8 bytes from rank {twin} are wrong")
+        raise LinkError(f"point-to-point: {num_wrong} wrong 8-byte words from rank {twin}")
     return rates | {"point_to_point": num_bytes / seconds / 1e9}
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Transfer size and repeats that are short enough on this group's links, the same on all ranks."""
+    """Transfer size and repeats that are fast enough on this group's links; equal on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group
-    first.wait()  # of one collective of each kind, see measure_group
+    first.wait()  # wait for the work, see measure_group
     taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -246,22 +242,22 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of an all-reduce of integers, whose sum is exact in any order."""
+    """Seconds of the fastest all-reduce of integers, whose sum is exact in any order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     factor = size * (size + 1) // 2
-    most = max(2, min(1021, 2**24 // factor))  # in fp32 integers are exact up to 2^24
+    most = max(2, min(1021, 2**24 // factor))  # integers are exact in fp32 up to 2^24
     pattern = torch.arange(num_bytes // 4, device=device).remainder_(most).float()
     best = math.inf
     for _ in range(repeats):
         total = pattern * (rank + 1)
         best = min(best, _best(lambda: dist.all_reduce(total), device, 1))  # noqa: B023  # called at once
         if wrong := int((total != pattern * factor).sum()):
-            raise LinkError(f"all-reduce: {wrong} sums are wrong")
+            raise LinkError(f"all-reduce: {wrong} wrong sums")
     return best
 
 
 def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of several calls."""
+    """Seconds of the fastest of `repeats` calls."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)

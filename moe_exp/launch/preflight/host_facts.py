@@ -1,4 +1,4 @@
-"""Facts about a node: disks, shared memory, versions, kernel messages, SLURM's names. No torch."""
+"""Facts about a node: disks, shared memory, versions, kernel messages, GPUs, SLURM's host names. No torch."""
 
 import contextlib
 import csv
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 
 
 def host_facts(run_dir: Path) -> dict[str, Any]:
-    """JSON facts of this node; `run_dir` is not created."""
+    """Facts about this node in JSON types; does not create `run_dir`."""
     disks = {
         "RUN_DIR": disk(existing_place(run_dir.expanduser().absolute())),
         "temporary folder": disk(Path(tempfile.gettempdir())),
@@ -32,10 +32,10 @@ def host_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def disk(path: Path) -> dict[str, Any]:
-    """Path, free bytes, and why a file cannot be written there and read back, or ''."""
+    """Path, free bytes, and the reason why a file cannot be written and read back, or ''."""
     if not path.is_dir():
-        return {"path": str(path), "free_bytes": None, "problem": "is not there"}
-    # random bytes: zeros could come from a hole in the file
+        return {"path": str(path), "free_bytes": None, "problem": "not found"}
+    # random bytes, since zeros could come from a hole in the file
     content, problem = os.urandom(1 << 16), ""
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".moe_exp_preflight_") as file:
@@ -43,14 +43,14 @@ def disk(path: Path) -> dict[str, Any]:
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
-            problem = "" if file.read() == content else "other bytes are read than were written"
+            problem = "" if file.read() == content else "bytes read differ from bytes written"
     except OSError as error:
         problem = (error.strerror or str(error)).lower()
     return {"path": str(path), "free_bytes": shutil.disk_usage(path).free, "problem": problem}
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be equal on all nodes: Python, packages, the GPU driver, the kernel."""
+    """Versions of Python, packages, GPU driver and kernel, which should be equal on all nodes."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def kernel_faults() -> list[str]:
-    """Hardware faults in the kernel's messages since boot, if this user may read them."""
+    """Hardware faults in kernel messages since boot; empty if this user may not read them."""
     try:
         command = ["dmesg", "--time-format", "iso"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
@@ -94,18 +94,18 @@ def expanded_hosts(text: str) -> list[str]:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node's name in SLURM, which --exclude needs and which may differ from the host's."""
+    """This node's name in SLURM, which --exclude requires and which may differ from the host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
     """Host names by NODE_RANK from `given` or SLURM_JOB_NODELIST, in SLURM's form; empty if unknown."""
-    # a list of another length belongs to another job, or has a typo: no names rather than wrong ones
+    # a list of another length belongs to another job or has a typo: better no names than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
 
 
-# Names of `nvidia-smi --help-query-gpu`; drivers before 535 have another name for the clock reasons.
+# Names from `nvidia-smi --help-query-gpu`; drivers before 535 have another name for the clock reasons.
 FIELDS = (
     "index", "name", "pci.bus_id", "driver_version", "temperature.gpu", "power.draw",
     "ecc.errors.uncorrected.volatile.total", "ecc.errors.uncorrected.aggregate.total",
@@ -114,16 +114,16 @@ FIELDS = (
 )  # fmt: skip
 _OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
-# nvml.h, nvmlClocksEventReason*: those that indicate a problem; idle, power cap and settings are normal.
+# nvml.h, nvmlClocksEventReason*: only those that indicate a problem; idle, power cap and settings are normal.
 THROTTLING = {
     0x8: "hardware slowdown", 0x20: "too hot (driver)", 0x40: "too hot (hardware)", 0x80: "power brake",
 }  # fmt: skip
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """FIELDS of each GPU from nvidia-smi, except those an older driver rejects, and the error or ''."""
+    """FIELDS of each GPU from nvidia-smi, except those that an older driver rejects, and the error or ''."""
     fields = list(FIELDS)
-    # each round leaves out, or renames, the one field that this driver does not know
+    # nvidia-smi reports only the first unknown field: each round removes or renames one
     for _ in FIELDS:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
@@ -144,30 +144,30 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
         columns = [names.get(field, field) for field in fields]
         rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
         return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)], ""
-    return [], "nvidia-smi knows none of the fields"
+    return [], "nvidia-smi supports none of the fields"
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """Problems of GPUs from `query_gpus`, as a grade of `verdicts` and a line."""
+    """Problems of GPUs from `query_gpus`, each as a grade (see verdicts.py) and a line."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:
             yield "failed", f"{where}: {errors} uncorrectable memory errors (ECC) since the driver was loaded"
         if _is_set(gpu.get("remapped_rows.failure")):
-            yield "failed", f"{where}: a row of its memory could not be remapped"
+            yield "failed", f"{where}: a memory row could not be remapped"
         if _is_set(gpu.get("remapped_rows.pending")) or _is_set(gpu.get("retired_pages.pending")):
-            yield "warning", f"{where}: damaged memory waits for a reset of the GPU to be taken out of use"
+            yield "warning", f"{where}: reset required to retire damaged memory"
         if (lifetime := _number(gpu.get("ecc.errors.uncorrected.aggregate.total"))) > 0 >= errors:
-            yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) in its life"
+            yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) over its lifetime"
         # a bit mask as text, or [N/A]
         reasons = gpu.get("clocks_event_reasons.active", "")
         bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
         if found := [name for bit, name in THROTTLING.items() if bits & bit]:
             heat = f"{gpu.get('temperature.gpu', '?')} C"
-            yield "slow", f"{where}: clocks are held down: {', '.join(found)}, {heat}"
+            yield "slow", f"{where}: clocks throttled: {', '.join(found)}, {heat}"
         width, most = _number(gpu.get("pcie.link.width.current")), _number(gpu.get("pcie.link.width.max"))
         if 0 < width < most:
-            yield "warning", f"{where}: PCIe has {width} of {most} lanes"
+            yield "warning", f"{where}: PCIe link uses {width} of {most} lanes"
 
 
 def _number(text: str | None) -> int:
@@ -176,5 +176,5 @@ def _number(text: str | None) -> int:
 
 
 def _is_set(text: str | None) -> bool:
-    """`Yes`, or a count from newer drivers."""
+    """Whether a flag is set: `Yes`, or a count from newer drivers."""
     return text == "Yes" or _number(text) > 0

@@ -1,7 +1,4 @@
-"""The preflight of one node, called on every node by its launcher or by `moe-exp watch preflight`.
-
-No torch: it is the launcher's process.
-"""
+"""The preflight of one node, called by its launcher or by `moe-exp watch preflight`. No torch."""
 
 import contextlib
 import os
@@ -22,7 +19,7 @@ from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts, query_gpus
-from moe_exp.launch.preflight.roll_call import Door, Nodes, NotReached, Server, data_address, unreached
+from moe_exp.launch.preflight.roll_call import Door, NotReached, RollCall, Server, data_address, unreached
 from moe_exp.launch.preflight.verdicts import (
     Finding,
     NodeVerdict,
@@ -43,49 +40,50 @@ from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
 SETTINGS = "settings.json"  # in that folder, for the ranks
-# timeout of all steps of the ranks; normally they take a fraction of it
+# timeout for all steps of the ranks, which normally take a fraction of it
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0
-# one in this number of nodes may be dead; if more are missing, the file system or an image is slow
+# up to one in this number of nodes may be broken; if more are missing, the file system is probably slow
 _MOST_MISSING = 8
 
 
 def preflight(config: Config, *, hosts: str = "") -> Verdict:
-    """Checks the nodes of a job; called on each, with equal settings except NODE_RANK, and an equal verdict.
+    """Checks the nodes of a job; called on every node, and returns the same verdict on all.
 
-    `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
-    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
+    `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes (default: $SLURM_JOB_NODELIST).
+    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or settings differ between nodes.
     """
     if problems := list(config.node_rank_problems()):
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = None
-        # The nodes meet: if some do not come within PREFLIGHT_TIMEOUT, only they are named.
+        # 1. The nodes meet. If some do not join within PREFLIGHT_TIMEOUT, the verdict names only those.
         try:
             if config.node_rank == 0:
                 server = Server(config.rendezvous_port, config.nnodes)
                 stack.callback(server.close)
         except OSError as error:
-            rule = f"cannot be listened on ({error.strerror or error})"
+            rule = f"node 0 cannot listen on it ({error.strerror or error})"
             raise ValueError(port_problem(config.rendezvous_port, rule, num_nodes=config.nnodes)) from None
         port, seconds = server.port if server else config.rendezvous_port, float(config.preflight_timeout)
-        nodes = Nodes(
+        nodes = RollCall(
             config.master_addr, port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds
         )
         stack.callback(nodes.close)
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
+        # node 0's key becomes the rendezvous key of the ranks of all nodes
         here |= {"key": secrets.token_hex(16)} if server else {}
         came = nodes.meet("hello", here, seconds)
         if server:
             server.stop_listening()
         if config.node_rank not in came:
-            rule = f"{here['host']} came after the others had stopped waiting"
-            raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: start the job again.")
+            rule = f"{here['host']} joined after the others had stopped waiting"
+            raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: restart the job.")
         if len(came) < config.nnodes:
             return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
-        # Each connects to the others: what is out of reach is named before process groups hang on it.
+        # 2. Each node connects to the others, to find unreachable ones before process groups hang on them.
         doors = {node: (other["address"], other["port"]) for node, other in came.items()}
         lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
@@ -96,13 +94,13 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             failed = {(min(pair), max(pair)): reason for pair, reason in pairs.items()}
             blame_pairs(verdict, failed, "has no connection")
             return verdict
-        # What each finds out by itself, then its ranks under torchrun (rank.py): arithmetic, memory, links.
+        # 3. Each node checks itself, then runs its ranks with torchrun (rank.py): arithmetic, memory, links.
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         gpus, gpu_problem = query_gpus() if count_gpus() else ([], "")
         report = {"host": here["host"], "clock": clock, "gpus": gpus, "gpu_problem": gpu_problem}
         report |= host_facts(Path(config.run_dir))
         report["ranks"] = run_ranks(config, came[0]["key"])
-        # With the results of all, each node reaches the same verdict.
+        # 4. With the reports of all nodes, each reaches the same verdict.
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
     verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
@@ -111,25 +109,25 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
     return verdict
 
 
-_WENT_AWAY = Finding("failed", "went away during the checks")
+_WENT_AWAY = Finding("failed", "disconnected during the checks")
 
 
 def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
-    """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
+    """Verdict if nodes are missing, which says nothing about the others."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
-    text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
+    text = f"did not join within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
     late = Finding("failed", text, is_its_fault=len(missing) <= max(1, config.nnodes // _MOST_MISSING))
     verdict.nodes += [NodeVerdict(node, names[node] if names else "", [late]) for node in missing]
     return verdict
 
 
 def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
-    """Runs this node's ranks with a timeout, and returns their results in order of rank; `key`: of node 0."""
+    """Runs this node's ranks with a timeout and returns their results by rank; `key`: node 0's."""
     first = config.node_rank * config.gpus_per_node
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
-        # A hung collective has to raise in the waiting rank; torch would end the process instead.
+        # a hung collective must raise in the waiting rank; by default, torch aborts the process
         nccl = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         environ = {**child_environment(config, key), **nccl, **quiet, RESULTS_FOLDER: name}
@@ -142,17 +140,17 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     torchrun.wait(_RANKS_SECONDS)
-            finally:  # also after Ctrl-C: nothing of it may outlive the launcher
+            finally:  # even after Ctrl-C, no process may outlive the launcher
                 if timed_out := torchrun.poll() is None:
                     for pid in [torchrun.pid, *children_of(torchrun.pid)]:
                         send_signal(pid, signal.SIGKILL)
                     torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reports = [_read_rank(folder, rank) for rank in ranks]
-    # the first error of a rank; torchrun's summary at the end names no cause
+    # the first error of a rank, since torchrun's summary at the end does not show the cause
     errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
-    last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
-    why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"
+    last = (errors or printed[-1:] or ["no output"])[0][:200]
+    why = f"timed out after {_RANKS_SECONDS:.0f} s" if timed_out else f"process ended ({last})"
     for found in reports:
         if found["step"] != "done" and not found.get("error"):
             found |= {"error": why, "died": True}
@@ -165,7 +163,7 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
         yield
         return
     links = 0
-    if config.world_size > 1:  # join, all ranks and their end; inside the node; pairs of nodes, or of ranks
+    if config.world_size > 1:  # join, links and all ranks; inside the node; pairs of nodes or ranks
         units = config.nnodes if config.nnodes > 1 else config.world_size
         links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
 
@@ -177,7 +175,7 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Results of a rank so far, which it writes and its launcher reads."""
+    """Path of a rank's results so far, which it writes and its launcher reads."""
     return folder / f"rank_{rank}.json"
 
 
@@ -189,7 +187,7 @@ def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def wait_for_port(config: Config, seconds: float = 5.0) -> None:
-    """Waits until torchrun can use node 0's MASTER_PORT."""
+    """Waits until MASTER_PORT of node 0 is free for torchrun."""
     deadline = time.monotonic() + seconds
     while config.node_rank == 0 and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_server(("", config.rendezvous_port)):
@@ -198,10 +196,9 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
 
 
 def passes(config: Config) -> bool:
-    """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
+    """Whether training may start (PREFLIGHT=1); every node's launcher calls it and gets the same result.
 
-    Node 0 prints the table, adds bad nodes to the list of the job, and writes the event `preflight`. Slow
-    nodes are warnings, failing ones end the job.
+    Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`.
     """
     start = time.monotonic()
     try:
@@ -225,6 +222,6 @@ def passes(config: Config) -> bool:
     if verdict.grade != "failed":
         return True
     complain(*(f"preflight {line}" for line in findings_lines(verdict) if line.startswith("failed")))
-    fix = "start the job without it, or set PREFLIGHT=0 to train all the same"
-    complain(f"no training: a node has failed the preflight. Fix: {fix}.")
+    fix = "restart the job without it, or set PREFLIGHT=0 to train anyway"
+    complain(f"not training: a node failed the preflight. Fix: {fix}.")
     return False

@@ -1,8 +1,7 @@
-"""The preflight of one rank, started by torchrun: first its device, then the links, step by step.
+"""The preflight of one rank, started by torchrun: first its device, then its links, step by step.
 
-No step of one rank may block the others for long: process groups have short timeouts, ranks wait for each
-other at torch's store rather than in a collective, and results so far are written before each step. `node.py`
-reads the files.
+No rank may block the others for long: process groups have short timeouts, ranks wait for each other at
+torch's store rather than in a collective, and each step first writes the results so far, for node.py to read.
 """
 
 import datetime
@@ -35,12 +34,12 @@ from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
 from moe_exp.launch.preflight.verdicts import rounds_of_pairs
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
-_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far the other ranks may be behind
+_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far other ranks may be behind
 _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Rank:
-    """This rank: its results, written at the start of each step, and its links to the others."""
+    """This rank's results, which it writes at the start of each step, and its connection to the others."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -51,7 +50,7 @@ class _Rank:
             "step": "start", "steps_done": -1, "seconds": {}, "pairs": [],
         }  # fmt: skip
         self._begun = time.monotonic()
-        self._store: Store  # where the ranks meet, from `check_links` on
+        self._store: Store  # shared by all ranks, from `check_links` on
 
     def begin(self, step: str) -> None:
         now = time.monotonic()
@@ -64,7 +63,7 @@ class _Rank:
         write_json(rank_file(Path(os.environ[RESULTS_FOLDER]), self.number), self.values)
 
     def check_device(self) -> None:
-        """Checks arithmetic and memory of this rank's device, and on a GPU host also the host's memory."""
+        """Checks arithmetic and memory of this rank's device, and the host's memory if that is a GPU."""
         self.begin("matmul")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
@@ -79,14 +78,14 @@ class _Rank:
             self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures inside the node, in pairs of nodes (with one node, of ranks), and over all ranks."""
+        """Measures links inside the node, between pairs of nodes (or of one node's ranks), and of all."""
         config = self.config
         if config.world_size == 1:
             return
         self.begin("join")
         store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
         self._store = PrefixStore("preflight", store)
-        # ranks of each node; with one node, each rank by itself
+        # the ranks of each node; with one node, each rank is a unit
         size = config.gpus_per_node if config.nnodes > 1 else 1
         units = [list(range(first, first + size)) for first in range(0, config.world_size, size)]
         mine = next(number for number, ranks in enumerate(units) if self.number in ranks)
@@ -97,44 +96,42 @@ class _Rank:
             if partner is None:
                 self._meet(f"pairs {number}")
                 continue
-            ranks, twin = (
-                sorted([*units[mine], *units[partner]]),
-                units[partner][units[mine].index(self.number)],
-            )
+            ranks = sorted([*units[mine], *units[partner]])
+            twin = units[partner][units[mine].index(self.number)]
             name = f"pair {min(mine, partner)}-{max(mine, partner)}"
             found = self._measure(f"pairs {number}", name, ranks, twin)
             self.values["pairs"].append({"partner": partner, **found})
         self._meet("links")
-        # a collective over a broken link would only hang, and name nobody
+        # with a broken link, a collective of all ranks would hang without showing which one
         if self._store.add("failures", 0) == 0:
             self.values["all_ranks"] = self._measure("all ranks", "all ranks", range(config.world_size))
 
     def _meet(self, step: str) -> None:
-        """Starts a step once all ranks have reached it; raises RuntimeError if they do not."""
+        """Starts a step when all ranks have reached it; raises RuntimeError on a timeout."""
         self.begin(step)
-        # at torch's store, which answers even if a collective does not
+        # torch's store responds even if collectives hang
         if self._store.add(step, 1) == self.config.world_size:
             self._store.set(f"{step}/all", "")
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """The result of `measure_group`, or its error: the other links are still measured."""
+        """Result or error of `measure_group`; after an error, the other links are still measured."""
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:
             with process_group(store, ranks, self.number, self.device, _LINK_TIMEOUT):
                 found = measure_group(ranks, self.device, twin)
-                dist.barrier()  # leaving earlier would close connections that others still use
+                dist.barrier()  # leaving earlier would close connections that other ranks still use
                 return found
         except Exception as error:
             self._store.add("failures", 1)
-            # damaged data is graver than everything else: no answer, a broken connection
+            # damaged data is worse than a timeout or a broken connection
             kind = "wrong" if isinstance(error, LinkError) else "error"
             return {kind: " ".join(str(error).split())[:300]}
 
 
 def main() -> None:
-    """Runs all steps with the settings that the launcher has left in RESULTS_FOLDER."""
+    """Runs all steps with the launcher's settings in RESULTS_FOLDER."""
     settings = Path(os.environ[RESULTS_FOLDER]) / SETTINGS
     rank = _Rank(Config.model_validate_json(settings.read_text()))
     try:
@@ -145,8 +142,8 @@ def main() -> None:
         rank.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     rank.write()
     sys.stdout.flush()
-    # Skips the cleanup of process groups, which waits for ranks that may be gone. With 1, torchrun would end
-    # the other ranks.
+    # Skips the cleanup of process groups, which waits for ranks that may be gone. With exit code 1, torchrun
+    # would terminate the other ranks.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""How the nodes of a job meet before torch is loaded: node 0 answers on MASTER_PORT, in lines of JSON.
+"""Roll call of a job's nodes before torch is loaded: node 0 serves MASTER_PORT, with lines of JSON. No torch.
 
-The one operation is `meet`: each node gives a value and gets those of all that came, the same on every node.
-No torch: the nodes' launchers call this.
+The main operation is `meet`: each node sends a value and receives those of all nodes that joined, the same on
+every node.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _RETRY_SECONDS = 0.2
-_PATIENCE_SECONDS = 20.0  # added to the server's timeout for a client
+_PATIENCE_SECONDS = 20.0  # how much longer a client waits than the server
 _CLOCK_ROUNDS = 9
 
 
 def listener(port: int, backlog: int) -> socket.socket:
-    """Listens on all addresses of this host, with IPv6 if available; port 0: a free one. Raises OSError."""
+    """Listens on all addresses of this host, with IPv6 if available; port 0: any free one. Raises OSError."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
@@ -33,7 +33,7 @@ def listener(port: int, backlog: int) -> socket.socket:
 
 
 def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, Any]]:
-    """Connections and where they come from, until the listener is closed."""
+    """Yields connections and their addresses until the listener is closed."""
     with contextlib.suppress(OSError):
         while True:
             yield listener.accept()
@@ -46,7 +46,7 @@ def close_listener(listener: socket.socket) -> None:
 
 
 class NotReached(ValueError):
-    """Node 0 cannot be reached, or does not answer."""
+    """Raised if node 0 cannot be reached or does not respond."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Meeting:
 
 
 class Server:
-    """Node 0's side. Raises OSError if the port is not available."""
+    """Node 0's server. Raises OSError if the port is not available."""
 
     def __init__(self, port: int, num_nodes: int):
         self._num_nodes = num_nodes
@@ -76,7 +76,7 @@ class Server:
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until the nodes have disconnected, so that all have their answers."""
-        # torchrun takes the port next; nodes that have joined keep their connections
+        # torchrun needs the port next; nodes that have joined keep their connections
         self.stop_listening()
         deadline = time.monotonic() + seconds
         for thread in list(self._threads):
@@ -90,7 +90,7 @@ class Server:
             thread.start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        # a connection may be anybody's: it counts as a node once it has joined
+        # anyone may connect: a connection counts as a node once it has joined
         node = None
         with connection, connection.makefile("rw", encoding="utf-8") as lines:
             try:
@@ -119,22 +119,22 @@ class Server:
         with self._changed:
             if question["num_nodes"] != self._num_nodes:
                 rule = f"NNODES={question['num_nodes']}: node 0 has NNODES={self._num_nodes}"
-                return {"error": f"{rule}. Fix: give all nodes the same."}
+                return {"error": f"{rule}. Fix: set the same value on all nodes."}
             if node in self._hosts:
                 rule = f"NODE_RANK={node}: {self._hosts[node]} has the same"
-                return {"error": f"{rule}. Fix: give every node a number of its own, from 0."}
+                return {"error": f"{rule}. Fix: number the nodes from 0 to NNODES - 1."}
             self._hosts[node] = host
         return {"address": address}
 
     def _meet(self, node: int, question: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
             meeting = self._meetings.setdefault(question["what"], _Meeting())
-            # counted from the first that comes; a late node finds itself missing in the answer
+            # starts with the first node; a late one finds itself missing in the answer
             meeting.deadline = meeting.deadline or time.monotonic() + question["seconds"]
             if meeting.result is None:
                 meeting.values[node] = question["value"]
             self._changed.notify_all()
-            # a node that is late, or has gone, is left out and becomes known: a collective would only hang
+            # nodes that are late or gone are left out, and thus named, where a collective would hang
             while meeting.result is None:
                 left = meeting.deadline - time.monotonic()
                 if left <= 0 or not set(range(self._num_nodes)) - set(meeting.values) - self._gone:
@@ -145,21 +145,18 @@ class Server:
             return {"values": meeting.result}
 
 
-class Nodes:
-    """A node's connection to node 0 at `host`:`port` (MASTER_ADDR, MASTER_PORT).
-
-    Raises:
-        NotReached: node 0 did not answer within `seconds`.
-        ValueError: the nodes' settings do not match.
+class RollCall:
+    """A node's connection to node 0's server at `host`:`port`. Raises NotReached without an answer within
+    `seconds`, and ValueError if NNODES differs or another node has the same NODE_RANK.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
         self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
-        # to tell two nodes with the same NODE_RANK apart
-        host_name = socket.gethostname()
-        answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": host_name}, seconds)
+        # the host name distinguishes nodes with the same NODE_RANK
+        join = {"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}
+        answer = self._ask(join, seconds)
         if "error" in answer:
             self.close()
             raise ValueError(answer["error"])
@@ -173,26 +170,26 @@ class Nodes:
             except OSError as error:
                 if time.monotonic() + _RETRY_SECONDS >= deadline:
                     reason = error.strerror or str(error)
-                    fix = "see that node 0 has started with the same PREFLIGHT, and that its port"
-                    where = f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason})"
-                    raise NotReached(f"{where}. Fix: {fix} can be reached from here.") from None
+                    fix = "start node 0 with the same PREFLIGHT, and make its port reachable from this host"
+                    where = f"{self._place} cannot reach port {port} in {seconds:.0f} s ({reason})"
+                    raise NotReached(f"{where}. Fix: {fix}.") from None
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Returns all values that came, by node; called by every node. Raises NotReached if node 0 went away.
+        """Returns the values of all nodes, by node; every node calls it. Raises NotReached if node 0 is gone.
 
-        `what`: unique name of the meeting; `value`: this node's, in JSON types; `seconds`: timeout after the
-        first node; a late node is left out, and finds itself missing.
+        `what`: unique name of the meeting; `value`: this node's, in JSON types; `seconds`: timeout, from the
+        first node on. Late nodes are left out, on all nodes.
         """
-        question = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
-        answer = self._ask(question, seconds + _PATIENCE_SECONDS)
+        ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
+        answer = self._ask(ask, seconds + _PATIENCE_SECONDS)
         return {int(node): found for node, found in answer["values"].items()}
 
     def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:
-        """Seconds that node 0's clock is ahead of this one, and the uncertainty.
+        """Seconds that node 0's clock is ahead of this node's, and the uncertainty.
 
-        As in NTP (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0 read
-        its clock at (t0 + t3) / 2, plus or minus half the round trip; the shortest of several counts.
+        As in NTP (RFC 5905, section 8): node 0 reads its clock halfway between question and answer, plus or
+        minus half the round trip; the shortest round trip of several counts.
         """
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
@@ -204,7 +201,7 @@ class Nodes:
         return offset, trip / 2
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # unsent data are lost
+        with contextlib.suppress(OSError):  # unsent data may be lost
             self._lines.close()
         self._socket.close()
 
@@ -215,21 +212,21 @@ class Nodes:
             self._lines.flush()
             line = self._lines.readline()
             if not line:
-                raise ConnectionError("it hung up")
+                raise ConnectionError("connection closed")
             return dict(json.loads(line))
         except (OSError, ValueError) as error:
             self.close()
-            what = f"{self._place} gets no answer from node 0 any more ({error})"
-            raise NotReached(f"{what}. Fix: see what node 0 says.") from None
+            what = f"{self._place} lost its connection to node 0 ({error})"
+            raise NotReached(f"{what}. Fix: read node 0's output.") from None
 
 
 _KNOCK_SECONDS = 5.0
-_MOST_PEERS = 64  # beyond it, only peers at distances of powers of two
-_SIOCGIFADDR = 0x8915  # Linux: get an interface's address
+_MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
+_SIOCGIFADDR = 0x8915  # Linux: returns an interface's address
 
 
 class Door:
-    """A port of this node that echoes a byte until it is closed."""
+    """A port that echoes a byte until it is closed, for other nodes to test the connection."""
 
     def __init__(self) -> None:
         self._listener = listener(0, backlog=256)
@@ -247,7 +244,7 @@ class Door:
 
 
 def knock(address: str, port: int) -> str:
-    """Sends a byte there and back; returns the reason of a failure, or ''."""
+    """Sends a byte and waits for its echo; returns the reason for a failure, or ''."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
             connection.sendall(b"?")
@@ -257,7 +254,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Nodes that this one cannot reach, with the reason; `doors`: address and port of every node."""
+    """Maps nodes that this one cannot reach to the reason; `doors`: address and port of every node."""
     peers = peers_of(node, doors)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -265,27 +262,27 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
-    """Nodes to try: all, or in a large job those at distances 1, 2, 4, ... on both sides."""
+    """Nodes to connect to: all, or in a large job those at distances 1, 2, 4, ... in both directions."""
     order = sorted(nodes)
     place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:
         return [peer for peer in order if peer != node]
-    # log2(n) peers on each side, over which every pair of nodes is connected
+    # about 2 log2(n) peers per node, through which all nodes are connected
     steps = [2**power for power in range(count.bit_length()) if 2**power < count]
     return sorted({order[(place + sign * step) % count] for step in steps for sign in (1, -1)} - {node})
 
 
 def data_address(environ: Mapping[str, str] = os.environ) -> str:
-    """Address of the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; '' if there is none."""
+    """Address of the interface in $GLOO_SOCKET_IFNAME or $NCCL_SOCKET_IFNAME; '' if unset or not found."""
     name = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
     name = name.split(",")[0].removeprefix("=")
     if not name or name.startswith("^") or sys.platform != "linux":
         return ""
-    import fcntl  # not on all systems
+    import fcntl  # not available on all systems
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
-            return ""  # NCCL also accepts a prefix of a name
+            return ""  # the name may be a prefix, which NCCL accepts
     return socket.inet_ntoa(answer[20:24])

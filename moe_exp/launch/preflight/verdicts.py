@@ -1,4 +1,4 @@
-"""Decides from the nodes' measurements which are slow or broken; same result on every node. No torch."""
+"""Verdicts on slow or broken nodes from all nodes' measurements, the same on every node. No torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moe_exp.launch.preflight.host_facts import gpu_findings
 from moe_exp.watch.excluded_nodes import exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
-GRADES = tuple(_COLOURS)  # from the best to the worst
+GRADES = tuple(_COLOURS)  # from best to worst
 
-# A number is compared with the median of the other nodes' (leave one out: a bad node does not affect its own
-# reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than _SPREADS times
-# the others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal
-# distribution) or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named.
+# A number is compared with the median of the other nodes (a bad node must not affect its own reference). A
+# speed is slow below PREFLIGHT_SLOW times that median, if it is also more than _SPREADS times the others'
+# spread away (median absolute deviation times 1.4826, which estimates the standard deviation of a normal
+# distribution) or below PREFLIGHT_SLOW times the slowest of them. If all numbers scatter, none is slow.
 _SPREADS = 5.0
-# Latency scatters more.
+# Latency scatters more than the rates.
 _LATENCY_FACTOR = 3.0
 _LATENCY_SLACK_US = 200.0
-CLOCK_SECONDS = 1.0  # beyond it clocks differ
+CLOCK_SECONDS = 1.0  # clocks may differ by this
 _TEMPORARY_BYTES = 1 << 30
-_SHM_BYTES_PER_GPU = 32 << 20  # needed by NCCL for connections inside a node
+_SHM_BYTES_PER_GPU = 32 << 20  # NCCL needs it for connections inside a node
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,18 @@ class Finding:
 
     grade: str  # one of GRADES
     text: str  # one line, with rank and device if it concerns one rank
-    is_its_fault: bool = True  # jobs should avoid the node; False for instance for a full shared disk
+    is_its_fault: bool = True  # jobs should avoid the node; False, for instance, if a shared disk is full
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst grade of findings; `ok` if there are none."""
+    """Worst grade of the findings; `ok` without findings."""
     return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
 
 
 @dataclass
 class NodeVerdict:
+    """Findings on one node, and its speeds by name."""
+
     node: int
     host: str
     findings: list[Finding] = field(default_factory=list)
@@ -57,24 +59,24 @@ class NodeVerdict:
 
     @property
     def grade(self) -> str:
-        """The worst of its findings."""
+        """Worst grade of all findings."""
         return worst(self.findings)
 
     @property
     def own_grade(self) -> str:
-        """The worst of its own faults; jobs should avoid the node if it is slow or failed."""
+        """Worst grade of the node's own faults; jobs should avoid it if that is slow or failed."""
         return worst(finding for finding in self.findings if finding.is_its_fault)
 
     @property
     def reason(self) -> str:
-        """The worst of its own faults, in a line."""
+        """The worst of the node's own faults, in one line."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 
 
 @dataclass
 class Verdict:
-    """Verdicts on all nodes, and findings on links that no single node can be blamed for."""
+    """Verdicts on all nodes, and findings on links for which no single node can be blamed."""
 
     nodes: list[NodeVerdict]
     links: list[Finding] = field(default_factory=list)
@@ -82,7 +84,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """A verdict on the nodes of `reports`, which have their host, without findings."""
+        """A verdict without findings on the nodes of `reports`, which contain their host."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property
@@ -90,25 +92,23 @@ class Verdict:
         return worst([*(one for node in self.nodes for one in node.findings), *self.links])
 
     def to_exclude(self) -> list[NodeVerdict]:
-        """Nodes that jobs should avoid.
-
-        None if that were more than half of several: a common problem is no node's fault. A single node has to
-        fail: one rank being slower than the others says little.
-        """
+        """Nodes that jobs should avoid."""
+        # a slow rank of a single node proves little
         if len(self.nodes) == 1:
             return [node for node in self.nodes if node.own_grade == "failed"]
+        # a problem that most nodes have in common is not the fault of a node
         found = [node for node in self.nodes if node.own_grade in ("slow", "failed")]
         return found if 2 * len(found) <= len(self.nodes) else []
 
     def as_json(self) -> dict[str, Any]:
-        """With grades, for --json and the event."""
+        """The verdict with grades in JSON types, for --json."""
         nodes = [asdict(node) | {"grade": node.grade} for node in self.nodes]
         excluded = [node.host for node in self.to_exclude()]
         return {"grade": self.grade} | asdict(self) | {"nodes": nodes, "exclude": excluded}
 
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
-    """Judges the nodes' reports (see `node.preflight`); `needed_bytes`: size of a checkpoint in RUN_DIR."""
+    """Judges the nodes' reports (see `node.preflight`); `needed_bytes`: space for a checkpoint in RUN_DIR."""
     verdict = Verdict.on(reports)
     all_ranks = [rank for report in reports.values() for rank in report["ranks"]]
     has_gpus = any(rank["device"].startswith("cuda") for rank in all_ranks)
@@ -121,14 +121,13 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
         for named in verdict.nodes:
             if (found := versions[named.node]) != usual:
                 named.findings.append(Finding("warning", f"{name} {found}, most nodes have {usual}", False))
-    # A collective over all nodes is as slow as its slowest node, without naming it: nodes are measured in
-    # pairs.
+    # A collective of all nodes is as slow as the slowest one but does not show which: hence pairs of nodes.
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
     together = [rank["all_ranks"] for rank in all_ranks if "all_ranks" in rank]
     verdict.all_ranks = dict(next((found for found in together if "latency_us" in found), {}))
     problems = [text for found in together if (text := found.get("wrong") or found.get("error"))]
-    if problems:  # the first of them: where one rank fails, the others wait for it
+    if problems:  # only the first: when one rank fails, the others time out
         verdict.links.append(Finding("failed", f"all ranks together: {problems[0]}", False))
     return verdict
 
@@ -148,7 +147,7 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
             yield Finding(grade, f"{where}: {place['problem']}", name != "RUN_DIR")
         elif free_bytes < needed:
             grade = "failed" if name != "temporary folder" else "warning"
-            text = f"{where}: {bytes_text(free_bytes)} free, {bytes_text(needed)} are needed"
+            text = f"{where}: {bytes_text(free_bytes)} free, but {bytes_text(needed)} needed"
             yield Finding(grade, text, name == "/dev/shm")
     offset, error = report["clock"]
     if abs(offset) - error > CLOCK_SECONDS:
@@ -157,9 +156,9 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
     for grade, text in gpu_findings(report["gpus"]):
         yield Finding(grade, text)
     if 0 < len(report["gpus"]) < ranks:
-        yield Finding("failed", f"{len(report['gpus'])} GPUs answer nvidia-smi, GPUS_PER_NODE={ranks}")
+        yield Finding("failed", f"nvidia-smi lists {len(report['gpus'])} GPUs, GPUS_PER_NODE={ranks}")
     if has_gpus and any(rank["device"] == "cpu" for rank in report["ranks"]):
-        yield Finding("failed", "has no GPU that can be used, other nodes have")
+        yield Finding("failed", "has no usable GPU, unlike other nodes")
     if report["gpu_problem"]:
         yield Finding("failed" if has_gpus else "warning", report["gpu_problem"])
     for fault in report["kernel_faults"]:
@@ -168,11 +167,11 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
 
 def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
     texts = (
-        ("matmul", "wrong", "{} elements of matrix products are wrong"),
-        ("memory", "wrong", "{} words of memory are not what was written"),
-        ("host_memory", "wrong", "{} words of the host's memory are not what was written"),
+        ("matmul", "wrong", "{} wrong elements in matrix products"),
+        ("memory", "wrong", "{} words of memory differ from what was written"),
+        ("host_memory", "wrong", "{} words of host memory differ from what was written"),
         ("node", "wrong", "inside the node: {}"),
-        ("node", "error", "ranks of the node do not reach each other: {}"),
+        ("node", "error", "ranks of the node cannot reach each other: {}"),
     )
     for rank in report["ranks"]:
         where = f"rank {rank['rank']} ({rank['device']})"
@@ -185,7 +184,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs; with one node the pairs are of ranks, and it is the node's fault."""
+    """Blames nodes for failed pairs; in a single node, pairs consist of ranks, and the node is at fault."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -194,19 +193,19 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
                 between = (min(unit, pair["partner"]), max(unit, pair["partner"]))
                 if "wrong" in pair:
                     failed[between] = pair["wrong"]
-                elif "error" in pair:  # the other end may only have seen this one leave
+                elif "error" in pair:  # a consequence, if the other end reports wrong data
                     failed.setdefault(between, pair["error"])
     if len(reports) == 1:
         for (a, b), reason in sorted(failed.items()):
             verdict.nodes[0].findings.append(Finding("failed", f"ranks {a} and {b}: {reason}"))
     else:
-        blame_pairs(verdict, failed, "does not exchange sound data")
+        blame_pairs(verdict, failed, "cannot exchange correct data")
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
-    """Adds findings on failed pairs to the nodes common to them, else to the link."""
+    """Blames failed pairs on the nodes that they have in common, else on the link."""
     hosts = {named.node: named.host for named in verdict.nodes}
-    # a broken node fails with every partner; in the remaining pairs either end may be at fault
+    # a broken node fails with every partner; in the remaining pairs, either end may be at fault
     blamed, left = culprits(failed)
     for named in verdict.nodes:
         if named.node in blamed:
@@ -228,7 +227,7 @@ class _Speed:
     is_time: bool = False
 
 
-# the best over a node's partners, since a slow partner is not its fault
+# The best over a node's partners, since a slow partner is not its fault.
 def _best(key: str, best: Callable[..., float]) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda rank: best((pair[key] for pair in rank["pairs"] if key in pair), default=None)
 
@@ -246,7 +245,7 @@ SPEEDS = (
 
 
 def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: float) -> None:
-    """Compares each rank with the ranks of the other nodes; with one node, with its other ranks."""
+    """Compares each rank with the ranks of other nodes, or in a single node with its other ranks."""
     for speed in SPEEDS:
         values = {
             (node, rank["rank"], rank["device"]): value
@@ -258,13 +257,13 @@ def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: fl
             mine = {place: value for place, value in values.items() if place[0] == named.node}
             named.numbers[speed.name] = (max if speed.is_time else min)(mine.values(), default=None)
             for place, value in sorted(mine.items()):
-                skipped = slice(0, 1) if len(reports) > 1 else slice(None)  # its node, or itself
+                skipped = slice(0, 1) if len(reports) > 1 else slice(None)  # its own node, or only itself
                 others = [found for other, found in values.items() if other[skipped] != place[skipped]]
                 if text := _slowness(speed, value, others, slow):
-                    is_note = len(reports) == 1 and place[2] == "cpu"  # ranks share a node's cores
+                    is_note = len(reports) == 1 and place[2] == "cpu"  # CPU ranks compete for the same cores
                     grade = "warning" if is_note else "slow"
                     named.findings.append(Finding(grade, f"rank {place[1]} ({place[2]}): {text}"))
-    # findings of the same rank and grade become one: a line of the table is a rank
+    # merge findings of the same rank and grade into one line
     for named in verdict.nodes:
         kept: dict[tuple[str, str], Finding] = {}
         for finding in named.findings:
@@ -285,19 +284,18 @@ def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float)
     if speed.is_time:
         slack = max(_LATENCY_SLACK_US, _SPREADS * spread)
         is_slow = value > usual * _LATENCY_FACTOR / slow and value - usual > slack
-        return f"{speed.name} {value:.0f} {speed.unit}, the others have {usual:.0f}" if is_slow else ""
+        return f"{speed.name} {value:.0f} {speed.unit}, median of the others {usual:.0f}" if is_slow else ""
     is_slow = value < slow * usual and (usual - value > _SPREADS * spread or value < slow * min(others))
     if not is_slow:
         return ""
-    share = f"{value / usual:.0%} of the others' {usual:.3g}"
-    return f"{speed.name} {value:.3g} {speed.unit}, {share}"
+    return f"{speed.name} {value:.3g} {speed.unit}, {value / usual:.0%} of the others' {usual:.3g}"
 
 
 Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; two or more partners each if count > 2."""
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; at least two partners each if count > 2."""
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []
@@ -314,16 +312,13 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Greedily finds the fewest nodes that explain the failed pairs, the one in most pairs first.
-
-    Also returns the remaining pairs: a single failed connection does not show which end is at fault.
-    """
+    """Nodes that explain the failed pairs, found greedily by number of pairs, and the remaining pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:
         counts = Counter(node for pair in left for node in pair)
         node, times = min(counts.items(), key=lambda item: (-item[1], item[0]))
-        if times == 1:
+        if times == 1:  # a single failed connection does not show which end is at fault
             break
         blamed.append(node)
         left = {pair for pair in left if node not in pair}
@@ -332,7 +327,7 @@ def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
 
 def print_report(verdict: Verdict, *, num_ranks: int) -> None:
     console = table_console()
-    # columns of what was measured on some node
+    # columns only for numbers that were measured on some node
     shown = [one for one in SPEEDS if any(node.numbers.get(one.name) is not None for node in verdict.nodes)]
     title = f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -345,19 +340,18 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
     console.print(table)
     if len(verdict.nodes) == 1 and num_ranks > 1:
-        what = "ranks are compared with each other, and a node that is slow as a whole does not show"
+        what = "ranks are only compared with each other, so a uniformly slow node goes undetected"
         console.print(f"One node: {what}.", soft_wrap=True)
     if found := verdict.all_ranks:
-        words = {"all_reduce": "all-reduce {:.3g} GB/s", "all_to_all": "all-to-all {:.3g} GB/s"}
-        words["latency_us"] = "latency {:.3g} us"
-        rates = [text.format(found[key]) for key, text in words.items() if key in found]
-        console.print(f"All {num_ranks} ranks together: {', '.join(rates)}", soft_wrap=True)
+        rates = f"all-reduce {found['all_reduce']:.3g} GB/s, all-to-all {found['all_to_all']:.3g} GB/s"
+        text = f"All {num_ranks} ranks together: {rates}, latency {found['latency_us']:.3g} us"
+        console.print(text, soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 def findings_lines(verdict: Verdict) -> list[str]:
-    """One line per finding, the worst first: grade, host, text."""
+    """One line per finding, worst first: grade, host, text."""
     found = [
         (finding.grade, f"{node.host or 'unknown host'} (node {node.node})", finding.text)
         for node in verdict.nodes
@@ -369,6 +363,6 @@ def findings_lines(verdict: Verdict) -> list[str]:
 
 
 def add_to_list(verdict: Verdict, path: Path) -> list[str]:
-    """Adds bad nodes to a list of excluded nodes; returns those that are new."""
+    """Adds bad nodes to a list of excluded nodes; returns the new ones."""
     bad = [(node.host, f"preflight: {node.reason}") for node in verdict.to_exclude() if node.host]
     return [host for host, reason in bad if exclude(path, host, reason)]

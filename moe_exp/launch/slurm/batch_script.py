@@ -1,4 +1,4 @@
-"""The sbatch file of a run: quoted options, settings and paths, then the constant batch_body.sh. No torch."""
+"""The sbatch file of a run: options, settings and paths, then the constant batch_body.sh. No torch."""
 
 import os
 import shlex
@@ -27,9 +27,9 @@ class RunJob:
     """A job to submit."""
 
     config: Config
-    given: Mapping[str, str]  # settings that were given, or whose default depends on the host: name to text
+    given: Mapping[str, str]  # settings that were set, or whose default depends on the host: text by name
     slurm: SlurmSettings
-    passed: Mapping[str, str]  # variables of the submitting shell that the job gets, from `passed_variables`
+    passed: Mapping[str, str]  # variables that the job gets from the submitting shell, see `passed_variables`
 
     @property
     def run_folder(self) -> Path:
@@ -52,14 +52,14 @@ class RunJob:
 
 
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
-    """The text of the sbatch file; raises ConfigError if a control character could start a new line."""
+    """Text of the sbatch file; raises ConfigError if a control character could start a new line."""
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     lines = directives([*(f"--{option}" for option in options), *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
     head.append("# Settings of the run; what is not here has its default.")
-    # quoted here, as the body of the script is constant
+    # quoted here, since the body of the script is constant
     head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
@@ -73,11 +73,11 @@ def _options(job: RunJob) -> list[str]:
         "nodes": config.nnodes,
         "ntasks-per-node": 1,
         "time": slurm.time_limit,
-        "signal": f"B:USR1@{slurm.signal_seconds}",  # B: only to this script
+        "signal": f"B:USR1@{slurm.signal_seconds}",  # B: only to the batch script
         "open-mode": "append",  # a requeued job appends to its log
         "output": job.folder / ("job%A_%a.log" if is_array else "job%j.log"),
         "chdir": Path.cwd(),
-        # ALL would pass the submitting shell's variables, and NONE a login shell's.
+        # ALL would pass the submitting shell's variables, NONE those of a login shell
         "export": ",".join([*PASSED_ALWAYS, *job.passed]),
         **{name: value for name, value in named.items() if value},
     }
@@ -89,7 +89,7 @@ def _options(job: RunJob) -> list[str]:
     if slurm.nice:
         options["nice"] = slurm.nice
     if slurm.exclusive:
-        options["mem"] = 0  # else an exclusive job may still get the memory of one core
+        options["mem"] = 0  # all memory; an exclusive job may otherwise get that of one core
     if is_array:
         options["array"] = f"1-{slurm.num_jobs}%1"
     flags = ["requeue" if slurm.requeue else "no-requeue", *(["exclusive"] if slurm.exclusive else [])]
@@ -97,9 +97,9 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Raises ConfigError on control characters, in paths of the installation: settings are checked before."""
+    """Raises ConfigError if `text` has control characters; only paths can, since settings were checked."""
     if not is_one_line(text):
-        fix = "rename the folder, or what it names"
+        fix = "rename the file or folder"
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, fix)])
     return text
 
@@ -109,7 +109,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """Lines for options of the form --name=value, quoted as sbatch parses them; of two it uses the last."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch; the last of the same name counts."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
@@ -125,12 +125,12 @@ def _variables(job: RunJob) -> list[str]:
         "setup": Path(slurm.setup).absolute() if slurm.setup else "", "requeue": str(slurm.requeue).lower(),
         "max_failures": slurm.max_failures, "retry_seconds": slurm.retry_seconds,
     }  # fmt: skip
-    # Else the node's one task, with all ranks, is bound to one core; srun does not inherit cpus-per-task.
+    # otherwise the node's task, with all ranks, is bound to one core; srun ignores sbatch's cpus-per-task
     srun = ["--cpu-bind=none", *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else [])]
-    # Empty settings are flags, as an exported empty variable would leave what the preset has.
+    # Empty settings must be flags: an exported empty variable would not override the preset.
     preset = preset_values(job.config.preset)
     emptied = {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
-    # this Python's path means nothing inside of an image
+    # the path of this Python does not exist inside an image
     python = slurm.container_python if slurm.container else sys.executable
     launcher = [python, "-m", "moe_exp", "train", *module_arguments(emptied)]
     if slurm.runtime == "pyxis":
@@ -142,7 +142,7 @@ def _variables(job: RunJob) -> list[str]:
         binds = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]
         launcher = ["apptainer", "exec", *gpus, *binds, slurm.container, *launcher]
     lists = {"modules": slurm.modules.split(), "srun_options": srun, "launcher": launcher}
-    # The command that submits such a job, beside the settings that the file exports.
+    # The command that submits such a job, without the settings that the file exports.
     own = slurm.model_dump(exclude_defaults=True, exclude={"after", "job_name"})
     flags = {name: as_given(value) for name, value in own.items()} | emptied
     command = shlex.join([*own_command(), "slurm", *module_arguments(flags)])
@@ -156,26 +156,26 @@ def _variables(job: RunJob) -> list[str]:
 
 
 def _word(text: str) -> str:
-    # shellcheck reports commas as a mistake
+    # shellcheck takes unquoted commas for a mistake
     return f"'{text}'" if "," in text and _shell(text) == text else _shell(text)
 
 
 def mounts(job: RunJob) -> list[str]:
-    """Folders that a container mounts under their own names: `own_folders` and CONTAINER_MOUNTS."""
+    """Folders that a container mounts under the same path: `own_folders` and CONTAINER_MOUNTS."""
     more = filter(None, job.slurm.container_mounts.split(","))
     return list(dict.fromkeys([*own_folders(job), *more]))
 
 
 def own_folders(job: RunJob) -> list[str]:
-    """Folders that the run needs: this package, the current folder, runs and data."""
+    """Folders that the run needs: this package, the current folder, RUN_DIR, data and checkpoints to load."""
     c = job.config
     blends = (c.train_data, c.valid_data, *c.stage_blends)
-    # a container sees no folder that it is not given: those of data, of settings and of checkpoints
+    # a container only sees mounted folders: data may be anywhere
     files = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
     files += [c.tokenizer] if c.tokenizer else []
     given = (place for place in (c.load_dir, c.upcycle_from) if place and not is_url(place))
     folders = [_PACKAGE_ROOT, Path.cwd(), Path(c.run_dir), Path(c.data_dir)]
     folders += [*(Path(name).parent for name in files), *map(Path, given)]
-    # not resolved: links keep their names
+    # not resolved: settings name the links
     paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100
     return list(dict.fromkeys(paths))

@@ -1,6 +1,6 @@
-"""Settings of a run's SLURM jobs. No torch.
+"""Settings of a run's SLURM jobs, except NNODES and GPUS_PER_NODE, which belong to the run. No torch.
 
-Resolved like the run's own: default < environment < command line. NNODES and GPUS_PER_NODE belong to the run.
+They are resolved like the run's settings: default < environment < command line.
 """
 
 import os
@@ -16,19 +16,19 @@ from moe_exp.config import ConfigError, problem
 from moe_exp.config.loading import explain, given_values
 from moe_exp.config.setting_types import NonNegative, PathText, Positive, one_line, shown
 
-# Environment variables for --export: to find programs and the home folder, without effect on results.
+# Environment variables for --export, to find programs and the home folder; they do not affect results.
 PASSED_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")
-# Prefixes of variables that jobs get from the submitting shell: how nodes communicate, and Hugging Face.
+# Prefixes of variables that jobs get from the submitting shell: communication libraries and Hugging Face.
 PASSED_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "HF_")
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH")
-# Options that the sbatch file sets: another value would break the chain.
+# Options that the sbatch file sets; other values would break the chain.
 _OURS = (
     "array", "dependency", "error", "exclude", "export", "job-name", "nodes", "no-requeue", "ntasks",
     "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "time", "wrap",
 )  # fmt: skip
-NOT_SOUGHT = "has characters that squeue cannot look for"
+NOT_SOUGHT = "has characters that squeue --name does not support"
 _LARGEST_ARRAY = 1000  # SLURM's default MaxArraySize is 1001
-_LONGEST_WARNING = 65535  # seconds, limit of sbatch's --signal
+_LONGEST_WARNING = 65535  # seconds; limit of sbatch's --signal
 
 
 def _field(default: object, description: str, **rules: Any) -> Any:
@@ -36,65 +36,46 @@ def _field(default: object, description: str, **rules: Any) -> Any:
 
 
 class SlurmSettings(BaseModel):
-    """Settings of the jobs. A field's environment variable is its name in capitals."""
+    """Settings of the jobs. A field's environment variable is its name in upper case."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     _one_line = field_validator("*", mode="before")(one_line)
 
-    num_jobs: Positive = _field(
-        1, "jobs, one after another; what a finished run leaves of them is cancelled", le=10_000
-    )
+    num_jobs: Positive = _field(1, "jobs in a row; the rest is cancelled when the run finishes", le=10_000)
     chain: Literal["array", "dependency"] = _field(
-        "array", "how they follow: a job array with %1, or each after the one before it"
+        "array", "form of the chain: a job array with %1, or jobs that each depend on the previous one"
     )
-    after: str = _field("", "ids of jobs to wait for, as in '123 124': lengthens a chain that is queued")
-    time_limit: str = _field(
-        "24:00:00",
-        "of each job, as SLURM has it: MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
-    )
-    signal_seconds: Positive = _field(
-        600, "seconds before its end at which a job saves and makes room for the next"
-    )
+    after: str = _field("", "ids of jobs to wait for, such as '123 124', to extend a queued chain")
+    time_limit: str = _field("24:00:00", "time limit of each job: MINUTES or [DAYS-]HOURS:MINUTES:SECONDS")
+    signal_seconds: Positive = _field(600, "time reserved before the limit to save a checkpoint (seconds)")
     job_name: str = _field("", "name in the queue; empty: RUN_NAME")
-    partition: str = _field("", "partition, or several with commas")
+    partition: str = _field("", "partition, or several separated by commas")
     account: str = _field("", "account to charge")
     qos: str = _field("", "quality of service")
-    constraint: str = _field("", "features that nodes must have, as in 'h100&ib'")
-    nice: NonNegative = _field(0, "lowers the priority by so much")
-    exclusive: bool = _field(True, "whole nodes with all of their memory")
-    cpus_per_task: NonNegative = _field(
-        0, "cores of a node for the launcher and its ranks; 0: all that the job has"
-    )
-    cpu_nodes: bool = _field(
-        False, "nodes without GPUs: GPUS_PER_NODE counts processes, and no GPUs are asked for"
-    )
-    exclude_file: PathText = _field(
-        "", "nodes that no job gets, one a line, # for comments; empty: RUN_DIR/exclude_nodes.txt"
-    )
-    requeue: bool = _field(True, "a job that fails, or whose node fails, goes back into the queue")
-    max_failures: Positive = _field(
-        3, "number of failures in a row without a new checkpoint that end the chain"
-    )
-    retry_seconds: NonNegative = _field(
-        60, "wait after a failure, times the failures in a row: a file server may be away"
-    )
-    modules: str = _field("", "environment modules to load, as in 'cuda/12.6 nccl'")
+    constraint: str = _field("", "required node features, such as 'h100&ib'")
+    nice: NonNegative = _field(0, "reduction of the job priority")
+    exclusive: bool = _field(True, "allocate whole nodes with all of their memory")
+    cpus_per_task: NonNegative = _field(0, "cores per node for the launcher and its ranks; 0: all cores")
+    cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE is the number of processes")
+    exclude_file: PathText = _field("", "list of nodes to avoid; empty: RUN_DIR/exclude_nodes.txt")
+    requeue: bool = _field(True, "requeue a job if it or its node fails")
+    max_failures: Positive = _field(3, "consecutive failures without a new checkpoint that end the chain")
+    retry_seconds: NonNegative = _field(60, "delay after a failure, times consecutive failures (seconds)")
+    modules: str = _field("", "environment modules to load, such as 'cuda/12.6 nccl'")
     setup: PathText = _field("", "file that the batch script sources before it starts the run")
-    container: str = _field("", "image: a name for pyxis and enroot, or an apptainer file")
+    container: str = _field("", "container image: a name for pyxis and enroot, or an apptainer file")
     container_runtime: Literal["auto", "pyxis", "apptainer"] = _field(
-        "auto", "auto: apptainer for a .sif file, else pyxis"
+        "auto", "container runtime; auto: apptainer for a .sif file, else pyxis"
     )
-    container_mounts: str = _field(
-        "", "more folders that the container sees, with commas, as in '/data,/scratch:/scratch'"
-    )
-    container_python: str = _field("python3", "Python inside of the container")
+    container_mounts: str = _field("", "additional folders to mount, such as '/data,/scratch:/scratch'")
+    container_python: str = _field("python3", "Python inside the container")
     pass_env: str = _field(
         "",
-        "variables whose values jobs get from this shell, as in 'WANDB_API_KEY WANDB_ENTITY', besides "
+        "variables to pass from this shell to jobs, such as 'WANDB_API_KEY WANDB_ENTITY', in addition to "
         + ", ".join(f"{prefix}*" for prefix in PASSED_PREFIXES)
-        + "; not in any file",
+        + "; their values are not written to any file",
     )
-    extra_sbatch: str = _field("", "more options of sbatch, as in '--reservation=x --mail-type=FAIL'")
+    extra_sbatch: str = _field("", "additional sbatch options, such as '--reservation=x --mail-type=FAIL'")
 
     @property
     def extra_options(self) -> list[str]:
@@ -110,7 +91,7 @@ class SlurmSettings(BaseModel):
 
     @property
     def runtime(self) -> Literal["", "pyxis", "apptainer"]:
-        """The container runtime; empty without CONTAINER."""
+        """Container runtime; empty without CONTAINER."""
         if not self.container:
             return ""
         if self.container_runtime != "auto":
@@ -126,7 +107,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
     except ValidationError as error:
         wrong = {str(one["loc"][0]) for one in error.errors()}
         rest = SlurmSettings(**{name: value for name, value in given.items() if name not in wrong})
-        # rules with an invalid setting would judge its default
+        # omit rules that mention an invalid setting: they were checked with its default
         named = re.compile(rf"\b({'|'.join(name.upper() for name in wrong)})\b")
         others = [line for line in _problems(rest, environ) if not named.search(line)]
         raise ConfigError([*explain(error, SlurmSettings), *others]) from None
@@ -136,9 +117,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the submitting shell that jobs get, of PASSED_PREFIXES and PASS_ENV, with values to show,
-    except those that may be secret. The sbatch file has only names.
-    """
+    """Variables that jobs get from the submitting shell, with values to print; secret ones are hidden."""
     names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
     names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
     passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
@@ -146,7 +125,7 @@ def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dic
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time, M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything else."""
+    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for anything else."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if not match:
         return None
@@ -160,55 +139,58 @@ def time_limit_seconds(text: str) -> int | None:
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
     limit = time_limit_seconds(settings.time_limit)
     if not limit:
-        fix = "give MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
-        yield problem("time_limit", settings.time_limit, "is no time limit of SLURM's", fix)
-    # warned at its start, a job would save and exit at once, and so would all that follow
+        fix = "write MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
+        yield problem("time_limit", settings.time_limit, "must be a SLURM time limit", fix)
+    # otherwise each job of the chain would get the signal at its start, save and exit without training
     elif settings.signal_seconds >= min(limit, _LONGEST_WARNING + 1):
         rule = f"must be shorter than TIME_LIMIT={settings.time_limit}, and at most {_LONGEST_WARNING}"
-        fix = "give twice the time that a checkpoint takes"
+        fix = "set it to twice the time that saving a checkpoint takes"
         yield problem("signal_seconds", settings.signal_seconds, rule, fix)
     if settings.chain == "array" and settings.num_jobs > _LARGEST_ARRAY:
-        rule = f"a job array has at most {_LARGEST_ARRAY} jobs"
-        fix = f"set CHAIN=dependency, or at most {_LARGEST_ARRAY}"
+        rule = f"must be at most {_LARGEST_ARRAY} for a job array"
+        fix = f"set CHAIN=dependency, or NUM_JOBS to at most {_LARGEST_ARRAY}"
         yield problem("num_jobs", settings.num_jobs, rule, fix)
     if not all(job.isdecimal() for job in settings.jobs_before):
-        rule = "is no list of job ids"
-        yield problem("after", settings.after, rule, "give the numbers that sbatch has printed")
+        rule = "must be a list of job ids"
+        yield problem("after", settings.after, rule, "use the numbers that sbatch printed")
     if settings.job_name and not re.fullmatch(r"[\w.+=-]+", settings.job_name, re.ASCII):
         yield problem("job_name", settings.job_name, NOT_SOUGHT, "use letters, digits and . _ + = -")
     try:
         options = settings.extra_options
     except ValueError as error:
-        rule, options = f"cannot be taken apart ({error})", []
-        yield problem("extra_sbatch", settings.extra_sbatch, rule, "quote as in a shell")
+        rule, options = f"cannot be split into options ({error})", []
+        yield problem("extra_sbatch", settings.extra_sbatch, rule, "quote it as in a shell")
     for option in options:
         name = option.removeprefix("--").partition("=")[0]
         if not re.match(r"--[a-z]", option):
-            rule = "is no option of the form --name=value"
+            rule = "must have the form --name=value"
             yield problem("extra_sbatch", option, rule, "write '-p x' as --partition=x")
         elif name in _OURS:
-            fix = "use the setting of that name, or leave it out"
-            fix = "put the nodes into EXCLUDE_FILE" if name == "exclude" else fix
+            fix = (
+                "list the nodes in EXCLUDE_FILE"
+                if name == "exclude"
+                else "use the setting of that name, or omit it"
+            )
             yield problem("extra_sbatch", option, f"--{name} is set by this command", fix)
     yield from _place_problems(settings, environ)
 
 
 def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
     if settings.setup and not os.access(settings.setup, os.R_OK):
-        yield problem("setup", settings.setup, "cannot be read", "name a file that the jobs can read, too")
+        yield problem("setup", settings.setup, "cannot be read", "name a file that jobs can read")
     image = settings.container
     if settings.runtime == "apptainer" and "://" not in image and not Path(image).exists():
-        fix = "name the image file, or set CONTAINER_RUNTIME=pyxis"
-        yield problem("container", image, "does not exist", fix)
+        fix = "name an image file, or set CONTAINER_RUNTIME=pyxis"
+        yield problem("container", image, "not found", fix)
     if settings.exclude_file and Path(settings.exclude_file).is_dir():
-        fix = "name a file; it need not exist yet"
+        fix = "name a file, which need not exist yet"
         yield problem("exclude_file", settings.exclude_file, "is a folder", fix)
     if settings.container_mounts and not settings.container:
-        rule, fix = "has no effect without CONTAINER", "set CONTAINER, or leave it out"
+        rule, fix = "has no effect without CONTAINER", "set CONTAINER or omit it"
         yield problem("container_mounts", settings.container_mounts, rule, fix)
     for name in settings.passed:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            rule = "is no name of a variable; values are taken from this shell"
-            yield problem("pass_env", name, rule, "give names alone, as in 'WANDB_API_KEY WANDB_ENTITY'")
+            rule = "must be a variable name; its value comes from this shell"
+            yield problem("pass_env", name, rule, "list only names, such as 'WANDB_API_KEY WANDB_ENTITY'")
         elif name not in environ:
-            yield problem("pass_env", name, "is not set in this shell", f"export {name}, or leave it out")
+            yield problem("pass_env", name, "is not set in this shell", f"export {name}, or omit it")

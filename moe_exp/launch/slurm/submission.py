@@ -1,4 +1,4 @@
-"""Submits a run to sbatch: checks, the sbatch file in the run folder, and job ids. No torch."""
+"""Submission of a run to SLURM: checks, the sbatch file in the run folder, and job ids. No torch."""
 
 import os
 import re
@@ -22,24 +22,24 @@ from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.excluded_nodes import read_excluded
 
-# Variables with sbatch options override the file's; a site may set these for all users.
+# These stay in sbatch's environment, since a site may set them for all users; others could override the file.
 _KEPT = (
     "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS",
     "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT",
 )  # fmt: skip
-_NO_SBATCH = "sbatch: not found. Fix: call it on a login node of the cluster, or inspect it with --dry-run."
+_NO_SBATCH = "sbatch: not found. Fix: run the command on a login node, or use --dry-run."
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """The job to submit; raises ConfigError with all invalid settings, `with_space` if the disk is small."""
+    """The job to submit; raises ConfigError with all problems, including, `with_space`, of the disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
-        raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
+        raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "run it in another folder")])
     flags = with_file(flags, environ)
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     of_run = {name: str(value) for name, value in flags.items() if name in Config.model_fields}
     given = given_values(of_run, environ)
-    # of the submitting shell, such as another job's
-    for name in ("node_rank", "master_addr"):  # set by each job itself
+    # each job sets its own; the submitting shell may have those of another job
+    for name in ("node_rank", "master_addr"):
         given.pop(name, None)
     problems: list[str] = []
     slurm = config = None
@@ -48,7 +48,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     except ConfigError as error:
         problems += error.problems
     try:
-        # for the nodes: defaults must not depend on this host, as login nodes have no GPUs
+        # defaults must depend on the nodes, not on this host: login nodes have no GPUs
         asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES")).lower()
         given = fixed_for(Nodes(gpus=0 if asked in ("true", "1", "yes", "on") else None), given)
         config = load_config(given, {})
@@ -70,12 +70,12 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
 
 
 def _place_problems(job: RunJob) -> Iterator[str]:
-    """Names that SLURM would misread, and folders that the container's runtime cannot mount."""
+    """Problems with names that SLURM would misread and folders that the container runtime cannot mount."""
     if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
-        rule = f"{job.run_folder} has a % or a backslash, which mean something in the names of SLURM's logs"
-        yield problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR")
+        rule = f"{job.run_folder} contains % or a backslash, which SLURM interprets in log file names"
+        yield problem("run_name", job.config.name, rule, "change RUN_NAME or RUN_DIR")
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
-        yield problem("job_name", job.name, NOT_SOUGHT, "give a JOB_NAME of letters and digits")
+        yield problem("job_name", job.name, NOT_SOUGHT, "set JOB_NAME to letters and digits")
     runtime = job.slurm.runtime
     # apptainer and pyxis split mounts at commas and colons, enroot at spaces (NVIDIA/pyxis issue 133)
     for folder in mounts(job) if runtime else ():
@@ -83,13 +83,13 @@ def _place_problems(job: RunJob) -> Iterator[str]:
         if "," in folder or (":" in folder and folder in own_folders(job)):
             what = "a comma or a colon"
         if what:
-            rule = f"the job has to see {folder}, and {runtime} can mount no path with {what}"
-            fix = "rename it, or give a link to it with another name"
+            rule = f"the job needs {folder}, but {runtime} cannot mount a path with {what}"
+            fix = "rename it, or use a symbolic link with another name"
             yield problem("container", job.slurm.container, rule, fix)
 
 
 def script_of(job: RunJob) -> str:
-    """The current sbatch file; raises ValueError if a line of EXCLUDE_FILE has no valid host name."""
+    """The sbatch file with the current EXCLUDE_FILE; raises ValueError on an invalid line in it."""
     return batch_script(job, excluded=read_excluded(job.exclude_file))
 
 
@@ -99,7 +99,7 @@ def planned_commands(job: RunJob) -> list[str]:
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
         jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
-    # ids are only known once the job before has been submitted
+    # the id of a job is unknown until it has been submitted
     lines, after = [], job.slurm.jobs_before
     for this, what in enumerate(jobs, 1):
         lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
@@ -108,19 +108,19 @@ def planned_commands(job: RunJob) -> list[str]:
 
 
 def submit(job: RunJob) -> list[str]:
-    """Writes the sbatch file into the run folder and submits it; returns the ids. Raises ValueError if the
-    run has jobs in the queue, the jobs' Python cannot train, or sbatch fails: all of this call are canceled.
+    """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
+    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (submitted jobs are cancelled).
     """
     if not job.slurm.container and (lacking := training_problem()):
-        raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
+        raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")
     submitted = RunFolder(job.run_folder).submitted
     # two chains of one run would overwrite each other's checkpoints
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
-        fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
-        rule = f"its jobs {', '.join(there)} are in the queue already"
+        fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to append jobs"
+        rule = f"its jobs {', '.join(there)} are already in the queue"
         raise ValueError(f"{job.run_folder}: {rule}. Fix: {fix}.")
-    if not there:  # a new chain starts without failures
+    if not there:  # a new chain resets the count of failures
         (job.folder / "failures").unlink(missing_ok=True)
     script = script_of(job)
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -132,13 +132,13 @@ def submit(job: RunJob) -> list[str]:
         for _ in range(num_calls):
             before = _dependency(ids[-1:] or job.slurm.jobs_before)
             command = ["sbatch", "--parsable", *before, str(path)]
-            fix = f"change what it names; {shlex.join(command)} tries again"
+            fix = f"correct the setting it names, or retry: {shlex.join(command)}"
             ids.append(sbatch(command, _NO_SBATCH, fix))
-            # immediately: the first job may end before the last is submitted
+            # recorded immediately: the first job may end before the last is submitted
             with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
     except ValueError:
-        # the jobs submitted so far would be a chain that ends too early
+        # the jobs submitted so far would form a chain that ends too early
         if ids:
             subprocess.run(["scancel", *ids], capture_output=True)
         raise
@@ -146,10 +146,8 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...`, and returns the id of the job; raises ValueError(`missing`) without
-    sbatch, and one with `fix` if it refuses.
-    """
-    # Without other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
+    """Calls `sbatch --parsable ...` and returns the job's id; raises ValueError(`missing`) without sbatch."""
+    # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]
     environ = {name: os.environ[name] for name in names}

@@ -1,1 +1,1 @@
-"""Hang detection: heartbeats, stacks, and the ranks that are not where the others are."""
+"""Hang detection: heartbeats, stacks, and the ranks that hold the others up."""

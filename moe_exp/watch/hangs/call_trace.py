@@ -1,8 +1,8 @@
-"""The latest function calls of a rank, in a mapped file of fixed size; survives a kill -9 (TRACE_CALLS_FROM).
+"""Trace of a rank's latest function calls in a mapped file that survives kill -9 (TRACE_CALLS_FROM).
 
 One fixed-length line per call: number, seconds of the host's monotonic clock, function. The newest overwrites
-the oldest; `sort -n` restores the order. Only Python functions of chosen packages are written
-(TRACE_CALLS_IN). Every other call still costs a fraction of a microsecond, a written one takes one or two.
+the oldest; `sort -n` restores the order. Only Python functions of chosen packages are recorded
+(TRACE_CALLS_IN). A recorded call costs one or two microseconds, any other call a fraction of one.
 """
 
 import logging
@@ -26,29 +26,28 @@ _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
 
 def calls_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's trace in RUN/hang/calls."""
+    """Path of a rank's trace in `folder`, RUN/hang/calls."""
     return folder / f"rank_{rank:05d}.txt"
 
 
 class CallTrace:
-    """Writes the calls of all threads to functions of `modules`, submodules included, until `stop`; keeps an
-    existing file (from the previous start) as `.before.txt`. `size_mb`: of the file, in 1e6 bytes.
-    """
+    """Records all threads' calls to functions of `modules` and their submodules until `stop`."""
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # the previous start's trace may explain why this one was needed
         if path.exists():
             path.replace(path.with_suffix(".before.txt"))
         self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)
         with path.open("w+b") as file:
-            # not truncate: writing to a page without disk space would kill the process
+            # not truncate: on a full disk, writing to an unallocated page would kill the process (SIGBUS)
             file.write(bytes(self._num_lines * _LINE_BYTES))
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
         self._names: dict[CodeType, bytes | None] = {}  # None: the function is not traced
         self._count = 0
-        os.register_at_fork(after_in_child=self.stop)  # a child shares the pages
+        os.register_at_fork(after_in_child=self.stop)  # a child would write to the same pages
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
@@ -60,7 +59,7 @@ class CallTrace:
         if event != "call":
             return
         code = frame.f_code
-        # cheaper than `get` where the name is there, as it nearly always is
+        # cheaper than `get`, as the name is nearly always cached
         try:
             name = self._names[code]
         except KeyError:
@@ -79,28 +78,28 @@ class CallTrace:
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
-    """The last `number` calls in a file, oldest first: seconds and function. Empty if there is no file."""
+    """Last `number` calls in a file, oldest first: seconds and function. Empty if there is no file."""
     if not path.exists():
         return []
     data = path.read_bytes()
     places = range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES)
     lines = (data[place : place + _LINE_BYTES] for place in places)
-    # Unwritten lines are zeros; one cut off when the process ended has no newline.
+    # unwritten lines are zeros; a line cut off by the end of the process has no newline
     written = sorted(line for line in lines if line[:1] != b"\0" and line.endswith(b"\n"))
     return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
 
 
-_is_begun = False
+_has_started = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
     """Starts this rank's trace, once, at the first iteration from TRACE_CALLS_FROM on."""
-    global _is_begun
-    if not _is_begun and 0 < config.trace_calls_from <= iteration:
-        _is_begun = True
+    global _has_started
+    if not _has_started and 0 < config.trace_calls_from <= iteration:
+        _has_started = True
         modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
         path = calls_file(run.path / "hang" / "calls", rank)
         try:
-            CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # the interpreter holds it
-        except OSError as error:  # not worth ending a run
-            logger.warning("no trace of calls in %s: %s", path, error.strerror or error)
+            CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # sys.setprofile keeps it alive
+        except OSError as error:  # no reason to end a run
+            logger.warning("cannot trace calls to %s: %s", path, error.strerror or error)

@@ -1,6 +1,6 @@
 """Dumps the stacks of this node's ranks from outside: py-spy, else faulthandler in the rank, else /proc.
 
-py-spy reads a process's memory without stopping it, and also sees stopped processes. For a hang it runs again
+py-spy reads a process's memory without stopping it, even that of a stopped process. For a hang it runs again
 for C frames, which stops the process for about a second. faulthandler writes on a signal, even while the GIL
 is held. It walks other threads' frames without a lock: safe in a hung process, mostly safe in a running one.
 """
@@ -38,19 +38,19 @@ _NCCL_PREFIX = "nccl_trace_rank_"
 
 
 def ranks_of_node(local: Path) -> dict[int, int]:
-    """Maps rank to pid for all ranks of this node's launcher, found by `local`, its heartbeat folder."""
+    """Maps rank to pid for all ranks of this node's launcher, identified by its heartbeat folder `local`."""
     found, parents = {}, {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environ = process.environ()
             if environ.get(HEARTBEATS) == str(local) and "LOCAL_RANK" in environ:
                 found[process.pid], parents[process.pid] = int(environ["RANK"]), process.ppid()
-    # Data loader workers inherit their rank's environment.
+    # data loader workers inherit their rank's environment: keep only processes whose parent is not a rank
     return {rank: pid for pid, rank in found.items() if parents[pid] not in found}
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Environment for NCCL's flight recorder to dump on a byte in a pipe; empty without GPUs."""
+    """Environment that makes NCCL's flight recorder dump when a pipe receives a byte; empty without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -58,22 +58,21 @@ def nccl_environment(local: Path) -> dict[str, str]:
         "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size, "TORCH_FR_DUMP_TEMP_FILE": file,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
     }  # fmt: skip
-    # what a user has set stays
+    # the user's values take precedence
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes the dumps of all ranks of this node into `folder`; `local`: the launcher's heartbeat folder,
-    `calls`: RUN/hang/calls, `is_hang`: the run is stuck, so C frames and NCCL's record may be requested, too.
-    """
+    """Writes dumps of all ranks of this node into `folder`; `is_hang`: with C frames and NCCL's record."""
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
+    # a scan of processes also finds ranks that have no heartbeat yet
     pids = {rank: beat.pid for rank, beat in beats.items()} | ranks_of_node(local)
 
     def dump(rank: int) -> None:
         pid, beat = pids[rank], beats.get(rank)
         facts = rank_facts(pid, beat)
         is_held = facts["state"] in (STOPPED, TRACED)
-        # torch's record, before a tool stops the process; its thread cannot answer while the GIL is held.
+        # torch's record first, before a tool stops the process; its thread needs the GIL to answer
         pipe, path = (heartbeat.rank_file(local, rank, name) for name in ("pipe", "collectives.json"))
         can_answer = beat and not is_held and facts["state"] != GONE
         collectives = path.read_bytes() if can_answer and _record(pipe, path) else b""
@@ -83,7 +82,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         if threads := parse_stacks(stacks):
             innermost = threads[0].frames[0]
             facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
-        # C frames tell in which library call a rank waits, but py-spy has to stop it for them
+        # C frames show the library call that a rank waits in, but py-spy has to stop the rank to read them
         native = ""
         if is_hang and tool == "py-spy" and not is_held:
             native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
@@ -94,7 +93,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
             text = json.dumps(last_collectives(json.loads(collectives)))
             (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
         nccl = local / f"{_NCCL_PREFIX}{rank}"
-        # NCCL's own (for torchfrtrace), which its C++ thread writes even while the GIL is held
+        # NCCL's own record (for torchfrtrace): its C++ thread writes it even while the GIL is held
         if is_hang and count_gpus() and _record(nccl.with_name(f"{nccl.name}.pipe"), nccl):
             time.sleep(_SETTLED_SECONDS)
             shutil.copyfile(nccl, folder / nccl.name)
@@ -104,12 +103,12 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (psutil's, or TRACED or GONE), kernel wait function, number of GPUs, and heartbeat."""
+    """Host, pid, state (psutil's, TRACED or GONE), kernel wait function, number of GPUs, and heartbeat."""
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
         state = GONE
-    if state == psutil.STATUS_ZOMBIE:  # has ended, and waits for its launcher
+    if state == psutil.STATUS_ZOMBIE:  # has ended, but its launcher has not read the exit code
         state = GONE
     elif state != GONE and is_traced(pid):
         state = TRACED
@@ -123,14 +122,14 @@ def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
 
 
 def is_traced(pid: int) -> bool:
-    # a debugger whose process is running is not seen in the process's state
+    # the state shows a debugger only while it has stopped the process
     with suppress(OSError):
         return "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
     return False
 
 
 def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) -> tuple[str, str, list[str]]:
-    """Returns the stacks, the tool that produced them, and why the better ones failed."""
+    """Returns the stacks, the tool that produced them, and why the preferred tools failed."""
     stacks, reason = py_spy(pid)
     if stacks:
         return stacks, "py-spy", []
@@ -148,14 +147,14 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
         name = heartbeat.STACKS_SIGNAL.name
         reasons.append(f"faulthandler: no answer to {name} in {_SIGNAL_SECONDS:.0f} s")
     else:
-        why = f"the process is {state}" if has_handler else "not there before the first heartbeat"
+        why = f"the process is {state}" if has_handler else "not available before the first heartbeat"
         reasons.append(f"faulthandler: {why}")
     return "", "none", reasons
 
 
 def py_spy_program() -> str:
-    """Path of py-spy, empty if it is not installed."""
-    # in a virtual environment that is not on the PATH
+    """Path of py-spy; empty if it is not installed."""
+    # also look next to this Python: its virtual environment may not be on the PATH
     beside = Path(sys.executable).with_name("py-spy")
     return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
 
@@ -166,7 +165,7 @@ def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[s
         return "", "not installed"
     command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
     error = ""
-    for _ in range(3):  # a running process can be read in an inconsistent state
+    for _ in range(3):  # py-spy may catch a running process in an inconsistent state
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except (OSError, subprocess.TimeoutExpired) as failure:
@@ -178,7 +177,7 @@ def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[s
 
 
 def _record(pipe: Path, path: Path) -> bool:
-    """Whether a thread of the rank has written its record of collectives, for a byte in the pipe."""
+    """Requests a rank's record of collectives through its pipe; returns whether it was written in time."""
     path.unlink(missing_ok=True)
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
@@ -193,9 +192,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts from torch's flight recorder `last`, the last collective of each process group with its ranks
-    as text and the `number` of collectives that the rank has started in it; and `entries`, the latest of all.
-    """
+    """Returns `last`, the last collective of each process group with the number started, and `entries`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

@@ -1,14 +1,14 @@
-"""The files in RUN/hang: requests for stacks, the answers of the launchers, and one dump a rank.
+"""The files in RUN/hang: requests for stacks, the launchers' answers, and one dump per rank.
 
     request.json           the latest request: folder for the answers, hang or stacks, reason
-    2026-11-22T03-50-12/   one answer
-        node_00000.json    from a launcher: its ranks; `done` once their files are there
-        rank_00003.txt     facts, one a line, then the stacks as py-spy or faulthandler prints them
-        verdict.json       for a hang, by the launcher that asked: whether the ranks are ended
+    2026-11-22T03-50-12/   the answers to one request
+        node_00000.json    from a launcher: its ranks; `done` once their files are written
+        rank_00003.txt     facts, one per line, then the stacks as py-spy or faulthandler prints them
+        verdict.json       for a hang, from the requesting launcher: whether to kill the ranks
         summary.txt
 
-Launchers check `request.json` once a second, and each detects a hang within about a second. Node 0 names the
-folder; the others wait for it for a while, then name one themselves.
+Launchers check `request.json` once a second. All of them detect a hang at about the same time; node 0 creates
+the folder, and another node does so only if node 0's does not appear.
 """
 
 import importlib.util
@@ -38,29 +38,29 @@ _POLL_SECONDS = 0.2
 class Request:
     """A request for the stacks of all ranks."""
 
-    folder: str  # name of the answer's folder in RUN/hang
-    kind: Literal["hang", "stacks"]  # stacks: somebody wants to see them, and the run continues
+    folder: str  # name of the answers' folder in RUN/hang
+    kind: Literal["hang", "stacks"]  # stacks: on a user's request; the run continues
     reason: str
     host: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one launcher."""
+    """One launcher's answer."""
 
     node: int
     nnodes: int
     world_size: int
     host: str
     ranks: list[int]
-    busy: list[str]  # evidence against a hang: ranks that are paused, debugged, or far from their limit
+    busy: list[str]  # evidence against a hang: ranks that are paused, debugged or far from their limit
     done: bool  # the ranks' files are written
 
 
 def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
-    """Makes the folder of a new answer and writes the request for all launchers."""
+    """Creates the folder for the answers and writes the request for all launchers."""
     name = datetime.now().astimezone().strftime("%Y-%m-%dT%H-%M-%S")
-    # two nodes may ask in the same second: mkdir decides
+    # mkdir is atomic: two nodes that ask in the same second get two folders
     for number in count(1):
         request = Request(name if number == 1 else f"{name}-{number}", kind, reason)
         with suppress(FileExistsError):
@@ -72,7 +72,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request in RUN/hang, or the request that an answer's folder belongs to."""
+    """The latest request in RUN/hang, or the request that a folder of answers belongs to."""
     return _read(Request, folder / "request.json")
 
 
@@ -81,22 +81,22 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """The launchers' answers so far, in order of node."""
+    """The launchers' answers so far, by node."""
     answers = (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))
     return [answer for answer in answers if answer is not None]
 
 
 def _read(kind: Callable[..., T], path: Path) -> T | None:
-    """None if the file is missing, or being written."""
+    """Content of a JSON file; None if it is missing or incomplete."""
     try:
-        # Opened rather than checked with stat: only opening makes a network file system refresh.
+        # open it without a stat first: only opening makes a network file system refresh its cache
         return kind(**read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits `all_seconds` for the answers of all nodes, `first_seconds` for any; returns those so far."""
+    """Waits `all_seconds` for all nodes, only `first_seconds` for the first; returns the answers so far."""
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start
@@ -107,7 +107,7 @@ def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) 
 
 
 def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
-    """Whether the run hangs; None without a verdict in time."""
+    """Waits for the verdict: whether the run hangs, or None if none arrives in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -124,20 +124,20 @@ _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+?)(?::(\d+))?\)$")
 _FAULTHANDLER_THREAD = re.compile(r"^(Current thread|Thread) (\S+).*\(most recent call first\):$")
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 MAIN = "MainThread"
-# frames of the call trace are on every stack taken while it records a call (TRACE_CALLS_FROM)
+# the call trace's own frames are on top of stacks taken while it records a call (TRACE_CALLS_FROM)
 _TRACER = re.compile(r'moe_exp/watch/hangs/call_trace\.py[:"]')
-_CURRENT = "current"  # the thread that got the signal, usually the main one
-# whose frames show what a rank does; other files are a library's or a user's
+_CURRENT = "current"  # the thread that received the signal, usually the main one
+# frames of these packages show what a rank does; others belong to libraries or the user
 PACKAGES = ("moe_exp", "megatron", "torch")
-_FOLDERS = "packages"  # name of the fact with their folders
+_FOLDERS = "packages"  # the fact that lists their folders
 
 
 def package_folders() -> list[str]:
     """Folders of PACKAGES as this process would import them, without importing them."""
-    # Names are not enough: a clone may lie in a folder called moe_exp or torch, next to unrelated files.
+    # Names are not enough: a clone may be in a folder called moe_exp or torch, next to unrelated files.
     specs = filter(None, map(importlib.util.find_spec, PACKAGES))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
-    # with a link, a frame may have either path
+    # if a folder is a symbolic link, a frame may have either path
     return sorted({*folders, *map(os.path.realpath, folders)})
 
 
@@ -146,17 +146,17 @@ class Frame:
     """A function on a stack."""
 
     name: str  # as the tool prints it, qualified or not
-    file: str  # from the package name on for PACKAGES (`moe_exp/training/loop.py`), else the whole path
+    file: str  # relative to the package's parent for PACKAGES (`moe_exp/training/loop.py`), else absolute
     line: int  # 0 for a function in C
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The same for every tool."""
+        """Identity of the frame, the same for every tool."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property
     def place(self) -> str:
-        """File, from its package on, and line."""
+        """Short file name and line."""
         for root in ("/site-packages/", "/dist-packages/"):
             if root in self.file:
                 return f"{self.file.rpartition(root)[2]}:{self.line}"
@@ -182,14 +182,14 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump:
-    """The state of one rank at one moment."""
+    """A snapshot of one rank."""
 
     rank: int
-    facts: Mapping[str, str]  # host, pid, state, phase, ..., see `dump.rank_facts`
+    facts: Mapping[str, str]  # host, pid, state, phase, ...; see `dump.rank_facts`
     threads: Sequence[Thread] = ()
     native: Sequence[str] = ()  # C functions of the main thread, innermost first
-    calls: Sequence[str] = ()  # the latest ones, with TRACE_CALLS_FROM
-    collectives: Sequence[Mapping[str, Any]] = ()  # the last of each group, see `dump.last_collectives`
+    calls: Sequence[str] = ()  # latest function calls, with TRACE_CALLS_FROM
+    collectives: Sequence[Mapping[str, Any]] = ()  # last of each group; see `dump.last_collectives`
 
     @property
     def host(self) -> str:
@@ -204,7 +204,7 @@ def write_dump(
     folder: Path, rank: int, facts: Mapping[str, Any], stacks: str,
     *, native: str = "", calls: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    # who reads it may have the packages in other folders
+    # the reader's packages may be in other folders
     facts = {"rank": rank, **facts, _FOLDERS: os.pathsep.join(package_folders())}
     lines = [*(f"{name}: {value}" for name, value in facts.items()), "", _STACKS, stacks.rstrip()]
     lines += ["", _NATIVE, native.rstrip()] if native else []
@@ -213,16 +213,16 @@ def write_dump(
 
 
 def read_dumps(folder: Path) -> list[RankDump]:
-    """The dumps of all ranks in a folder, in order of rank; logs a warning for other files named like one."""
+    """Reads the dumps of all ranks in a folder, by rank; skips invalid files with a warning."""
     dumps = []
     for path in sorted(folder.glob("rank_*.txt")):
         try:
             text = regular(path).read_text(encoding="utf-8", errors="replace")
             rank = int(path.stem.removeprefix("rank_"))
         except (OSError, ValueError) as error:
-            logger.warning("%s is left out: %s", path, getattr(error, "strerror", None) or error)
+            logger.warning("skipped %s: %s", path, getattr(error, "strerror", None) or error)
             continue
-        # the parts in the order of `write_dump`, from the end: all but the stacks may be missing
+        # the reverse of `write_dump`: calls and native frames may be missing
         head, _, rest = text.partition(_STACKS + "\n")
         rest, _, calls = rest.partition(_CALLS + "\n")
         stacks, _, native = rest.partition(_NATIVE + "\n")
@@ -231,7 +231,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
         folders = facts.pop(_FOLDERS, "").split(os.pathsep)
         try:
             last = list(read_json(path.with_suffix(".collectives.json"))["last"])
-        except (OSError, ValueError, LookupError, TypeError):  # no trace is kept
+        except (OSError, ValueError, LookupError, TypeError):  # torch recorded none
             last = []
         threads, names = parse_stacks(stacks, folders), _native_names(native)
         dumps.append(RankDump(rank, facts, threads, names, calls.splitlines(), last))
@@ -240,8 +240,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
     """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
-
-    `folders`: of PACKAGES where it was printed; paths of files in them start at the package.
+    Paths in `folders`, those of PACKAGES on the dump's host, are shortened to start at the package.
     """
 
     def from_package(file: str) -> str:
@@ -260,7 +259,8 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
             threads[-1][1].append(Frame(match[1], from_package(match[2]), int(match[3] or 0)))
         elif match := _FAULTHANDLER_FRAME.match(line):
             threads[-1][1].append(Frame(match[3], from_package(match[1]), int(match[2])))
-    # faulthandler prints no names. The main thread began with a module; it prints at most 100 frames.
+    # faulthandler prints no thread names, and at most 100 frames. The main thread's outermost frame is a
+    # module; if that was cut off, the thread that received the signal counts as the main one.
     found = []
     for name, frames in ((name, frames) for name, frames in threads if frames):
         is_main = frames[-1].name == "<module>" or "_run_module_as_main" in frames[-1].name
@@ -271,7 +271,7 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
 
 
 def _native_names(text: str) -> list[str]:
-    """C functions above the innermost Python frame of the main thread."""
+    """C functions called from the innermost Python frame of the main thread."""
     names: list[str] = []
     is_main = False
     for line in text.splitlines():

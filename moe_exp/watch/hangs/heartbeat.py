@@ -1,12 +1,11 @@
-"""A rank's heartbeat: its iteration and phase, in a small mapped file that its launcher reads (monitor.py).
-No torch.
+"""A rank's heartbeat: its iteration and phase in a small mapped file for its launcher (monitor.py). No torch.
 
-A rank that is stopped, or stuck in C with the GIL held, cannot report that itself. So it only records where
-it is, in a microsecond or two, and the launcher decides what is overdue. The file survives a kill -9. In
-addition, faulthandler writes all stacks into a second file at STACKS_SIGNAL, and a sleeping thread writes
-torch's record of collectives when a byte arrives in a pipe.
+A rank that is stopped, or stuck in C with the GIL held, cannot report that itself. It only records where it
+is, in a microsecond or two, and the launcher decides what is overdue. The file survives a kill -9. In
+addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL, and a sleeping thread writes
+torch's record of collectives when a pipe receives a byte.
 
-Without the launcher's variable, for instance under a bare torchrun, every function here does nothing.
+Without the launcher's environment variable, for instance under plain torchrun, all functions are no-ops.
 """
 
 import faulthandler
@@ -28,7 +27,7 @@ from moe_exp.host.processes import allow_tracers
 
 # The phases that make up an iteration's time.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")
-PAUSED = "paused"  # for instance at a breakpoint: has no time limit
+PAUSED = "paused"  # for instance at a breakpoint; without time limit
 PHASES = (
     "start_up", "load", *ITERATION_PHASES, "evaluation", "checkpoint", "rollback", "check", "dump", "profile",
     "end", PAUSED,
@@ -36,8 +35,7 @@ PHASES = (
 STACKS_SIGNAL = signal.SIGUSR2
 
 # Sequence number; phase, iteration, its micro-batches, start of the phase, seconds of the iteration before
-# that, pid, number of finished iterations; the sequence number again, so that a reader detects a partial
-# write.
+# that, pid, number of finished iterations; the sequence number again: it differs after a partial write.
 _NOTE = struct.Struct("<q16sqqddqqq")
 _NUM_DURATIONS = 32
 _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
@@ -52,32 +50,32 @@ class Heartbeat:
     phase: str  # one of PHASES
     iteration: int  # the current one, from 1; 0 before the first
     num_microbatches: int  # in that iteration
-    since: float  # when the phase began, seconds of the host's monotonic clock (which stops during suspend)
-    spent: float  # seconds of the iteration before `since`, in ITERATION_PHASES
-    durations: tuple[float, ...]  # of the latest iterations of this process, seconds per micro-batch
+    since: float  # start of the phase, seconds of the host's monotonic clock (which stops during suspend)
+    spent: float  # seconds that the iteration spent in ITERATION_PHASES before `since`
+    durations: tuple[float, ...]  # latest iterations of this process, seconds per micro-batch
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """A rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or the `pipe` that asks for it."""
+    """Path of a rank's `beat`, `stacks` (faulthandler's), `collectives.json`, or the `pipe` to request it."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
 def hung_file(folder: Path) -> Path:
-    """Exists once the launcher has begun to end its hung ranks."""
+    """Path of the file that exists once the launcher has begun to kill its hung ranks."""
     return folder / "hung"
 
 
 def failures_file(folder: Path) -> Path:
-    """Number of failures of the job so far, which the launcher's agent writes before the ranks start."""
+    """Path of the number of failures of the job so far; the agent writes it before the ranks start."""
     return folder / "failures"
 
 
 def read_beats(folder: Path) -> list[Heartbeat]:
-    """The heartbeats of a node's ranks, in order of rank."""
+    """Reads the heartbeats of a node's ranks, by rank."""
     beats = []
     for path in sorted(folder.glob("rank_*.beat")):
         rank = int(path.stem.removeprefix("rank_"))
-        # A rank that was stopped during a write, which takes a nanosecond, is missing until the next call.
+        # a rank that was stopped in the middle of a write is missing; a write takes nanoseconds
         for _ in range(10):
             try:
                 data = path.read_bytes()
@@ -101,7 +99,7 @@ class HeartbeatWriter:
         self._iteration = self._num_microbatches = self._num_ended = 0
         self.phase, self._since, self._spent = "start_up", time.monotonic(), 0.0
         path = rank_file(folder, rank, "beat")
-        # readers never see a partial file, or the counts of a previous process
+        # written aside and renamed: readers never see a partial file or the counts of a previous process
         temporary = path.with_suffix(".new")
         temporary.write_bytes(bytes(_NOTE.size + _DURATIONS.size))
         with temporary.open("r+b") as file:
@@ -111,14 +109,14 @@ class HeartbeatWriter:
 
     def enter(self, phase: str) -> None:
         now = time.monotonic()
-        # evaluations and saves between two iterations do not count
+        # time in evaluations and saves does not count towards the iteration
         if self.phase in ITERATION_PHASES:
             self._spent += now - self._since
         self.phase, self._since = phase, now
         self._note()
 
     def begin(self, iteration: int, num_microbatches: int) -> None:
-        """Records that an iteration begins with reading its data, and how long the previous one took."""
+        """Records the start of an iteration, with its first phase, and how long the previous one took."""
         self.enter(ITERATION_PHASES[0])
         if self._num_microbatches:
             # a ring: the newest duration replaces the oldest
@@ -135,12 +133,12 @@ class HeartbeatWriter:
 
 
 _heart: HeartbeatWriter | None = None
-_outer = ""  # the phase that includes all others
-_files: list[TextIO] = []  # must stay open for faulthandler
+_outer = ""  # the phase of `during`, which hides phases inside it
+_files: list[TextIO] = []  # keeps faulthandler's file open
 
 
 def start() -> None:
-    """Starts this rank's heartbeat if its launcher requests one. Called once per process."""
+    """Starts this rank's heartbeat, once per process, if its launcher requests one."""
     global _heart
     folder_name = os.environ.get(HEARTBEATS)
     if not folder_name:
@@ -153,12 +151,12 @@ def start() -> None:
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
     threading.Thread(target=_write_collectives, args=(folder, rank), name="collectives", daemon=True).start()
-    # Last: a reader of the heartbeat may send the signal, which ends a process that has no handler for it.
+    # last: a reader of the heartbeat may send STACKS_SIGNAL, which would kill a process without the handler
     _heart = HeartbeatWriter(folder, rank)
 
 
 def enter(phase: str) -> None:
-    """Records that this rank begins `phase`, one of PHASES."""
+    """Records that this rank enters `phase`, one of PHASES."""
     if _heart is not None:
         _heart.enter(_outer or phase)
 
@@ -170,7 +168,7 @@ def begin(iteration: int, num_microbatches: int) -> None:
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Counts everything inside as `phase`, including phases entered there; also a decorator."""
+    """Reports everything inside as `phase`, including phases entered there; works as a decorator."""
     global _outer
     if _heart is None:
         yield
@@ -186,13 +184,13 @@ def during(phase: str) -> Iterator[None]:
 
 
 def paused() -> AbstractContextManager[None]:
-    """Context for pauses of any length, such as a debugger prompt: no hang is reported meanwhile."""
+    """Context for pauses of any length, such as a debugger prompt, without hang detection."""
     return during(PAUSED)
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Sleeps in C until the pipe has a byte, then writes torch's flight recorder if there is one."""
-    # Open for writing, too: otherwise read returns at once whenever the other side closes.
+    """Writes torch's flight recorder, or {}, whenever the pipe receives a byte; sleeps in C otherwise."""
+    # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")
     while os.read(pipe, 128):

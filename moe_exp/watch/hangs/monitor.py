@@ -1,14 +1,14 @@
-"""The launcher's hang detection: monitors its ranks' heartbeats, has all stacks written, and ends the ranks.
+"""The launcher's hang detection: monitors its ranks' heartbeats, collects all stacks, and kills the ranks.
 
 The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
-thread. A false alarm costs a restart and is worse than a late one, so a run hangs only if
+thread. A false alarm costs a restart, which is worse than a late one, so a run counts as hung only if
 
 - every rank of the node is over its limit (`limit_seconds`), and no rank on any node is far from its limit,
   paused or under a debugger, and
-- no rank has moved by the time all stacks are written.
+- no rank of the node has made progress by the time all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend, and count only while this process itself
-runs: whatever stops the launcher (a frozen container, a suspended SLURM job) has stopped the ranks, too.
+Limits use the host's monotonic clock, which stops during suspend, and only count while this process runs:
+anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ LEAST_SECONDS = 180.0
 _FACTOR = 10
 _LEAST_ITERATIONS = 3  # needed for the median of HANG_TIMEOUT=auto
 _LOOK_SECONDS = 1.0
-# After a stop request: hung ranks cannot save, so do not wait for HANG_TIMEOUT.
+# after a stop request, hung ranks cannot save, so there is no point in waiting for HANG_TIMEOUT
 _STOP_SECONDS, _STOP_FACTOR = 30.0, 3
-_OWN_PAUSE_SECONDS = 10.0  # between two checks: this process did not run
-_NAMING_SECONDS = 10.0  # a node waits this long for node 0 to name the folder
+_OWN_PAUSE_SECONDS = 10.0  # a longer gap between two checks means that this process was stopped
+_NAMING_SECONDS = 10.0  # how long other nodes wait for node 0 to create the folder
 _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 
 
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
-    """How long a rank may stay in its iteration, or in its phase outside of an iteration.
+    """Time limit of a rank's iteration, or of its phase outside of iterations.
 
-    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations, and until enough of
-    them are timed; None: no limit.
+    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations and until enough of
+    them have been timed; None: no limit.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -74,26 +74,26 @@ def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None)
     is_auto = hang_timeout == "auto"
     if beat.phase not in ITERATION_PHASES or len(beat.durations) < (_LEAST_ITERATIONS if is_auto else 1):
         return other
-    # Per micro-batch: a batch size ramp makes iterations longer in steps.
+    # durations are per micro-batch, since a batch size ramp makes iterations longer
     usual = statistics.median(beat.durations) * beat.num_microbatches
     return max(LEAST_SECONDS, _FACTOR * usual) if is_auto else float(hang_timeout)
 
 
 def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
-    """How long a rank has been in its iteration or phase while this process was running (monotonic clock)."""
+    """Seconds that a rank has been in its iteration or phase while this process was running."""
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
 
 
 class HangWatch:
-    """Watches the ranks of this node. Use it as a context manager, and give `environment` to the ranks."""
+    """Monitors the ranks of this node; a context manager. The ranks need `environment`."""
 
     def __init__(self, config: Config, run: RunFolder):
         self._config, self._run, self._hang = config, run, run.path / "hang"
         self._local = Path(tempfile.mkdtemp(prefix="moe_exp_heartbeats_"))
         self._looked = self._running_since = time.monotonic()
         self._missing_since: float | None = None
-        self._judged = -math.inf  # newest heartbeat that was judged
+        self._judged = -math.inf  # start of the newest phase that was already examined
         self._answered = latest_request(self._hang)
         self._thread: threading.Thread | None = None
         self._hung, self._hung_at, self._stopping_since = "", math.inf, math.inf
@@ -103,7 +103,7 @@ class HangWatch:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
-        if self._hung:  # repeated below torchrun's report on the ranks that were ended
+        if self._hung:  # repeated after torchrun's report on the killed ranks, which hides the cause
             complain(self._hung)
         shutil.rmtree(self._local, ignore_errors=True)
 
@@ -118,14 +118,14 @@ class HangWatch:
             self._thread.join(seconds)
 
     def poll(self, is_stopping: bool = False) -> bool:
-        """Checks once a second, and answers a request for stacks or handles a hang in a thread; returns
-        whether the ranks were ended and no new ones have started. `is_stopping`: the job was asked to end.
+        """Checks at most once a second; starts a thread to answer a request for stacks or to handle a hang.
+        Returns whether the ranks were killed and not restarted; `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
         if now - self._looked < _LOOK_SECONDS or (self._thread and self._thread.is_alive()):
             return self._hung_at < math.inf
-        # With a thread, the pause may be that of its work.
+        # if a thread was running, its work may explain the gap
         if now - self._looked > _OWN_PAUSE_SECONDS and self._thread is None:
             self._running_since = now
         self._looked, self._thread = now, None
@@ -135,7 +135,7 @@ class HangWatch:
         elif watches and (reason := self._hang_reason(now)):
             self._begin(lambda: self._end_hang(reason))
         elif watches and self._hangs_at_stop(now):
-            complain("no rank has made progress since the stop request; ending them without a checkpoint")
+            complain("no rank has made progress since the stop request; killing them without a checkpoint")
             self._end_ranks()
         return self._hung_at < math.inf
 
@@ -146,7 +146,7 @@ class HangWatch:
             try:
                 work()
             except Exception:
-                print("moe-exp: warning: the stacks of this node could not be written:", file=sys.stderr)
+                print("moe-exp: warning: cannot write the stacks of this node:", file=sys.stderr)
                 traceback.print_exc()
 
         self._thread = threading.Thread(target=reported, name="hang", daemon=True)
@@ -157,12 +157,12 @@ class HangWatch:
         return self._answered if self._answered != before else None
 
     def _hang_reason(self, now: float) -> str:
-        """Why this node's ranks seem to hang, or empty."""
+        """Reason why this node's ranks seem to hang, or ''."""
         beats = self._live_beats()
-        # ranks were restarted: the old reason no longer applies
+        # new heartbeats: the ranks were restarted
         if any(beat.since > self._hung_at for beat in beats):
             self._hung, self._hung_at = "", math.inf
-        # the same standstill is judged once
+        # examine the same standstill only once
         was_judged = beats and not any(beat.since > self._judged for beat in beats)
         if self._waits_for_beats(beats, now) or was_judged:
             return ""
@@ -171,19 +171,19 @@ class HangWatch:
         if len(over) < len(beats) or self._paused(beats):
             return ""
         if not beats:
-            return f"start: no rank has come to its first heartbeat in {self._config.hang_timeout_other} s"
+            return f"start: no heartbeat from any rank in {self._config.hang_timeout_other} s"
         first = min(over, key=lambda beat: (beat.iteration, beat.since))
         seconds = elapsed_seconds(first, now, self._running_since)
         place = f"iteration {first.iteration}, {first.phase}"
         return f"{place}: no progress on any rank for {seconds:.1f} s (limit {limits[first]:.1f} s)"
 
     def _hangs_at_stop(self, now: float) -> bool:
-        """Whether this node's ranks are stuck after a stop request; other nodes are not asked."""
+        """Whether this node's ranks are stuck after a stop request, regardless of other nodes."""
         since = max(self._stopping_since, self._running_since)
         if now - since < _STOP_SECONDS or self._hung_at < math.inf:
             return False
         beats = self._live_beats()
-        # saving and loading may take long without a heartbeat
+        # saving and loading may take a long time without a heartbeat
         are_training = all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats)
         if len(beats) != self._config.gpus_per_node or self._paused(beats) or not are_training:
             return False
@@ -198,7 +198,7 @@ class HangWatch:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
 
     def _waits_for_beats(self, beats: Sequence[Heartbeat], now: float) -> bool:
-        """Whether ranks may still get a heartbeat, or torchrun waits for other nodes to start them."""
+        """Whether missing heartbeats may still arrive, for instance if torchrun waits for other nodes."""
         if len(beats) == self._config.gpus_per_node:
             self._missing_since = None
             return False
@@ -208,8 +208,8 @@ class HangWatch:
         if now - max(self._missing_since, self._running_since) <= allowed:
             return True
         without = set(ranks_of_node(self._local).values()) - {beat.pid for beat in beats}
-        self._missing_since = now  # wait as long until the next scan of all processes
-        if beats and not without:  # the others have finished, these have not
+        self._missing_since = now  # a scan of all processes is slow: the next one only after the same time
+        if beats and not without:  # the other ranks have finished
             return False
         for pid in without:
             with suppress(psutil.Error):
@@ -222,10 +222,10 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; returns the verdict on a hang and acts on it, or None."""
+        """Writes this node's stacks, waits for the verdict on a hang, and acts on it; None without one."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
-        # The launcher that asked decides for all nodes, with the answers of all.
+        # the requesting launcher decides for all nodes, since it reads the answers of all
         verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
         if verdict:
             self._end_ranks()
@@ -235,13 +235,13 @@ class HangWatch:
         config, ranks = self._config, sorted(ranks_of_node(self._local))
         now, beats = time.monotonic(), self._live_beats()
         # evidence against a hang: ranks far from their limits, for instance one that writes a trace
-        busy = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
+        busy = [f"rank {rank} is paused or under a debugger" for rank in self._paused(beats)]
         for beat in beats:
             seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
-            # nodes do not start an iteration at the same moment
+            # half the limit, since nodes do not start an iteration at the same moment
             if seconds < limit / 2 and beat.phase != PAUSED:
-                where = f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s"
-                busy.append(f"{where}, its limit is {limit:.0f} s")
+                where = f"rank {beat.rank} has been in {beat.phase} for {seconds:.1f} s"
+                busy.append(f"{where} (limit {limit:.0f} s)")
         place = config.node_rank, config.nnodes, config.world_size, os.uname().nodename
         answer = Answer(*place, ranks, busy, done=False)
         write_answer(folder, answer)
@@ -249,15 +249,15 @@ class HangWatch:
         write_answer(folder, replace(answer, done=True))
 
     def _end_hang(self, reason: str) -> None:
-        """Has all nodes write their stacks, and ends the ranks if the hang is confirmed."""
+        """Collects the stacks of all nodes, and kills the ranks if the hang is confirmed."""
         before = {beat.rank: beat.since for beat in read_beats(self._local)}
         self._judged = max(before.values(), default=-math.inf)
         try:
             if (request := self._named_by_another()) is not None:
-                is_hang = self._answer(request) is None  # that node died while handling it
+                is_hang = self._answer(request) is None  # the other node died while handling it
             else:
                 is_hang = self._investigate(reason, before)
-        except Exception:  # for instance a full disk: the ranks hang all the same
+        except Exception:  # for instance on a full disk, the ranks must still be restarted
             what = f"the run hangs: {reason}; its stacks could not be written:"
             complain(what, *traceback.format_exc().splitlines())
             is_hang = not self._doubt(before, [])
@@ -265,7 +265,7 @@ class HangWatch:
             self._end_ranks()
 
     def _investigate(self, reason: str, before: dict[int, float]) -> bool:
-        """Requests the stacks of all nodes and reports the summary; returns whether it is a hang."""
+        """Requests the stacks of all nodes and reports the summary; returns whether the run hangs."""
         request = ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)
@@ -275,16 +275,16 @@ class HangWatch:
         doubt = self._doubt(before, answers)
         write_json(folder / "verdict.json", {"is_hang": not doubt, "reason": doubt})
         if doubt:
-            self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
+            self._say([f"suspected a hang, but {doubt}; stacks in {folder}"])
             return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
         most, failure = self._config.max_restarts, 1
         with suppress(OSError, ValueError):  # the agent could not write it
             failure = int(heartbeat.failures_file(self._local).read_text()) + 1
-        end = f", and start again (failure {failure} of at most {most})"
+        end = f"the ranks are restarting (failure {failure} of at most {most})"
         if failure > most:
-            end = f", and the run with them: this is failure {failure}, and MAX_RESTARTS={most}"
-        self._say([self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{end}"])
+            end = f"the ranks are not restarted: failure {failure} exceeds MAX_RESTARTS={most}"
+        self._say([self._hung, *summary.short.splitlines(), end])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
         named, place = summary.named, str(folder.relative_to(self._run.path))
@@ -293,8 +293,8 @@ class HangWatch:
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang; node 0 does not wait for one."""
-        # All nodes see the hang at about the same moment, and one folder holds all of their stacks.
+        """Another node's request for the same hang, or None; node 0 does not wait for one."""
+        # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:
             request = self._new_request()
@@ -307,22 +307,23 @@ class HangWatch:
             time.sleep(_LOOK_SECONDS / 2)
 
     def _doubt(self, before: dict[int, float], answers: Sequence[Answer]) -> str:
-        """Why it is no hang after all, or empty."""
+        """Evidence that the run does not hang, or ''."""
         if busy := [reason for answer in answers for reason in answer.busy]:
             return busy[0]
         moved = [beat.rank for beat in read_beats(self._local) if before.get(beat.rank) != beat.since]
-        return f"rank {moved[0]} has made progress since" if moved else ""
+        return f"rank {moved[0]} has made progress" if moved else ""
 
     def _end_ranks(self) -> None:
         self._hung_at = time.monotonic()
+        # before the signals: by this file, the agent tells a hang from an ordinary SIGKILL
         with suppress(OSError):
             heartbeat.hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # also ends a process that is stopped or holds the GIL
+                os.kill(pid, signal.SIGKILL)  # works even if the process is stopped or holds the GIL
 
     def _say(self, lines: Sequence[str]) -> None:
-        """Prints to the screen and to train.log."""
+        """Prints lines to stderr and train.log."""
         complain(*lines)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), self._run.log.open("a", encoding="utf-8") as file:

@@ -1,15 +1,15 @@
-"""Compares the stacks of all ranks: where each is, and which are not where the others are.
+"""Compares the stacks of all ranks to find those that hold the others up.
 
-In a hang nearly all ranks wait in a collective for a few that have not reached it. A rank is named by, in
-this order of evidence:
+In a hang, nearly all ranks wait in a collective for a few that have not reached it. A rank is suspected if,
+in order of evidence:
 
 1. its process is stopped, gone or under a debugger, or its launcher has not answered;
 2. it is not waiting, while others are;
 3. it is an iteration behind the others;
 4. it has started fewer collectives of a process group than another rank in it (torch's flight recorder);
-5. its stack is that of a minority.
+5. its stack differs from that of a majority.
 
-1 and 2 are combined; each of the others applies only if nobody has been named before.
+1 and 2 are combined; each of the others applies only if the earlier ones found nothing.
 """
 
 import shutil
@@ -40,7 +40,7 @@ _IN_TORCH = (
 _COLLECTIVE_CODE = (
     *_IN_TORCH, "moe_exp/layers/dispatcher/collectives.py", "moe_exp/host/gloo.py", "p2p_communication.py",
 )  # fmt: skip
-# Host calls that wait for kernels and collectives on a GPU.
+# Host calls that wait for kernels and collectives on a GPU
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
 _NATIVE_WAITS = (
     "c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize",
@@ -48,18 +48,18 @@ _NATIVE_WAITS = (
 _ABSENT = "absent"
 _STATES = {
     STOPPED: "is stopped (by a signal such as SIGSTOP)",
-    TRACED: "is held by a debugger",
+    TRACED: "is under a debugger",
     GONE: "has ended",
-    _ABSENT: "was not found: its launcher has not answered, or it has ended",
+    _ABSENT: "was not found: its launcher did not answer, or it has ended",
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
-_STILL_SECONDS = 60.0  # all ranks in their phase this long: may be a hang that has not been reported yet
+_STILL_SECONDS = 60.0  # if all ranks have been in their phase this long, it may be an unreported hang
 FIRST_SECONDS = 15.0  # timeout for the first launcher; a network file system may lag
 _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first; in a GPU backward pass autograd's come before them."""
+    """Main thread's Python frames, innermost first, preceded by autograd's thread in a GPU backward pass."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -70,7 +70,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits in a torch collective, in its `wait`, or on a GPU for work it has launched."""
+    """Whether a rank waits in a torch collective, in its `wait`, or for work it has launched on a GPU."""
     frames = main_stack(dump)
     if not frames:
         return False
@@ -80,26 +80,26 @@ def is_waiting(dump: RankDump) -> bool:
         return True
     if not frames[0].is_in_packages:
         return False
-    # on a CPU such calls find their result ready
+    # on a CPU these calls return at once
     on_gpu = dump.facts.get("gpus", "0") != "0"
     return ".wait(" in source or (on_gpu and any(text in source for text in _DEVICE_WAITS))
 
 
 def where(dump: RankDump) -> str:
-    """Describes in which function a rank is, inside or outside of a collective."""
+    """Describes the function that a rank is in, inside or outside of a collective."""
     frames = main_stack(dump)
     if not frames:
-        return f"has no stack ({dump.facts.get('without', 'no tool has given one')})"
+        return f"has no stack ({dump.facts.get('without', 'no tool returned one')})"
     named = (frame for frame in frames if not frame.key[0].startswith("<"))  # no <listcomp>
     inside = next((frame for frame in named if frame.file.endswith(_COLLECTIVE_CODE)), None)
     if is_waiting(dump):
         return f"waits in {inside or frames[0]}"
     if inside is not None:
-        return f"is in {frames[0]}, inside of {inside}, but does not wait for others"
-    # The caller of a patch or a library says more than its own name.
+        return f"is in {frames[0]}, inside {inside}, but does not wait for others"
+    # for a library's function or a patch, the calling function of the packages is more informative
     ours = next((frame for frame in frames if frame.is_in_packages), frames[0])
     called = "" if ours is frames[0] else f", called by {ours}"
-    return f"is in {frames[0]}{called}, outside of any collective"
+    return f"is in {frames[0]}{called}, outside any collective"
 
 
 def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
@@ -115,7 +115,7 @@ def _grouped(dumps: Iterable[RankDump], key: Callable[[RankDump], object]) -> li
 
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """The ranks that are not where the others are, each with the finding (see the top of this file)."""
+    """Maps suspected ranks to the finding, by the rules at the top of this file."""
     found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
@@ -128,7 +128,7 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
     late = [dump for dump in dumps if dump.iteration < newest]
     if late:
         return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
-    # the same process group has the same name and ranks everywhere
+    # a group's name may be reused for other ranks: name and ranks together identify it
     most: dict[tuple[str, str], Mapping[str, object]] = {}
     for last in (last for dump in dumps for last in dump.collectives):
         key = last["group"], last["ranks"]
@@ -139,18 +139,18 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
             others = most[last["group"], last["ranks"]]
             if last["number"] < others["number"]:
                 group = last["description"] or f"group {last['group']}"
-                mine = f"has begun {last['number']} collectives of {group}"
+                mine = f"has started {last['number']} collectives of {group}"
                 found[dump.rank] = f"{mine}, others {others['number']} ({others['name']}); it {where(dump)}"
     if found:
         return found
-    # without a majority, nobody knows which stack is the usual one
+    # without a majority, no stack is the usual one
     largest, *smaller = groups_of(dumps) or [[]]
     minority = [dump for one in smaller for dump in one] if 2 * len(largest) > len(dumps) else []
     return {dump.rank: where(dump) for dump in minority}
 
 
 def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """Ranks whose process is stopped, traced, gone or absent, each with the finding."""
+    """Maps ranks whose process is stopped, traced, gone or absent to the finding."""
     found = {}
     for dump in dumps:
         if state := _STATES.get(dump.facts.get("state", "")):
@@ -159,27 +159,27 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 class Summary(NamedTuple):
-    """Summary of an answer."""
+    """Summary of the launchers' answers to a request."""
 
-    named: Mapping[int, str]  # the ranks that are not where the others are, each with the finding
-    line: str  # these in a few words
+    named: Mapping[int, str]  # suspected ranks with the finding
+    line: str  # the suspected ranks in a few words
     short: str  # for screen and log
-    whole: str  # with the stacks
+    whole: str  # `short` with the stacks
 
 
 def summarize(folder: Path) -> Summary:
-    """Reads an answer, RUN/hang/TIME; raises ValueError if the folder has no stacks."""
+    """Summarizes a folder of answers, RUN/hang/TIME; raises ValueError if it has no stacks."""
     dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
     if not dumps and not answers:
-        fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
-        raise ValueError(f"stacks={folder}: holds no stacks. Fix: {fix}.")
+        fix = "name a folder in RUN/hang, or a run folder to request new stacks from its launchers"
+        raise ValueError(f"stacks={folder}: has no stacks. Fix: {fix}.")
     for rank in sorted(set(range(answers[0].world_size if answers else 0)) - {dump.rank for dump in dumps}):
-        # torchrun numbers the ranks node by node
+        # torchrun numbers ranks node by node
         node = rank // (answers[0].world_size // answers[0].nnodes)
         host = next((answer.host for answer in answers if answer.node == node), f"node {node}")
         dumps.append(RankDump(rank, {"state": _ABSENT, "host": host}))
     is_asked = request is not None and request.kind == "stacks"
-    # in a running job, ranks are in different places
+    # in a running job, ranks are normally in different places, which is no reason to suspect them
     is_still = all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
     named = apart(dumps) if is_still or not is_asked else _by_state(dumps)
     by_rank = {dump.rank: dump for dump in dumps}
@@ -191,7 +191,7 @@ def summarize(folder: Path) -> Summary:
     if is_asked:
         head += ["requested by a user: the run continues, and ranks need not be in the same place"]
     if named or not is_asked:
-        head += ["not where the others are:" if named else "no rank stands out"]
+        head += ["ranks that differ from the others:" if named else "no rank stands out"]
     short = []
     for dump, reason in ((by_rank[rank], reason) for rank, reason in named.items()):
         facts, frames = dump.facts, main_stack(dump)
@@ -202,19 +202,19 @@ def summarize(folder: Path) -> Summary:
         state = _STATES.get(facts.get("state", ""), "").partition(" (")[0]
         place = state or (f"in {frames[0]}" if frames else "no stack")
         short.append(f"rank {dump.rank} on {dump.host} ({place})")
-    head += ["where they are:"]
+    head += ["location of all ranks:"]
     for group in _grouped(dumps, where):
         hosts = ", ".join(sorted({dump.host for dump in group}))
         head.append(f"  {_ranks(group)} on {hosts}: {where(group[0])}")
-    # the line is for a log and an alert: three ranks at most
+    # this line goes into logs and alerts, so it names at most three ranks
     line = "; ".join(short[:3]) or "no rank stands out"
     line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
     return Summary(named, line, "\n".join(head), "\n".join([*head, "", *_details(dumps, named)]))
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Stacks, latest function calls of the named ranks (all if none is named), and which tool had to do."""
-    # one stack for all ranks that have it: thousands are in the same place
+    """Yields stacks, latest calls of suspected ranks (all ranks if none), and fallback tools used."""
+    # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
         yield f"{_ranks(group)}: {where(group[0])}"
@@ -243,18 +243,15 @@ def _ranks(group: Sequence[RankDump]) -> str:
 
 def _numbers(numbers: Sequence[int]) -> str:
     """Formats 0, 1, 2, 3, 5 as 0-3, 5."""
-    # consecutive numbers have the same distance to their places
+    # consecutive numbers have the same difference to their index
     runs = groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
     ends = ((found[0][1], found[-1][1]) for found in (list(run) for _, run in runs))
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Takes the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns them with the
-    folder (`moe-exp watch stacks`).
-
-    Raises:
-        ValueError: no launcher answers within `first_seconds`, or the folder has no stacks.
+    """Requests the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns their
+    summary and folder. Raises ValueError if no launcher answers within `first_seconds`, or without stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():
@@ -263,8 +260,8 @@ def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Sum
     answers = wait_for_answers(folder, first_seconds=first_seconds, all_seconds=_ALL_SECONDS)
     if not answers:
         shutil.rmtree(folder)
-        fix = "look whether the job runs; ranks under a bare torchrun have no launcher, use py-spy there"
-        rule = f"no launcher of this run has answered in {first_seconds:.0f} s"
+        fix = "check that the job is running; under plain torchrun, which has no launcher, use py-spy"
+        rule = f"no launcher of this run answered in {first_seconds:.0f} s"
         raise ValueError(f"stacks={place}: {rule}. Fix: {fix}.")
     summary = summarize(folder)
     write_atomically(folder / "summary.txt", summary.whole + "\n")

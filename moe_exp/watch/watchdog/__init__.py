@@ -1,1 +1,1 @@
-"""Checks from outside whether runs are alive, and sends messages if they are not."""
+"""Checks from outside whether runs make progress, and sends alerts if they do not."""

@@ -1,4 +1,4 @@
-"""Sends messages by e-mail, to a webhook and into a file. No torch.
+"""Alerts by e-mail, to a webhook and into a file. No torch.
 
 Secrets (the password, and the webhook URL with its token) come from files or the environment, never from the
 command line, which every user of the host can read. Error messages never contain them.
@@ -27,19 +27,19 @@ from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
 _MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
-_SECONDS = 30.0  # timeout of a server
+_SECONDS = 30.0  # timeout for a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
 
 Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Some recipients got the message; sending it again would not help the others."""
+    """Raised if only some recipients got the message; a retry would not help the others."""
 
 
 @dataclass(frozen=True)
 class Mail:
-    """E-mail through an SMTP server, with TLS, STARTTLS or neither; without `user` there is no login."""
+    """E-mail through an SMTP server with TLS, STARTTLS or neither; without `user`, it does not log in."""
 
     host: str
     port: int
@@ -51,16 +51,16 @@ class Mail:
 
     @property
     def name(self) -> str:
-        return f"e-mail by {self.host}:{self.port}"
+        return f"e-mail via {self.host}:{self.port}"
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        # Also as a login sends them: PLAIN and LOGIN.
+        # server errors may quote the login, which encodes the password (AUTH PLAIN and LOGIN)
         sent = (f"\0{self.user}\0{self.password}", self.password)
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Sends a message; raises OSError or SMTPException on failure, PartlySent if only some got it."""
+        """Sends a message; raises OSError or SMTPException on failure, PartlySent if some were refused."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"] = formatdate(localtime=True)
@@ -81,7 +81,7 @@ class Mail:
 
 @dataclass(frozen=True)
 class Webhook:
-    """A webhook that takes Slack's message format, {"text": ...}, by POST."""
+    """A webhook that accepts Slack's message format, {"text": ...}, by POST."""
 
     url: str
 
@@ -96,7 +96,7 @@ class Webhook:
 
     def send(self, subject: str, text: str) -> None:
         """Sends a message; raises OSError on failure."""
-        # & < > mark links and mentions in Slack
+        # Slack interprets & < > as links and mentions
         said = escape(f"*{_line(subject)}*\n{text}"[:_LONGEST_TEXT], quote=False)
         data = json.dumps({"text": said}).encode()
         request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
@@ -105,7 +105,7 @@ class Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """urllib would query the new address without the message, and treat the answer as success."""
+    """Refuses redirects: urllib would query the new address without the message, and report success."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -113,7 +113,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class AlertFile:
-    """A file to which messages are appended."""
+    """A file that collects messages."""
 
     path: Path
     secrets: tuple[str, ...] = ()
@@ -133,17 +133,17 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message to all channels; returns reasons of failures by channel name, with *** for secrets."""
+    """Sends a message to all channels; returns the failures by channel name, with *** for secrets."""
     failed = {}
     for channel in channels:
         try:
             channel.send(subject, text)
         except PartlySent as error:
             failed[f"{channel.name} in part"] = str(error)
-        # sockets, TLS, SMTP, HTTP, encodings: no error may keep the other channels from their message
+        # sockets, TLS, SMTP, HTTP, encodings: no error may prevent the other channels from being tried
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            # the longest first, as a URL contains its path
+            # longest first: a URL contains its path; a path of "/" alone is no secret
             for secret in sorted((one for one in channel.secrets if len(one) > 1), key=len, reverse=True):
                 reason = reason.replace(secret, "***")
             failed[channel.name] = reason
@@ -151,7 +151,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """The channels of the flags and of SMTP_PASSWORD and WATCH_WEBHOOK; ConfigError with all problems."""
+    """Channels from the options and $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     if flags.problems:
@@ -161,7 +161,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels; `options` by name, empty or None if not given."""
+    """Reads the channels and collects problems; `options` by name, empty or None if not given."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]
@@ -175,7 +175,7 @@ class _Flags:
         to = tuple(given["mail_to"].replace(",", " ").split())
         if not to:
             if given["smtp"]:
-                self._wrong("--smtp", given["smtp"], "is there without --mail-to", "say to whom")
+                self._wrong("--smtp", given["smtp"], "requires --mail-to", "set --mail-to or omit --smtp")
             return None
         host, _, port = (given["smtp"] or "localhost").partition(":")
         security: Security = self.options.get("smtp_security") or "starttls"
@@ -186,30 +186,30 @@ class _Flags:
         addresses = [("--mail-to", address) for address in to] + [("--mail-from", sender)]
         for name, address in addresses:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
-                self._wrong(name, address, "is no address", "write name@host")
+                self._wrong(name, address, "is not an e-mail address", "write name@host")
         if not 0 < number < 65536 or not host:
-            fix = "write HOST:PORT, as mail.example.org:587"
-            self._wrong("--smtp", f"{host}:{port}", "is no host and port", fix)
+            fix = "write HOST:PORT, such as mail.example.org:587"
+            self._wrong("--smtp", f"{host}:{port}", "must be a host and a port", fix)
         if user and not password:
-            fix = "set it, or give --smtp-password-file"
-            self._wrong("--smtp-user", user, f"has no password in {PASSWORD_VARIABLE}", fix)
-        # nobody listens between two processes of this host
+            fix = f"set {PASSWORD_VARIABLE} or --smtp-password-file"
+            self._wrong("--smtp-user", user, "requires a password", fix)
+        # plain text is safe between two processes of the same host
         if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
-            rule = "would send the password as plain text"
+            rule = "would send the password in plain text"
             self._wrong("--smtp-security", "none", rule, "use starttls or tls")
         return Mail(host, number, security, user, password, sender, to)
 
     def webhook(self) -> Webhook | None:
         if not (url := self._secret("webhook_file", WEBHOOK_VARIABLE)):
             return None
-        with suppress(ValueError):  # of brackets without an IPv6 address between them
+        with suppress(ValueError):  # brackets without an IPv6 address
             parts = urllib.parse.urlsplit(url)
             is_plain = url.isascii() and url.isprintable() and " " not in url
             if is_plain and parts.scheme in ("http", "https") and parts.hostname:
                 return Webhook(url)
         name = "--webhook-file" if self.options.get("webhook_file") else WEBHOOK_VARIABLE
-        # without the secret value
-        self._wrong(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")
+        # the URL is a secret: do not print it
+        self._wrong(name, "***", "must be a webhook URL", "write https://HOST/... on one line")
         return None
 
     def alert_file(self) -> AlertFile | None:
@@ -217,11 +217,12 @@ class _Flags:
             return None
         path = expanded(self.options["alert_file"]).absolute()
         if not path.parent.is_dir():
-            self._wrong("--alert-file", path, "its folder is not there", "make it, or name another file")
+            fix = "create the folder or name another file"
+            self._wrong("--alert-file", path, "its folder does not exist", fix)
         return AlertFile(path)
 
     def _secret(self, name: str, variable: str) -> str:
-        """The first line of the file that a flag names, or else the value of the variable."""
+        """First line of the file that the option `name` names, else the value of the variable."""
         if not (file := self.options.get(name)):
             return self.environ.get(variable, "")
         flag, secret = f"--{name.replace('_', '-')}", ""
@@ -229,11 +230,11 @@ class _Flags:
             secret = regular(expanded(file)).read_text(encoding="utf-8").partition("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", "") or type(error).__name__
-            fix = "name a file that holds the secret, with mode 600"
+            fix = "name a file with the secret on its first line and mode 600"
             self._wrong(flag, file, f"cannot be read ({reason})", fix)
         else:
             if not secret:
-                self._wrong(flag, file, "has nothing on its first line", "write the secret there")
+                self._wrong(flag, file, "its first line is empty", "write the secret there")
         return secret
 
 

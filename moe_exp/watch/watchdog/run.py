@@ -1,4 +1,4 @@
-"""State of a run by its files: progress, speed, last activity, events, and its disk. No torch."""
+"""State of a run from its files: progress, speed, last activity, events and disk space. No torch."""
 
 import math
 import statistics
@@ -20,21 +20,17 @@ from moe_exp.host.files import read_json, regular
 from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
-_LAST_RECORDS = 50  # train records, for the pace
+_LAST_RECORDS = 50  # train records, to estimate the speed
 _EVENT = b'{"kind": "event"'  # as records.append writes them
 _STARTS = ("start", "resume")
-# of a start that no `restart` follows
+# These end a start, unless a `restart` follows.
 _ENDS = ("too_many_bad_steps", "replicas_differ", "restore_failed", "rank_failed")
-_HANG_SECONDS = 300.0  # after a hang, while its ranks are ended and restarted
+_HANG_SECONDS = 300.0  # after a hang, while its ranks are killed and restarted
 _Result = TypeVar("_Result")
-# Allowed silence at any pace: file system lag, a slow checkpoint, NCCL's first connections.
+# Allowed silence at any speed: file system lag, a slow checkpoint, NCCL's first connections.
 _PATIENCE_SECONDS = 600.0
-START_SECONDS = 1800.0  # additionally from a job's start to its first record: imports, loading, compiling
-_SETTINGS = (
-    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
-    "max_restarts",
-)  # fmt: skip
-# window of the disk's fill rate: checkpoints come in bursts, and other users write, too
+START_SECONDS = 1800.0  # additional silence before a job's first record: imports, loading, compiling
+# Window for the disk's fill rate, long enough for the bursts of checkpoints and of other users.
 _WINDOW_SECONDS = 24 * 3600.0
 _SHORTEST_SECONDS = 3600.0
 _LARGEST_SAMPLES = 150
@@ -44,19 +40,19 @@ Sample = tuple[float, int]  # seconds since 1970, free bytes
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment. Times are seconds since 1970."""
+    """A snapshot of a run. Times are seconds since 1970."""
 
-    settings: dict[str, Any]  # of config.yaml, with defaults for missing ones
+    settings: dict[str, Any]  # from config.yaml, with defaults for missing ones
     events: list[Record]
-    train: list[Record]  # the last ones
+    train: list[Record]  # latest train records
     moved: float | None  # when metrics.jsonl was last written; None without one
     now: float
     launched: float = 0.0  # when ranks last opened the folder; 0 if unknown
-    summed_up: tuple[float, str] | None = None  # when the launcher wrote summary.json, and its status
+    summed_up: tuple[float, str] | None = None  # time and status of the launcher's summary.json
 
     @property
     def iteration(self) -> int:
-        """The last train record's, or that of the latest start or end."""
+        """Iteration of the last train record, or of the latest start or end."""
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
         known = int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
         has_ended = self.events and self.events[-1]["event"] == "end"  # between two log lines
@@ -72,7 +68,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """The latest start's: new, running (or died silently), finished, stopped or failed."""
+        """Status of the latest start: new, running (or died silently), finished, stopped or failed."""
         status = "new"
         for event in self.events:
             if event["event"] in (*_STARTS, "restart"):
@@ -81,23 +77,23 @@ class RunView:
                 status = str(event.get("status", "stopped"))
         if status in ("new", "running") and self.failure:
             return "failed"
-        # The run has more to do than at its last start.
+        # TRAIN_ITERS was raised after the run had finished
         return "stopped" if status == "finished" and self.iteration < self.train_iters else status
 
     @property
     def failure(self) -> tuple[float, list[Record]] | None:
-        """When the latest start failed, and the events that ended it; None if it has not, or one follows."""
+        """Time and events that ended the latest start; None if it has not failed, or another one followed."""
         ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
-            # the ranks of a fresh hang may still start again
+            # after a recent hang, the ranks may still restart
             has_hung = name == "hang" and self.now - event_time(event) > _HANG_SECONDS
             if name in (*_STARTS, "restart", "end"):
                 ends, hung = [], []
             elif name in _ENDS or has_hung or event.get("grade") == "failed":
                 ends.append(event)
             hung += [event] if name == "hang" else []
-        # without such an event, summary.json decides if it is newer than the last record
+        # without such an event, a summary.json newer than the last record decides
         at, status = self.summed_up or (0.0, "")
         if ends:
             at, hung = event_time(ends[-1]), ends
@@ -107,14 +103,14 @@ class RunView:
 
     @property
     def seconds_per_iteration(self) -> float | None:
-        """Median over the last train records."""
+        """Median over the latest train records."""
         times = (record.get("elapsed_time_per_iteration_ms") for record in self.train)
         known = [float(one) / 1e3 for one in times if one]
         return statistics.median(known) if known else None
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Includes evaluations (a forward pass is a third of an iteration) and measured saves."""
+        """Average time including evaluations (a forward pass takes a third of an iteration) and saves."""
         pace = self.seconds_per_iteration
         if pace is None:
             return None
@@ -129,18 +125,18 @@ class RunView:
 
     @property
     def save_seconds(self) -> list[float]:
-        """Duration of every save so far."""
+        """Durations of all saves so far."""
         return [float(event["seconds"]) for event in self.saves if event.get("seconds")]
 
     @property
     def left_seconds(self) -> float | None:
-        """Until TRAIN_ITERS, without interruptions."""
+        """Time until TRAIN_ITERS, without interruptions; None if the speed is unknown."""
         pace = self.real_seconds_per_iteration
         return None if pace is None else max(0, self.train_iters - self.iteration) * pace
 
     @property
     def gap_seconds(self) -> float | None:
-        """Median time from the end of a job to the start of the next; None before a second job."""
+        """Median time from the end of a job to the start of the next one; None before the second job."""
         changes = [event for event in self.events if event["event"] in ("end", *_STARTS)]
         gaps = [
             max(0.0, event_time(after) - event_time(before))
@@ -151,7 +147,7 @@ class RunView:
 
     @property
     def patience_seconds(self) -> float:
-        """Allowed silence: 3 log intervals, an evaluation, two of the longest save, and ten minutes."""
+        """Allowed silence: 3 log intervals, one evaluation, twice the longest save, and ten minutes."""
         pace = self.seconds_per_iteration or 0.0
         evaluated = int(self.settings["eval_iters"]) if self.settings["eval_interval"] else 0
         iterations = 3 * int(self.settings["log_interval"]) + evaluated
@@ -159,7 +155,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """How many of the latest starts began at the same iteration, with nothing saved between or since."""
+        """Number of latest starts at the same iteration without a save between or since."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -170,22 +166,22 @@ class RunView:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Size of the newest checkpoint with an event."""
+        """Size of the newest checkpoint that recorded it."""
         return next((int(event["bytes"]) for event in reversed(self.saves) if event.get("bytes")), None)
 
 
 def no_folder(path: Path) -> str:
-    """The problem with a path that is not a run folder."""
-    return f"RUN_DIR={path}: is no run folder, as it has no config.yaml"
+    """Error for a path that is not a run folder, without the fix."""
+    return f"RUN_DIR={path}: is not a run folder (config.yaml not found)"
 
 
 def view_run(path: Path, *, now: float | None = None) -> RunView:
     """Reads a run folder; raises ValueError if it is not one."""
     folder = RunFolder(path)
     if not folder.config.exists():
-        raise ValueError(f"{no_folder(path)}. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
-    settings = {name: Config.model_fields[name].default for name in _SETTINGS}
-    with suppress(ValueError):  # it is being rewritten, as at every start
+        raise ValueError(f"{no_folder(path)}. Fix: name a run folder, $RUN_DIR/$RUN_NAME.")
+    settings = {name: declared.default for name, declared in Config.model_fields.items()}
+    with suppress(ValueError):  # every start rewrites it: this may be the middle of a write
         given = recorded_settings(folder.config)
         settings |= {name: value for name, value in given.items() if name in settings}
     events, train = read_tail(folder.metrics)
@@ -201,7 +197,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """Returns the result of `action`; raises TimeoutError, leaving its thread behind, if a disk hangs."""
+    """Returns the result of `action`; raises TimeoutError, and abandons its thread, if a disk hangs."""
     result: Future[_Result] = Future()
 
     def work() -> None:
@@ -210,18 +206,18 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
         except Exception as error:
             result.set_exception(error)
 
-    # a daemon thread does not keep the process alive
+    # a daemon thread: blocked on a dead file system, it must not keep the process alive
     thread = threading.Thread(target=work, name="watchdog reader", daemon=True)
     thread.start()
     thread.join(seconds)
     if not result.done():
-        raise TimeoutError(f"its file system has not answered in {seconds:.0f} s")
+        raise TimeoutError(f"its file system did not respond in {seconds:.0f} s")
     return result.result()
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """All events of a metrics.jsonl and its last train records; both empty if there is no file."""
-    # Long runs have gigabytes of train records: only the needed lines are parsed.
+    """Reads all events of a metrics.jsonl and its latest train records; both are empty without a file."""
+    # long runs have gigabytes of train records: parse only the needed lines
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
     with suppress(FileNotFoundError), regular(path).open("rb") as file:
@@ -234,7 +230,7 @@ def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
 
 
 def _parsed(lines: Sequence[bytes] | deque[bytes]) -> list[Record]:
-    found = (parsed_record(line) for line in lines)  # None: cut off by a crash, or being written
+    found = (parsed_record(line) for line in lines)  # None: cut off by a crash or still being written
     return [record for record in found if record and isinstance(record.get("iteration"), int)]
 
 
@@ -244,7 +240,7 @@ def event_time(event: Record) -> float:
 
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
-    """Further jobs that a run needs, beyond `in_this_job`, the seconds until the limit of the running one."""
+    """Number of further jobs that a run needs; `in_this_job`: seconds until the running job's time limit."""
     beyond = left_seconds - in_this_job
     if beyond <= 0:
         return 0
@@ -253,21 +249,21 @@ def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float |
 
 @dataclass(frozen=True)
 class Disk:
-    """The state of a run's disk."""
+    """State of a run's disk."""
 
-    free_bytes: int  # available to a user; ignores quotas
+    free_bytes: int  # available to users, ignoring quotas
     bytes_per_second: float | None  # fill rate; None if unknown
-    measured: bool  # over the last hours, rather than planned from future checkpoints
+    measured: bool  # fill rate is measured over the last hours, not estimated from future checkpoints
 
     @property
     def full_in_seconds(self) -> float | None:
-        """Time until it is full at this rate; None if it is not filling."""
+        """Time until the disk is full at this rate; None if it is not filling up."""
         rate = self.bytes_per_second
         return self.free_bytes / rate if rate and rate > 0 else None
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """`samples` of the last day plus one; frequent samples replace each other, to keep the list short."""
+    """Samples of the last day plus a new one, which replaces the last one if they are frequent."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
@@ -276,10 +272,10 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
 
 
 def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
-    """Measures the fill rate if `samples` span an hour and a few saves, else plans it from checkpoints."""
+    """Measures the fill rate if `samples` span an hour and a few saves, else derives it from checkpoints."""
     settings, free, begin = view.settings, samples[-1][1], 0.0
     if settings["keep_last"]:
-        # Until the run has as many checkpoints as it keeps, the disk fills faster than later.
+        # until the run has as many checkpoints as it keeps, the disk fills faster than afterwards
         number = int(settings["keep_last"]) + int(settings["keep_best"]) + 1
         begin = event_time(view.saves[number - 1]) if len(view.saves) >= number else math.inf
     samples = [sample for sample in samples if sample[0] >= begin] or samples[-1:]
@@ -287,7 +283,7 @@ def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
     save_seconds = int(settings["save_interval"]) * (view.seconds_per_iteration or 0.0)
     if seconds >= max(_SHORTEST_SECONDS, min(2 * save_seconds, _WINDOW_SECONDS / 2)):
         return Disk(free, (samples[0][1] - free) / seconds, True)
-    if settings["keep_last"]:  # old checkpoints are removed
+    if settings["keep_last"]:  # old checkpoints are deleted: the disk does not fill up
         return Disk(free, 0.0, False)
     pace, size, interval = view.real_seconds_per_iteration, view.checkpoint_bytes, settings["save_interval"]
     return Disk(free, size / (int(interval) * pace) if pace and size and interval else None, False)

@@ -1,8 +1,8 @@
-"""Monitors unattended runs, from cron or as a daemon. No torch.
+"""Watchdog for unattended runs, called from cron or running as a daemon. No torch.
 
-A check reads the run folders, asks SLURM, and sends at most one message with new problems, those last
-reported long ago, and those that are over. A small file per run (rules.Memory) records what was reported, so
-that checks from cron know of each other.
+A check reads the run folders, queries SLURM, and sends at most one message about problems that are new, were
+last reported long ago, or are over. A small state file per run (rules.Memory) records what was reported, so
+repeated checks from cron do not repeat messages.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from moe_exp.watch.watchdog.run import disk_of, no_folder, view_run, with_sample
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LOCK_SECONDS = 60.0
-_READ_SECONDS = 60.0  # timeout of a file system
+_READ_SECONDS = 60.0  # timeout for a file system
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A run, and the name of its jobs; empty: SLURM is not asked."""
+    """A run and the name of its jobs; empty: no query to SLURM."""
 
     path: Path
     slurm_name: str = ""
@@ -59,39 +59,37 @@ class Watchdog:
     runs: Sequence[Watched]
     channels: Sequence[Channel]
     limits: Limits = field(default_factory=Limits)
-    again_seconds: float = 6 * 3600.0  # before an ongoing problem is reported again
+    again_seconds: float = 6 * 3600.0  # interval between reports of an ongoing problem
     user: str = ""  # owner of the jobs; empty: the current user
-    folder: Path = field(default_factory=default_folder)  # for memory files
-    _kept: dict[Path, Memory] = field(default_factory=dict)  # for a daemon with a full disk
+    folder: Path = field(default_factory=default_folder)  # for state files
+    _kept: dict[Path, Memory] = field(default_factory=dict)  # lets a daemon survive a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
-        """Checks all runs, and sends a message if needed; raises ValueError if another check hangs."""
+        """Checks all runs and sends a message if needed; raises ValueError if another check blocks it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
                 return self._check_all(time.time() if now is None else now)
         except Timeout:
-            rule = f"another check has not ended in {_LOCK_SECONDS:.0f} s"
-            raise ValueError(f"{self.folder}: {rule}. Fix: call it less often.") from None
+            rule = f"another check did not finish in {_LOCK_SECONDS:.0f} s"
+            raise ValueError(f"{self.folder}: {rule}. Fix: run checks less often.") from None
 
     def _check_all(self, now: float) -> list[RunCheck]:
         checks = [self._check_run(run, now) for run in self.runs]
-        # channel problems are reported with the first run
+        # channels do not belong to a run: their problems are reported with the first one
         for channel, reason in checks[0].memory.failed_channels.items():
-            text = f"the last message did not get through by {channel}: {reason}"
-            checks[0].found[f"channel {channel}"] = text
+            checks[0].found[f"channel {channel}"] = f"the last message via {channel} failed: {reason}"
         for check in checks:
             check.news, check.over = check.memory.to_report(check.found, now, self.again_seconds)
         self._send(checks, now)
         for check in checks:
-            # after the message: a crash in between repeats it rather than losing it
+            # saved after sending: a crash in between repeats a message rather than losing it
             check.memory.forget_old(now, self.again_seconds)
             self._kept[check.memory_path] = check.memory
             try:
                 write_json(check.memory_path, asdict(check.memory))
             except OSError as error:
-                reason = f"cannot be written ({error.strerror})"
-                _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
+                _warn(f"cannot write {check.memory_path} ({error.strerror}): reports may be repeated")
         return checks
 
     def _check_run(self, run: Watched, now: float) -> RunCheck:
@@ -99,16 +97,16 @@ class Watchdog:
         memory = self._kept.get(path) or read_memory(path)
         check = RunCheck(run, path, memory)
         try:
-            # a folder that was there at an earlier check must not be missing now
+            # once the folder has been seen, its absence is an error
             if memory.iteration < 0 and not within(_READ_SECONDS, RunFolder(run.path).config.exists):
                 self._check_queued(check, now)
             else:
                 self._check_started(check, now)
-        # missing file system, unexpected records: silence would look healthy
+        # any error, such as a missing file system or unexpected records: silence would look healthy
         except Exception as error:
             is_plain = isinstance(error, OSError | ValueError)
             what = str(error) if is_plain else f"{type(error).__name__}: {error}"
-            # these are unlikely to be over
+            # assume that open problems persist, so they are not reported as over
             check.found = {key: known.text for key, known in memory.problems.items() if known.is_open}
             check.found["unreadable"] = f"cannot be read: {what}"
             check.state = "unknown"
@@ -116,7 +114,7 @@ class Watchdog:
 
     def _check_started(self, check: RunCheck, now: float) -> None:
         run, memory = check.run, check.memory
-        # a file system that hangs must not keep the other runs from their check
+        # a hanging file system must not block the checks of other runs
         view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
         free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
         memory.disk = with_sample(memory.disk, now, free)
@@ -129,13 +127,13 @@ class Watchdog:
         check.state = state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
-        """A run whose folder its first job creates: its jobs are all there is to see."""
+        """Checks a run by its jobs alone, before the first one has created the folder."""
         run, submitted = check.run, RunFolder(check.run.path).submitted
         job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
         queue, silent = self._queue(check, job_ids)
-        if job_ids:  # `moe-exp slurm` made the folder: its name is right
+        if job_ids:  # submitted by `moe-exp slurm`, so the path is right
             check.memory.busy = check.memory.busy or now
-        jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
+        jobs = f"from {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
         check.found |= problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )
@@ -144,11 +142,11 @@ class Watchdog:
             state = "" if queue.running else "queued: "
             parts = [f"{state}{queue.all_jobs[0].text}, no run folder yet"]
         if queue is not None and queue.next_start:
-            parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
-        check.state = "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
+            parts.append(f"starts at about {queue.next_start:%Y-%m-%d %H:%M}")
+        check.state = "; ".join([*parts, *(["SLURM does not respond"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
-        """A run's jobs, and why SLURM does not answer; a host that cannot ask it is a problem of its own."""
+        """A run's jobs and why SLURM does not respond; reports a host without squeue as a problem."""
         name = check.run.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
@@ -159,7 +157,7 @@ class Watchdog:
             return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
-        """Sends one message for all runs, if needed; the next check reports failed channels to the others."""
+        """Sends one message for all runs if needed; the next check reports failed channels via the others."""
         to_send = [check for check in checks if check.news or check.over]
         if not to_send or not self.channels:
             return
@@ -170,27 +168,27 @@ class Watchdog:
         subject = f"moe-exp: {', '.join(parts)} in {', '.join(check.run.path.name for check in to_send)}"
         failed = send_to_all(self.channels, subject, "\n\n".join(check.text() for check in to_send))
         for channel, reason in failed.items():
-            _warn(f"the message did not get through by {channel}: {reason}")
+            _warn(f"the message via {channel} failed: {reason}")
         checks[0].memory.failed_channels = failed
+        # one working channel is enough; without any, the next check sends everything again
         if any(channel.name not in failed for channel in self.channels):
             for check in to_send:
                 check.memory.confirm(check.news, check.over, now)
 
     def unknown_runs(self) -> list[str]:
-        """A line for each path that is neither a run folder nor that of a queued job; sends nothing."""
+        """One line for each path that is neither a run folder nor that of a queued job; sends nothing."""
         checks = [self._check_run(run, time.time()) for run in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
     def test_channels(self) -> dict[str, str]:
-        """Sends a test message to every channel; returns the reasons of failures."""
-        names = ", ".join(str(run.path) for run in self.runs)
-        text = f"Messages about these runs will come this way: {names}"
-        return send_to_all(self.channels, "moe-exp watch: a test", text)
+        """Sends a test message to every channel; returns the failures."""
+        text = f"Alerts for these runs will arrive here: {', '.join(str(run.path) for run in self.runs)}"
+        return send_to_all(self.channels, "moe-exp watch: test", text)
 
 
 @dataclass
 class RunCheck:
-    """Findings on one run: all problems, those to report now, and those that are over; texts by key."""
+    """Result for one run: all problems, those to report now, and those that are over; each as text by key."""
 
     run: Watched
     memory_path: Path
@@ -203,23 +201,23 @@ class RunCheck:
 
     @property
     def is_well(self) -> bool:
-        """No problem is there, and nothing has happened since the last check."""
+        """Whether there are no problems and no new events since the last check."""
         return not self.has_new_events and all(key.startswith(EVENT) for key in self.found)
 
     @property
     def is_unknown(self) -> bool:
-        """The path is neither a run folder nor that of a queued job, and was not at an earlier check."""
+        """Whether the path has never been a run folder or that of a queued job."""
         return "unknown" in self.found
 
     def text(self) -> str:
-        """Text for a message."""
+        """The run's part of a message."""
         lines = [f"{self.run.path}"]
         lines += [f"  PROBLEM: {text}" for text in all_texts(self.news)]
         lines += [f"  over: {text}" for text in all_texts(self.over)]
         return "\n".join([*lines, f"  {self.state}"])
 
     def report(self) -> str:
-        """Text for the terminal: all current problems, reported or not."""
+        """Report for the terminal: all current problems, reported or not."""
         head = f"{self.run.path.name}: {'well' if self.is_well else 'PROBLEMS'}; {self.state}"
         return "\n".join([head, *(f"  {text}" for text in all_texts(self.found))])
 
@@ -229,20 +227,20 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, first after that time, until a signal ends this process."""
+    """Checks every `every_seconds`, starting after that time, until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
         start = time.monotonic()
         try:
-            # a full disk or a locked folder may be well again at the next check
+            # a full disk or a locked folder may have recovered by the next check
             print_checks(watchdog.check(), quiet=quiet)
         except (OSError, ValueError) as error:
             _warn(str(error))
 
 
 def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
-    """Prints reports of all runs, or with `quiet` only of those with problems."""
+    """Prints reports on all runs; with `quiet`, only on those with problems."""
     for check in checks:
         if check.is_unknown:
             for text in all_texts(check.found):
@@ -252,7 +250,7 @@ def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
 
 
 def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watchdog:
-    """Makes the watchdog of `moe-exp watch run` from its options; raises ConfigError with all problems."""
+    """Creates the watchdog from the options of `moe-exp watch run`; raises ConfigError with all problems."""
     problems: list[str] = []
     kinds = ("again", "stuck", "ahead", "wait")
     times = dict.fromkeys(kinds, 0.0)
@@ -261,26 +259,27 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
         if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
             times[name] = float(found[1]) * _UNITS[found[2]]
         else:
-            fix = "write a number and a unit, as 90s, 10m, 6h or 2d"
-            problems.append(f"--{name}={text}: is no time. Fix: {fix}.")
+            fix = "write a number and a unit, such as 90s, 10m, 6h or 2d"
+            problems.append(f"--{name}={text}: must be a time. Fix: {fix}.")
     names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
     if names and len(names) != len(run_dirs):
-        rule = f"{len(names)} for {len(run_dirs)} runs. Fix: give one for each RUN_DIR, in their order"
+        rule = f"{len(names)} names for {len(run_dirs)} runs. Fix: set one per RUN_DIR, in the same order"
         problems.append(f"--slurm-name={' '.join(names)}: {rule}.")
         names = []
     for name in (name for name in names if re.search(r"[,\s]", name)):
-        rule = "has a comma or a space. Fix: give the --job-name of the jobs"
+        rule = "must not contain commas or spaces. Fix: set it to the --job-name of the jobs"
         problems.append(f"--slurm-name={name}: {rule}.")
     if options.get("every") is not None and not options["every"] > 0:
-        problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
+        rule = "must be more than 0 seconds. Fix: set it to, for instance, 300"
+        problems.append(f"--every={options['every']:g}: {rule}.")
     folder = expanded(options.get("state") or default_folder())
     try:
         channels = channels_of(options, environ)
     except ConfigError as error:
         problems += error.problems
     if options.get("test_alert") and not problems and not channels:
-        fix = "give --mail-to, --webhook-file or --alert-file"
-        problems.append(f"--test-alert: there is no channel. Fix: {fix}.")
+        fix = "set --mail-to, --webhook-file or --alert-file"
+        problems.append(f"--test-alert: requires a channel. Fix: {fix}.")
     if problems:
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])

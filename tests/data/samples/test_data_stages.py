@@ -226,8 +226,8 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     stages = [{"from_samples": 8 * number, "train_data": path, "seq_len": 64} for number, path in given]
     found = list(data_problems(config(stages, train_data=prefixes["a"], vocab_size=60000)))
     assert [line.partition(":")[0] for line in found] == ["DATA_STAGES=gone", f"DATA_STAGES={short}"]
-    assert "there is no such file" in found[0]
-    assert "has 40 tokens for training, one sample needs SEQ_LEN + 1 = 65" in found[1]
+    assert "not found" in found[0]
+    assert "has 40 tokens for training, but a sample needs SEQ_LEN + 1 = 65" in found[1]
     masked = {"train_data": prefixes["a"], "vocab_size": 60000, "document_mask": True, "seq_len": 32}
     assert list(data_problems(config(stages[2:], **masked))) == []
     inside = [stages[2] | {"from_samples": 20, "seq_len": 32}]

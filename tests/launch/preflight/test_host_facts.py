@@ -25,7 +25,7 @@ def test_facts_of_this_host(tmp_path):
 
 
 def test_a_disk_that_cannot_be_written(tmp_path):
-    assert disk(tmp_path / "gone")["problem"] == "is not there"
+    assert disk(tmp_path / "gone")["problem"] == "not found"
     if os.geteuid():
         pytest.skip("needs root for a file system of its own")
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)]

@@ -57,7 +57,7 @@ def test_training_does_not_start_where_a_host_does_not_come(tmp_path):
         }  # fmt: skip
         ended = on_all([a, b, c], TRAIN, TRAIN_DATA="", **settings)
     assert [one.returncode for one in ended] == [1, 1, 1], ended
-    line = "moe-exp: preflight failed: node-b (node 1): did not come within PREFLIGHT_TIMEOUT=8 s"
+    line = "moe-exp: preflight failed: node-b (node 1): did not join within PREFLIGHT_TIMEOUT=8 s"
     assert line in ended[0].stderr.splitlines() and line in ended[2].stderr.splitlines()
     assert "node-b (node 1) cannot reach port" in ended[1].stderr
     (event,) = read_metrics(tmp_path / "one" / "metrics.jsonl")

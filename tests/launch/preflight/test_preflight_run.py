@@ -63,10 +63,10 @@ def test_training_with_a_preflight(script_runs):
 
 def test_training_does_not_start_on_a_host_that_multiplies_wrongly(script_runs, sabotage):
     ended = script_runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
-    host, finding = socket.gethostname(), "rank 0 (cpu): 4 elements of matrix products are wrong"
+    host, finding = socket.gethostname(), "rank 0 (cpu): 4 wrong elements in matrix products"
     assert ended.code == 1, ended.text
     assert f"moe-exp: preflight failed: {host} (node 0): {finding}" in ended.stderr
-    assert "moe-exp: no training: a node has failed the preflight." in ended.stderr
+    assert "moe-exp: not training: a node failed the preflight." in ended.stderr
     (event,) = ended.records("event")
     assert (event["event"], event["grade"]) == ("preflight", "failed")
     assert not ended.folder.config.exists()
@@ -102,4 +102,4 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         port = other.getsockname()[1]
         ended = preflight(tmp_path, 1, MASTER_PORT=port)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert f"moe-exp watch: MASTER_PORT={port}: cannot be listened on" in ended.stderr
+    assert f"moe-exp watch: MASTER_PORT={port}: node 0 cannot listen on it" in ended.stderr

@@ -1,4 +1,4 @@
-"""Nodes as threads of one process: they meet, they are missed, their clocks and settings differ."""
+"""RollCall as threads of one process: they meet, they are missed, their clocks and settings differ."""
 
 import socket
 import time
@@ -9,11 +9,19 @@ import pytest
 
 from helpers.ranks import free_port
 from moe_exp.launch.preflight import roll_call
-from moe_exp.launch.preflight.roll_call import Door, Nodes, NotReached, Server, data_address, knock, peers_of
+from moe_exp.launch.preflight.roll_call import (
+    Door,
+    NotReached,
+    RollCall,
+    Server,
+    data_address,
+    knock,
+    peers_of,
+)
 
 
-def join(port: int, node: int, num_nodes: int, seconds: float = 20.0, host: str = "localhost") -> Nodes:
-    return Nodes(host, port, node=node, num_nodes=num_nodes, seconds=seconds)
+def join(port: int, node: int, num_nodes: int, seconds: float = 20.0, host: str = "localhost") -> RollCall:
+    return RollCall(host, port, node=node, num_nodes=num_nodes, seconds=seconds)
 
 
 def test_all_get_the_values_of_all_and_the_port_is_free_again():
@@ -50,9 +58,9 @@ def test_who_does_not_come_is_left_out_and_who_comes_later_sees_it():
 def test_settings_that_do_not_fit_are_named():
     port = free_port()
     with closing(Server(port, 2)), closing(join(port, 0, 2)):
-        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: give every node"):
+        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: "):
             join(port, 0, 2)
-        with pytest.raises(ValueError, match=r"NNODES=3: node 0 has NNODES=2\. Fix: give all nodes the same"):
+        with pytest.raises(ValueError, match=r"NNODES=3: node 0 has NNODES=2\. Fix: "):
             join(port, 1, 3)
         # says nothing that is known, and harms nobody
         with socket.create_connection(("localhost", port)) as stranger:
@@ -61,7 +69,7 @@ def test_settings_that_do_not_fit_are_named():
 
 
 def test_no_node_0_is_an_error_that_names_this_host():
-    line = rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ there in 1 s"
+    line = rf"MASTER_ADDR=localhost: {socket.gethostname()} \(node 1\) cannot reach port \d+ in 1 s"
     with pytest.raises(NotReached, match=line):
         join(free_port(), 1, 2, seconds=0.6)
 
@@ -72,7 +80,7 @@ def test_node_0_going_away_is_an_error():
         joining = threads.submit(join, port, 1, 2)
         connection, _ = listener.accept()
         connection.close()
-        with pytest.raises(NotReached, match="gets no answer from node 0 any more"):
+        with pytest.raises(NotReached, match="lost its connection to node 0"):
             joining.result()
 
 

@@ -116,7 +116,7 @@ def test_one_node_compares_its_ranks_and_is_not_excluded_for_that():
     found[0]["ranks"][3]["matmul"]["wrong"] = 3
     verdict = verdict_on(found)
     assert verdict.grade == "failed" and [node.host for node in verdict.to_exclude()] == ["n0"]
-    assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 elements of matrix products are wrong"
+    assert verdict.nodes[0].reason == "rank 3 (cuda:3): 3 wrong elements in matrix products"
 
 
 def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
@@ -131,13 +131,13 @@ def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
     ("change", "grade", "text", "excluded"),
     [
         (lambda n: n["ranks"][0]["memory"].update(wrong=7), "failed",
-         "rank 2 (cuda:0): 7 words of memory are not what was written", True),
+         "rank 2 (cuda:0): 7 words of memory differ from what was written", True),
         (lambda n: n["ranks"][1].update(step="memory", error="ended there", died=True), "failed",
          "rank 3 (cuda:1): step memory: ended", True),
         (lambda n: n["ranks"][0].update(node={"error": "timeout"}), "failed",
-         "ranks of the node do not reach each other: timeout", True),
+         "ranks of the node cannot reach each other: timeout", True),
         (lambda n: n["disks"]["RUN_DIR"].update(free_bytes=10), "failed",
-         "RUN_DIR /RUN_DIR: 10 bytes free, 1 GB are needed", False),
+         "RUN_DIR /RUN_DIR: 10 bytes free, but 1 GB needed", False),
         (lambda n: n["disks"]["RUN_DIR"].update(problem="read-only file system"), "failed",
          "RUN_DIR /RUN_DIR: read-only file system", False),
         (lambda n: n["disks"]["temporary folder"].update(free_bytes=10), "warning",
@@ -148,18 +148,18 @@ def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
         (lambda n: n.update(clock=[3.5, 0.01]), "warning", "clock is 3.5 s behind node 0's", False),
         (lambda n: n.update(clock=[3.0, 2.5]), "ok", "", False),  # over a bad connection
         (lambda n: [pair.update(latency_us=900.0) for rank in n["ranks"] for pair in rank["pairs"]], "slow",
-         "latency 900 us, the others have", True),
+         "latency 900 us, median of the others 30", True),
         (lambda n: n["versions"].update(driver="535.2"), "warning", "driver 535.2, most nodes have 570.1",
          False),
         (lambda n: n["versions"].pop("torch"), "warning", "torch missing, most nodes have 2.13.0", False),
         (lambda n: n.update(kernel_faults=["Xid 79: GPU has fallen off the bus, once"]), "warning",
          "kernel: Xid 79", False),
-        (lambda n: n.update(gpus=[{}]), "failed", "1 GPUs answer nvidia-smi, GPUS_PER_NODE=2", True),
+        (lambda n: n.update(gpus=[{}]), "failed", "nvidia-smi lists 1 GPUs, GPUS_PER_NODE=2", True),
         (lambda n: n.update(gpu_problem="nvidia-smi: no answer"), "failed", "nvidia-smi: no answer", True),
         (lambda n: [rank.update(device="cpu") for rank in n["ranks"]], "failed",
-         "has no GPU that can be used, other nodes have", True),
+         "has no usable GPU, unlike other nodes", True),
         (lambda n: n["disks"]["/dev/shm"].update(free_bytes=60 << 20), "failed",
-         "/dev/shm: 62.9 MB free, 67.1 MB are needed", True),
+         "/dev/shm: 62.9 MB free, but 67.1 MB needed", True),
     ],
 )  # fmt: skip
 def test_findings_of_one_node_of_three(change, grade, text, excluded):
@@ -190,12 +190,12 @@ def test_pairs_that_failed():
         pair.update(partner=partner, error="Timed out waiting 10000ms")
     verdict = verdict_on(found)
     (line,) = (line for line in findings_lines(verdict) if line.startswith("failed"))
-    assert line.startswith("failed: n2 (node 2): does not exchange sound data with n0, n1, n3 (Timed out")
+    assert line.startswith("failed: n2 (node 2): cannot exchange correct data with n0, n1, n3 (Timed out")
     found = reports(4)
     found[0]["ranks"][0]["pairs"][0] = {"partner": 1, "wrong": "all-to-all: 3 words"}
     verdict = verdict_on(found)
     (line,) = findings_lines(verdict)
-    assert line.startswith("failed: link: n0 does not exchange sound data with n1 (all-to-all")
+    assert line.startswith("failed: link: n0 cannot exchange correct data with n1 (all-to-all")
     assert verdict.to_exclude() == []
 
 

@@ -25,13 +25,13 @@ def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
     chain.folder.parent.mkdir(parents=True)
     (chain.folder.parent / "exclude_nodes.txt").write_text("n2 and n3\n")
     done = chain.submit("75", NNODES=1)
-    assert done.returncode == 1 and "line 1 holds 'n2 and n3', no host name" in done.stderr
+    assert done.returncode == 1 and "line 1: 'n2 and n3' is not a host name" in done.stderr
 
 
 def test_a_second_submission_is_refused_and_may_be_put_behind(chain):
     assert chain.submit("75/75", NNODES=1, NUM_JOBS=2).returncode == 0
     again = chain.submit("75", NNODES=1)
-    assert again.returncode == 1 and "its jobs 101 are in the queue already. Fix: scancel 101" in again.stderr
+    assert again.returncode == 1 and "its jobs 101 are already in the queue. Fix: scancel 101" in again.stderr
     (chain.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with FileLock(chain.folder / ".lock"):  # as while job 101 runs
         assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
@@ -62,7 +62,7 @@ def test_dry_run_warns_of_a_small_disk_that_a_submission_refuses(is_resumed, cha
     usage = shutil.disk_usage("/")._replace(free=10**8 if is_resumed else 10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert main(["slurm", "--dry-run"]) == 0
-    (line,) = (one for one in capsys.readouterr().err.splitlines() if "free and the run needs" in one)
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if "free, but the run needs" in one)
     assert line.startswith(f"moe-exp slurm: warning: RUN_DIR={chain.folder.parent}: ")
     if not is_resumed:
         assert main(["slurm"]) == 2
@@ -138,28 +138,28 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
     seen = words[words.index("--bind") + 1].split(",")
     assert {str(tmp_path / "a b"), str(tmp_path / "later"), str(chain.folder.parent)} <= set(seen)
     refused = chain.submit("75", "--dry-run", CONTAINER="image", **spaced)
-    assert f"has to see {tmp_path}/a b, and pyxis can mount no path with a space. Fix: " in refused.stderr
+    assert f"needs {tmp_path}/a b, but pyxis cannot mount a path with a space. Fix: " in refused.stderr
     with_comma = spaced | {"TRAIN_DATA": tmp_path / "c,d" / "train"}
     refused = chain.submit("75", "--dry-run", CONTAINER="x.sif", **with_comma)
-    assert f"has to see {tmp_path}/c,d, and apptainer can mount no path with a comma" in refused.stderr
+    assert f"needs {tmp_path}/c,d, but apptainer cannot mount a path with a comma" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"TIME_LIMIT": "1 day"}, "TIME_LIMIT=1 day: is no time limit of SLURM's."),
+        ({"TIME_LIMIT": "1 day"}, "TIME_LIMIT=1 day: must be a SLURM time limit."),
         ({"TIME_LIMIT": "10", "SIGNAL_SECONDS": "600"}, "SIGNAL_SECONDS=600: must be shorter than TIME"),
-        ({"NUM_JOBS": "1001"}, "NUM_JOBS=1001: a job array has at most 1000 jobs."),
-        ({"AFTER": "big-run"}, "AFTER=big-run: is no list of job ids."),
-        ({"JOB_NAME": "a,b"}, "JOB_NAME=a,b: has characters that squeue cannot look for."),
-        ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: is no option of the form --name=value."),
+        ({"NUM_JOBS": "1001"}, "NUM_JOBS=1001: must be at most 1000 for a job array."),
+        ({"AFTER": "big-run"}, "AFTER=big-run: must be a list of job ids."),
+        ({"JOB_NAME": "a,b"}, "JOB_NAME=a,b: has characters that squeue --name does not support."),
+        ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: must have the form --name=value."),
         ({"EXTRA_SBATCH": "--exclude=n1"}, "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
-        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: is no name of a variable; values are taken from"),
+        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: must be a variable name; its value"),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
         ({"EXCLUDE_FILE": "~no_such_user/x"}, "EXCLUDE_FILE=~no_such_user/x: names the home folder of no"),
-        ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: is no time limit of SLURM's."),
+        ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: must be a SLURM time limit."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
         *(
             ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break, ")

@@ -71,7 +71,7 @@ def test_ranks_start_again_after_a_hang_and_finish(runs: Runs):
     # what a person should look at, then what the launcher does
     lines = [line for line in run.stderr.splitlines() if line.startswith("moe-exp: the ")]
     assert lines[0].startswith("moe-exp: the run hangs: rank 1 on ")
-    assert lines[-1] == "moe-exp: the ranks start again (failure 1 of at most 1)"
+    assert lines[-1] == "moe-exp: the ranks are restarting (failure 1 of at most 1)"
     assert run.curve("iteration") == list(range(1, 61))
     alone = runs.succeed("alone", **settings)
     assert run.curve("lm_loss") == alone.curve("lm_loss")
@@ -84,7 +84,7 @@ def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
         runs.wait_for_iteration("asked", process, iteration, timeout=LONG)
         command = [sys.executable, "-m", "moe_exp", "watch", "stacks", str(runs.folder("asked").path)]
         printed = subprocess.check_output(command, text=True, env=clean_environ(), timeout=LONG)
-        assert "requested by a user: the run continues" in printed and "where they are:" in printed
+        assert "requested by a user: the run continues" in printed and "location of all ranks:" in printed
     asked = runs.end("asked", process, timeout=LONG)
     assert asked.code == 0, asked.text
     assert len(list((asked.folder.path / "hang").glob("*/rank_*.txt"))) == 4

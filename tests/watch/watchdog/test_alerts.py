@@ -75,7 +75,7 @@ def test_a_recipient_who_is_refused_keeps_nobody_from_the_message():
     with SmtpSink() as sink:
         sink.unknown = ("gone@b.org",)
         failed = send_to_all([mail(sink.port, to=("a@b.org", "gone@b.org"))], "s", "t")
-    assert failed == {f"e-mail by localhost:{sink.port} in part": "refused for gone@b.org"}
+    assert failed == {f"e-mail via localhost:{sink.port} in part": "refused for gone@b.org"}
     assert len(sink.messages) == 1
 
 
@@ -122,8 +122,8 @@ def test_nobody_listens(tmp_path):
     with SmtpSink() as sink:
         port = sink.port
     failed = send_to_all([mail(port), AlertFile(tmp_path), AlertFile(tmp_path / "alerts.log")], "s", "t")
-    assert list(failed) == [f"e-mail by localhost:{port}", f"file {tmp_path}"]
-    assert "refused" in failed[f"e-mail by localhost:{port}"]
+    assert list(failed) == [f"e-mail via localhost:{port}", f"file {tmp_path}"]
+    assert "refused" in failed[f"e-mail via localhost:{port}"]
     assert (tmp_path / "alerts.log").exists()
 
 
@@ -142,14 +142,14 @@ def test_channels_from_options(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"mail_to": "someone"}, "--mail-to=someone: is no address."),
-        ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: is no host and port."),
-        ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: has no password in SMTP_PASSWORD."),
+        ({"mail_to": "someone"}, "--mail-to=someone: is not an e-mail address."),
+        ({"mail_to": "a@b", "smtp": "host:port"}, "--smtp=host:port: must be a host and a port."),
+        ({"mail_to": "a@b", "smtp_user": "x"}, "--smtp-user=x: requires a password."),
         ({"mail_to": "a@b", "smtp": "h", "smtp_security": "none", "smtp_user": "x"}, "--smtp-security=none"),
-        ({"smtp": "h"}, "--smtp=h: is there without --mail-to."),
+        ({"smtp": "h"}, "--smtp=h: requires --mail-to."),
         ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file"),
         ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
-        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder is not there."),
+        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder does not exist."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -160,6 +160,6 @@ def test_bad_options(options, line):
 
 
 def test_an_address_that_is_none_is_not_printed():
-    with pytest.raises(ConfigError, match=r"^WATCH_WEBHOOK=\*\*\*: is no address .*\. Fix: ") as error:
+    with pytest.raises(ConfigError, match=r"^WATCH_WEBHOOK=\*\*\*: must be a webhook URL\. Fix: ") as error:
         channels_of({}, {"WATCH_WEBHOOK": f"htp:/{SECRET}"})
     assert SECRET not in str(error.value)

@@ -38,8 +38,8 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
     assert found(dog, run, 6900.0 + 6 * HOUR) == (missing, missing, set())
     assert found(dog, run, 9000.0 + 6 * HOUR) == (missing, set(), set())  # it is still the same
     text = (tmp_path / "alerts.log").read_text()
-    assert text.count("PROBLEM: no job named big_run runs or waits, at iteration 2,020 of 40,000") == 3
-    assert text.count("over: no job named big_run runs") == 1
+    assert text.count("PROBLEM: no job named big_run is running or queued, at iteration 2,020 of 40,000") == 3
+    assert text.count("over: no job named big_run is running") == 1
     assert "moe-exp: 1 problem in big_run\n" in text
 
 
@@ -74,7 +74,7 @@ def test_a_chain_that_ends_before_the_run(dog, run, queue):
     queue.set(running(run, left="1:00:00", name="101_1"))
     (look,) = dog.check(now=run.begin + 4400)
     # 37,980 iterations of 2 s, an evaluation of 10 forward passes and a save of 30 s every 1000
-    assert look.found == {"chain_short": "its jobs end in 1 h and the run needs 21 h 29 min: submit 1 more"}
+    assert look.found == {"chain_short": "its jobs end in 1 h, but the run needs 21 h 29 min: submit 1 more"}
     queue.set(running(run, left="1:00:00") + WAITING)
     assert found(dog, run, 4500.0)[0] == set()
 
@@ -99,7 +99,7 @@ def test_a_finished_run_needs_no_job(dog, run, queue):
 def test_slurm_that_does_not_answer_is_told_when_it_lasts(dog, run, queue):
     queue.lines.unlink()
     assert found(dog, run, 4400.0)[0] == set()
-    assert "SLURM does not answer" in dog.check(now=run.begin + 4401)[0].report()
+    assert "SLURM does not respond" in dog.check(now=run.begin + 4401)[0].report()
     assert found(dog, run, 4400.0 + 600)[0] == set()
     assert found(dog, run, 4400.0 + 960)[0] == {"slurm_silent"}
 
@@ -138,7 +138,7 @@ def test_a_channel_that_fails_is_named_by_the_others(dog, run, queue, tmp_path, 
     (tmp_path / "no").mkdir()
     dog.channels = [AlertFile(tmp_path / "no"), AlertFile(tmp_path / "alerts.log")]
     assert found(dog, run, 4400.0)[1] == {"not_scheduled"}
-    reason = f"did not get through by file {tmp_path / 'no'}: IsADirectoryError"
+    reason = f"via file {tmp_path / 'no'} failed: IsADirectoryError"
     assert reason in capsys.readouterr().err
     key = f"channel file {tmp_path / 'no'}"
     assert found(dog, run, 4500.0) == ({"not_scheduled", key}, {key}, set())
@@ -203,10 +203,11 @@ def test_the_disk_is_full_before_the_run_ends(run):
     day = sight(run, rate=10**12 / DAY)  # the run needs 21 h 29 min
     assert "disk_filling" not in rules.problems_of(day, Memory(), rules.Limits(), "x")
     half = sight(run, rate=2 * 10**12 / DAY)
-    said = "the disk is full in 12 h at the rate of the last hours (1 TB free), and the run needs 21 h 29 min"
+    said = "the disk will be full in 12 h at the rate of the last hours (1 TB free); "
+    said += "the run needs another 21 h 29 min"
     assert rules.problems_of(half, Memory(), rules.Limits(), "x")["disk_filling"] == said
     small = rules.problems_of(sight(run, free=9 * 10**5), Memory(), rules.Limits(), "x")
-    assert small["checkpoint_does_not_fit"] == "a checkpoint has 1 MB, and the disk 900 kB free"
+    assert small["checkpoint_does_not_fit"] == "the disk has 900 kB free, a checkpoint needs 1 MB"
 
 
 def test_fill_rate_measured_and_planned(run):
@@ -282,11 +283,11 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
     assert main([*command, "--quiet"]) == 0
     assert capsys.readouterr().out == ""
     assert main(command) == 0
-    state = "2 s each; last record 2 min ago; job 101_1 runs, 29 wait; ends about"
+    state = "2 s each; last record 2 min ago; job 101_1 is running, 29 queued; ends at about"
     assert f"big_run: well; iteration 2,020 of 40,000; {state}" in capsys.readouterr().out
     queue.set("")
     assert main([*command, "--quiet"]) == 1
-    assert "no job named big_run runs or waits" in capsys.readouterr().out
+    assert "no job named big_run is running or queued" in capsys.readouterr().out
     assert main([*command, "--test-alert"]) == 0
     assert capsys.readouterr().out == f"file {tmp_path / 'alerts.log'}: sent\n"
 
@@ -294,12 +295,12 @@ def test_command_from_cron(run, queue, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--again", "soon"], "--again=soon: is no time."),
-        (["--slurm-name", "a", "--slurm-name", "b"], "--slurm-name=a b: 2 for 1 runs."),
-        (["--slurm-name", "a,b"], "--slurm-name=a,b: has a comma or a space."),
-        (["--every", "-1"], "--every=-1: is no time."),
-        (["/no/such"], "RUN_DIR=/no/such: is no run folder, as it has no config.yaml."),
-        (["--test-alert"], "--test-alert: there is no channel."),
+        (["--again", "soon"], "--again=soon: must be a time."),
+        (["--slurm-name", "a", "--slurm-name", "b"], "--slurm-name=a b: 2 names for 1 runs."),
+        (["--slurm-name", "a,b"], "--slurm-name=a,b: must not contain commas or spaces."),
+        (["--every", "-1"], "--every=-1: must be more than 0 seconds."),
+        (["/no/such"], "RUN_DIR=/no/such: is not a run folder (config.yaml not found)."),
+        (["--test-alert"], "--test-alert: requires a channel."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -317,7 +318,7 @@ def test_daemon_looks_again_and_again(run, queue, tmp_path):
     timer = threading.Timer(60, process.kill)
     timer.start()
     try:
-        assert "no job named x runs or waits" in "".join(process.stdout.readline() for _ in range(4))
+        assert "no job named x is running or queued" in "".join(process.stdout.readline() for _ in range(4))
         run.begin = time.time()
         queue.set(PENDING + running(run, left="4-00:00:00"))
         while "over: no job named x" not in alerts.read_text():

@@ -24,7 +24,7 @@ def test_a_file_system_that_does_not_answer_is_told(dog, run, queue, monkeypatch
     found(dog, run, 4400.0)
     monkeypatch.setattr("moe_exp.watch.watchdog.run.regular", lambda path: time.sleep(5) or path)
     (look,) = dog.check(now=run.begin + 4500)
-    assert look.news["unreadable"] == "cannot be read: its file system has not answered in 0 s"
+    assert look.news["unreadable"] == "cannot be read: its file system did not respond in 0 s"
 
 
 def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
@@ -73,7 +73,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_queued_job(queue, run, tmp_path, 
     alerts = tmp_path / "alerts.log"
     command = ["watch", "run", str(run.path), str(tmp_path / "typo"), "--state", str(tmp_path / "state")]
     command += ["--slurm-name", "big_run", "--slurm-name", "other", "--alert-file", str(alerts)]
-    line = f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other"
+    line = f"RUN_DIR={tmp_path / 'typo'}: is not a run folder (config.yaml not found), and no job named other"
     for _ in range(2):
         assert main(command) == 2
         printed = capsys.readouterr()
@@ -101,15 +101,15 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     assert set(look(PENDING.replace("Priority", "JobHeldUser"), 1.1 * DAY)) == {"never_starts"}
     started = running(queue, since=1.2 * DAY)
     assert look(started, 1.2 * DAY + 1700) == {}
-    text = f"job 101_1 has been running for 32 min, and RUN_DIR={tmp_path / 'later'}: is no run folder"
+    text = f"job 101_1 has been running for 32 min, but RUN_DIR={tmp_path / 'later'}: is not a run folder"
     assert look(started, 1.2 * DAY + 1900)["no_folder"].startswith(text)
-    text = "no job named big_run runs or waits, and its run folder was never created"
+    text = "no job named big_run is running or queued, and its run folder was never created"
     assert look("", 1.3 * DAY) == {"not_scheduled": text}
     queue.lines.unlink()
     silent = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
     (check,) = silent.check(now=queue.begin + 1.4 * DAY)
     assert check.found == {}
-    assert check.report() == "later: well; no run folder yet; SLURM does not answer"
+    assert check.report() == "later: well; no run folder yet; SLURM does not respond"
     (check,) = silent.check(now=queue.begin + 1.4 * DAY + 1000)
     assert set(check.found) == {"slurm_silent"}
 
@@ -126,5 +126,5 @@ def test_without_squeue_a_missing_folder_is_unknown_unless_seen_queued(queue, tm
     monkeypatch.setenv("PATH", str(tmp_path))
     assert set(look("seen").found) == {"no_squeue"}
     texts = look("later").found
-    assert "is no run folder" in texts["unknown"] and "--slurm-name" not in texts["unknown"]
+    assert "is not a run folder" in texts["unknown"] and "--slurm-name" not in texts["unknown"]
     assert "squeue: is not on PATH" in texts["no_squeue"]

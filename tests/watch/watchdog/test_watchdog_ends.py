@@ -27,9 +27,9 @@ def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
     (problem,) = (line for line in (tmp_path / "alerts.log").read_text().splitlines() if "PROBLEM" in line)
     event = f"rank_failed at iteration 2,020, {run.time(4360.0)} (2 times)"
     event += ": rank: 3, host: node-a, cause: SIGKILL"
-    since = "no job named big_run runs or waits" if jobs == "" else "no other has begun since"
+    since = "no job named big_run is running or queued" if jobs == "" else "no other job has started since"
     hint = "" if max_restarts else "; MAX_RESTARTS=3 restarts the ranks without a new job"
-    assert problem.strip() == f"PROBLEM: its last start has failed 40 s ago ({event}), and {since}{hint}"
+    assert problem.strip() == f"PROBLEM: its last start failed 40 s ago ({event}), and {since}{hint}"
     assert found(dog, run, 4500.0) == ({"failed"}, set(), set())
     run.event("resume", 2000, 4600.0)
     queue.set(running(run, since=4590.0))
@@ -43,7 +43,7 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     found(dog, run, 4400.0)
     (look,) = dog.check(now=run.begin + 4360 + 1680)
     event = f"too_many_bad_steps at iteration 2,039, {run.time(4360.0)}: in_a_row: 10"
-    told = f"its last start has failed 28 min ago ({event}), and no other has begun since"
+    told = f"its last start failed 28 min ago ({event}), and no other job has started since"
     assert look.found == {"failed": told}
     assert not look.is_well
     run.event("resume", 2000, 6100.0)
