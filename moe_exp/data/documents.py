@@ -248,8 +248,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             if "**" in path.parts:  # matches folders in addition to their files
                 matches = [one for one in matches if one.is_file()]
         if not matches:
-            is_pattern = glob.has_magic(str(path))
-            rule = "no file matches the pattern" if is_pattern else "not found"
+            rule = "no file matches the pattern" if glob.has_magic(str(path)) else "not found"
             raise input_error(f"{what}={path}", rule, "check the path, or quote the pattern")
         for one in matches:
             files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
@@ -285,12 +284,8 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
-    """Checks that a step can create, replace and remove the folder `output` without touching its inputs.
-
-    Raises:
-        ValueError: an input is inside OUTPUT, OUTPUT.partial or OUTPUT.old, is one of these folders, or
-            contains one.
-    """
+    """Raises ValueError unless a step can create, replace and remove `output` without touching its inputs."""
+    # an input may neither be nor contain one of the step's folders, nor be inside of one
     for path in inputs:
         places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # removing a folder removes its links
         for suffix in ("", ".partial", ".old"):

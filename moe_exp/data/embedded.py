@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -169,11 +169,7 @@ def embedded_documents() -> list[tuple[str, str]]:
 @contextmanager
 def _step(message: str) -> Iterator[None]:
     # a spinner on a terminal only; the log line with the elapsed time always
-    started = time.monotonic()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"embedded corpus: {message}"):
-            yield
-    else:
+    started, console = time.monotonic(), Console(stderr=True)
+    with console.status(f"embedded corpus: {message}") if console.is_terminal else nullcontext():
         yield
     logger.info("embedded corpus: %s (%.1f s)", message, time.monotonic() - started)

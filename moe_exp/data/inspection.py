@@ -178,7 +178,6 @@ def inspect_tokens(
             counts.add(tokens, bounds[first : end + 1] - bounds[first])
             advance(tokens.nbytes)
     lengths = np.diff(bounds)
-    num_empty = int((lengths == 0).sum())
     return {
         "kind": "tokens",
         "prefix": files.prefix,
@@ -195,7 +194,7 @@ def inspect_tokens(
         "eod_from": eod_from,
         "end_with_eod": counts.num_ending_with_eod,
         "eods_inside": counts.num_eods - counts.num_ending_with_eod,
-        "empty_documents": num_empty + counts.num_only_eod,
+        "empty_documents": int((lengths == 0).sum()) + counts.num_only_eod,
         "duplicate_documents": counts.hashes.num_duplicates(),
         "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
@@ -279,6 +278,7 @@ def documents_with_progress(
     reported = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
+        # the lines of a compressed file do not tell how much of the file was read
         pending += len(line) + 1
         if pending >= _ADVANCE_BYTES and not is_stream(path):
             advance(pending)

@@ -193,6 +193,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         fix = "add the folder where pip installs programs to PATH"
         raise ValueError(f"executor=slurm: datatrove's {_LAUNCHER} not found in PATH. Fix: {fix}.")
     ids: list[str] = []
+    # each executor depends on the previous one, so SLURM starts the passes in order
     executor: Any = None
 
     def keep_id(printed: str) -> str:  # datatrove does not keep the id of its last job, which merges stats
@@ -348,6 +349,7 @@ class _Worker:
 def _work(function: Callable[[Any], object], pipe: Connection) -> None:
     """Main function of a worker process: answers each call with None or its exception."""
 
+    # a killed parent cannot terminate its workers
     def end_with_parent() -> None:
         if (parent := multiprocessing.parent_process()) is not None:
             parent.join()

@@ -126,8 +126,7 @@ def is_compressed(path: Path) -> bool:
 
 def is_stream(path: Path) -> bool:
     """Whether a file can only be read from the beginning, because its lines are decoded or converted."""
-    kind = ending(path)
-    return is_compressed(path) or kind in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) or _has_values(path)
+    return is_compressed(path) or ending(path) in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) or _has_values(path)
 
 
 def _has_values(path: Path) -> bool:
@@ -284,6 +283,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
             if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise BadDocument(path, 1, _UTF16)
             chunk = chunk.removeprefix(BOM)
+        # the last piece may continue in the next chunk
         *documents, buffer = _cut(buffer + chunk, rule)
         for document in documents:
             text = _decoded(path, num_lines, document, rule)
@@ -329,8 +329,7 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
     try:
         text = document.decode()
     except UnicodeDecodeError as error:
-        line = num_lines + document.count(b"\n", 0, error.start)
-        raise BadDocument(path, line, _NOT_UTF8) from error
+        raise BadDocument(path, num_lines + document.count(b"\n", 0, error.start), _NOT_UTF8) from error
     # blank texts are not documents; the caller counts them
     if not text or text.isspace():
         return ""
@@ -346,12 +345,11 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
 
     Args:
         path: the file; .arrow in the file or stream format, as written by `datasets`.
-        text_field: required column.
+        text_field: required column; ValueError if it does not exist.
         columns: columns to read (default: all).
 
     Raises:
         BadDocument: the file is damaged or truncated.
-        ValueError: the column does not exist.
     """
     import pyarrow
 
@@ -406,6 +404,7 @@ def _arrow(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Ite
     import pyarrow.ipc
 
     with path.open("rb") as file:
+        # pyarrow reads a truncated stream without an error, so look for its end marker
         is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_ARROW_END)))
         if not is_file and file.read() != _ARROW_END:

@@ -167,6 +167,7 @@ def effective_weights(
         most = sum(limits) * (total_tokens or 0)
         rule, fix = f"the sources provide only {most:.4g} with their max_epochs", "lower it, raise max_epochs"
         raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix}, or add another source")
+    # `full` sources read all their epochs; the others share the rest
     shares, full = [0.0] * len(weights), set[int]()
     while True:
         left = 1 - sum(limits[index] for index in full)

@@ -54,10 +54,8 @@ def needs_preparation(config: Config) -> bool:
 def with_prepared_text(config: Config) -> Config:
     """Prepares missing data and returns `config` with token files instead of text and URLs.
 
-    A trained tokenizer has VOCAB_SIZE tokens, or fewer if the text is too short.
-
-    Raises:
-        ConfigError: text or DATA_DIR cannot be used, or a package is missing.
+    A trained tokenizer has VOCAB_SIZE tokens, or fewer if the text is too short. Raises ConfigError if the
+    text or DATA_DIR cannot be used, or a package is missing.
     """
     if not needs_preparation(config):
         return config
@@ -103,11 +101,8 @@ def facts_for_ranks(prepared: Config) -> str:
 def find_prepared_text(config: Config, trained: str = "") -> Config:
     """`with_prepared_text` for a trained run, without preparing anything.
 
-    If files have changed or are missing, uses the newest preparation of the same text and logs a warning.
-    `trained` is the `tokenizer_fingerprint` that this preparation must have.
-
-    Raises:
-        ValueError: no preparation found.
+    If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
+    ValueError if there is none. `trained` is the `tokenizer_fingerprint` that it must have.
     """
     known = known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -140,8 +135,7 @@ def plan_text(config: Config) -> list[str]:
     how = "only its index is copied; tokens are read on demand"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
-        size = bytes_text(total_bytes(source.files))
-        what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
+        what = f"{source.setting.upper()}: {len(source.files)} files, {bytes_text(total_bytes(source.files))}"
         if found := matching(source, Path(config.data_dir)):
             lines.append(f"{what}, already prepared in {found.folder}")
             continue
@@ -338,7 +332,5 @@ def _check_first_documents(source: TextSource) -> None:
                 row = orjson.loads(line)
                 names = list(row) if isinstance(row, dict) else None
         if names is not None and field not in names:
-            texts = ", ".join(names) or "none"
-            rule = f"{path.name} has no field {field!r}; its fields are {texts}"
-            fix = "set TEXT_FIELD to the text field"
-            raise setting_error(source.setting, source.name, rule, fix)
+            rule = f"{path.name} has no field {field!r}; its fields are {', '.join(names) or 'none'}"
+            raise setting_error(source.setting, source.name, rule, "set TEXT_FIELD to the text field")

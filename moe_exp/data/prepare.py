@@ -183,14 +183,13 @@ def plan(wanted: Preparation) -> None:
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     free = bytes_text(free_disk(wanted.data_dir))
-    num_shards = wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",
         "JSONL": _about(text_bytes),
         "disk": f"{_about(disk_bytes)} for download, chunks and shards; {free} free",
         f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} concurrent: "
         + _duration(folder, text_bytes / _CONVERT_RATE / width),
-        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: "
+        f"shuffle to {shuffled}": f"{wanted.shuffle.get('num_shards', 32)} shards and a validation file: "
         + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
     }
     print_summary(f"To prepare: {source.name}", rows)

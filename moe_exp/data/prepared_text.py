@@ -207,22 +207,19 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
         if found := matching(source, data_dir):
             return found
         # explain why the text is prepared again
-        if earlier := next(
-            (one for one in _known(source, data_dir) if one.facts["source"] == source.place), None
-        ):
-            before = {file["name"]: file for file in earlier.facts["files"]}
+        if known := [one for one in _known(source, data_dir) if one.facts["source"] == source.place]:
+            before = {file["name"]: file for file in known[0].facts["files"]}
             now = {file["name"]: file for file in source.listing()}
+            both = [name for name in now if name in before]
             kinds = {
-                "changed": [
-                    name for name in now if name in before and now[name].items() - before[name].items()
-                ],
+                "changed": [name for name in both if now[name].items() - before[name].items()],
                 "new": [name for name in now if name not in before],
                 "gone": [name for name in before if name not in now],
             }
             parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
             if parts:
                 what = "%s: preparing again because files differ from those in %s: %s"
-                logger.warning(what, source.name, earlier.folder, "; ".join(parts))
+                logger.warning(what, source.name, known[0].folder, "; ".join(parts))
         started = time.monotonic()
         made = _build_again(source, folder)
     logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)

@@ -249,8 +249,7 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
     for field_name in {**found["settings"], **key["settings"]}:
         old, new = (settings.get(field_name) for settings in (found["settings"], key["settings"]))
         # resuming with skip_bad is safe: without it, an invalid line would have stopped the step
-        is_compatible = (field_name, old, new) == ("skip_bad", False, True)
-        if old != new and not is_compatible:
+        if old != new and (field_name, old, new) != ("skip_bad", False, True):
             return f"with {field_name}={old}, not {new}"
     if found["inputs"] != key["inputs"]:
         old_files, new_files = ({one["name"]: one for one in side["inputs"]} for side in (found, key))

@@ -342,8 +342,8 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
     """Settings in which runs differ: name, and the value in each run as text.
 
     `(unknown)` stands for a setting that the run does not have, `–` for a MoE setting of a dense run. With
-    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default, except that
-    the size of the MoE is always listed.
+    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default. The size
+    of the MoE is always listed.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
@@ -378,6 +378,7 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
         found.append("The runs were validated on different data, so they are ranked by training loss.")
+    # other programs on the machine disturb times, but not losses
     uneven = []
     for run in runs:
         # the first record includes compilation and filling caches

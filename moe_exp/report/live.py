@@ -50,6 +50,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
             problems += run_problems([folder])
     if problems:
         raise ConfigError(problems)
+    # by resolved path: a run named twice gets one row
     followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
     names = distinct_names([follower.folder.path for follower in followers])
     for follower, name in zip(followers, names, strict=True):

@@ -111,6 +111,7 @@ def check_out(out: Path | None) -> list[str]:
         return [problem("out", out, "must be a regular file", "choose another file")]
     with out.open("rb") as file:
         head = file.read(2000)
+    # an empty file may be replaced, for example one created by mktemp
     if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
         return [problem("out", out, "exists and is not a report", "choose another file, or remove this one")]
     return []
@@ -184,13 +185,12 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), loss_unit(runs)
     budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
-    found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
-        "loss": _rounded(found),
+        "loss": _rounded(common_loss(runs)[0] if loss is None else loss),
         "runs": [
             _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
         ],

@@ -300,8 +300,7 @@ def experts_html(runs: Sequence[RunRecords]) -> str:
             ]  # fmt: skip
             rows.append(row_html(str(layer), cells))
         title = f"{escape(run.name)}: layers at {when}"
-        shown = table(head, rows, f"Layers of {run.name}")
-        tables += f"<details><summary>{title}</summary>{shown}</details>"
+        tables += f"<details><summary>{title}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
     charts = f"<summary>Expert curves</summary>{charts_html(_EXPERT_CHARTS)}"
     view = asset_text("experts.html").rstrip()
     return f'{view}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'

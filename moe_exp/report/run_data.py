@@ -213,6 +213,7 @@ def spikes(values: Floats) -> list[int]:
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
+    # shifted by one: a value is compared with the values before it, not with itself
     padded = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values[:-1]])
     windows = np.lib.stride_tricks.sliding_window_view(padded, SPIKE_WINDOW)
     for start in range(0, len(values), 8192):  # in parts, because the median copies its input

@@ -89,6 +89,7 @@ def wandb_report(
     except wandb.errors.Error as error:  # an invalid key, or unreadable key storage
         reason = " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY", "").strip():
+            # wandb's message may quote the key
             reason = reason.replace(key, "the key")
         rule, fix = f"wandb rejected the key ({reason})", f"{_LOGIN} to the complete key"
         raise ConfigError([problem("wandb_api_key", "...", rule, fix)]) from None
@@ -98,8 +99,7 @@ def wandb_report(
         owner = entity or wandb.Api().default_entity
         if not owner:
             raise ConfigError([problem("entity", "", "the key has no default user or team", "set --entity")])
-        report = build_report(runs, project=project, entity=owner, title=title)
-        return str(report.save().url)
+        return str(build_report(runs, project=project, entity=owner, title=title).save().url)
     except ConfigError:
         raise
     # wandb's errors for a rejected request or unreachable server have no common base class
@@ -295,5 +295,5 @@ class LoadSquares:
                 peak = max(self._peaks[layer][start : start + step], default=0.0)
                 squares += next(square for limit, square in _SQUARES if peak < limit) if peak else _MISSING
             lines.append(f"layer {layer:3d} {squares}")
-        foot = f"until iteration {self._last_iteration:,}, {step} records per square"
-        return "\n".join([*lines, foot])
+        lines.append(f"until iteration {self._last_iteration:,}, {step} records per square")
+        return "\n".join(lines)

@@ -47,12 +47,7 @@ class Benchmark:
         return {"lm_eval": self.task} | ({"yaml": found[0]} if found else {})
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yields (task name, text).
-
-        Raises:
-            BadDocument: a line of the file is invalid.
-            ValueError: lm-evaluation-harness does not know the task or cannot load its data.
-        """
+        """Yields (task name, text). ValueError for an invalid line, an unknown task or missing task data."""
         if not self.task:
             (path,) = self.files
             for _, text in read_documents(path, Tally()):

@@ -218,8 +218,9 @@ class ClusterNearDuplicates:
         goes = labels != np.arange(len(labels))
         for task in range(self.num_tasks):
             mine = goes & (nodes >> np.uint64(32) == np.uint64(task))
-            places = np.sort(nodes[mine] & np.uint64(2**32 - 1)).astype("<u4")
-            places.tofile(removed / f"{task:06d}.remove")
+            places = np.sort(nodes[mine] & np.uint64(2**32 - 1))
+            places.astype("<u4").tofile(removed / f"{task:06d}.remove")
+        # samples for the user: some removed documents next to the one that is kept
         shown = np.unique(labels[goes])[:_CLUSTERS_SHOWN]
         clusters = [nodes[labels == label][:_MEMBERS_SHOWN].tolist() for label in shown.tolist()]
         write_json(Path(self.folder, "shown.json"), clusters)

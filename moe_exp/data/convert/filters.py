@@ -139,8 +139,7 @@ class Counts:
         for name, reasons in other.reasons.items():
             self.reasons.setdefault(name, Counter()).update(reasons)
         for name, tallies in other.edited.items():
-            mine = self.edited.setdefault(name, (Tally(), Tally()))
-            for total, tally in zip(mine, tallies, strict=True):
+            for total, tally in zip(self.edited.setdefault(name, (Tally(), Tally())), tallies, strict=True):
                 total.__iadd__(tally)
         known = Counter(sample["filter"] for sample in self.samples)
         for sample in other.samples:
@@ -259,11 +258,7 @@ class NamedFilter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedFilter:
-        """Parses a filter on a command line or in a YAML file: its name, or name and options.
-
-        Raises:
-            ValueError: unknown filter, option, file or function, or missing package.
-        """
+        """Parses NAME or {NAME: options} from a command line or YAML file; ValueError if it is invalid."""
         import yaml
 
         value: Any = given
@@ -324,8 +319,7 @@ class NamedFilter:
     def _check_packages(self, names: Sequence[str]) -> None:
         missing = [_WHEELS.get(one, one) for one in names if importlib.util.find_spec(one) is None]
         if missing:
-            fix = f"pip install {' '.join(missing)}"
-            raise self._error(f"requires the package {missing[0]}", fix)
+            raise self._error(f"requires the package {missing[0]}", f"pip install {' '.join(missing)}")
 
     def _function(self) -> Any:
         path, _, name = self.name.rpartition(":")
