@@ -141,7 +141,7 @@ def test_what_a_loss_costs_never_says_the_opposite_of_the_headline(case, tmp_pat
     assert found.what == pair.what == "validation loss"
     assert sign * (losses["dmoe"] - losses["dense"]) > 0 and sign * (pair.tokens - 1) > 0
     assert ('<b class="less">' in report_html(runs)) == (sign < 0)
-    left_out = "Without a validation, and left out: moe2." if case.endswith("no validation") else ""
+    left_out = "Left out because they have no validation: moe2." if case.endswith("no validation") else ""
     assert left_out in headline(runs)[1]
 
 

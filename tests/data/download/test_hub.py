@@ -272,7 +272,7 @@ def test_commit_is_pinned_until_told_otherwise(server, dataset, tmp_path):
 
 def test_other_settings_are_refused(server, tmp_path):
     download(source("sample/10BT/000*"), tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"was made with patterns=.*Fix: give --start-over"):
+    with pytest.raises(ValueError, match=r"was made with patterns=.*Fix: use --start-over"):
         download(source(), tmp_path / "raw")
 
 

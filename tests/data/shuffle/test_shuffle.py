@@ -124,7 +124,7 @@ def test_the_validation_file_of_a_folder_is_left_out(tmp_path, caplog):
         write_jsonl(tmp_path / name, ["a", "b"])
     with caplog.at_level("INFO"):
         assert find_inputs([tmp_path]) == [tmp_path / "a.jsonl"]
-    assert caplog.messages == [f"{tmp_path}: left out, for validation, by name: x.val.jsonl, y.val.jsonl.gz"]
+    assert caplog.messages == [f"{tmp_path}: left out validation files: x.val.jsonl, y.val.jsonl.gz"]
     assert find_inputs([tmp_path / "x.val.jsonl"]) == [tmp_path / "x.val.jsonl"]
 
 
@@ -240,12 +240,12 @@ def test_a_compressed_file_that_ends_early_stops_even_where_bad_lines_are_skippe
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"inputs": []}, "input=: no file is given. Fix: "),
-        ({"inputs": ["empty"]}, "the folder has no file that ends with .jsonl, .ndjson, .json, "),
-        ({"inputs": ["none.jsonl"]}, "none.jsonl: there is no such file. Fix: "),
+        ({"inputs": []}, "input=: no files given. Fix: "),
+        ({"inputs": ["empty"]}, "the folder contains no file ending with .jsonl, .ndjson, .json, "),
+        ({"inputs": ["none.jsonl"]}, "none.jsonl: not found. Fix: "),
         ({"inputs": ["none*"]}, "no file matches the pattern"),
         ({"tasks": 0}, "tasks=0: must be at least 1"),
-        ({"inputs": ["a.csv"]}, "a.csv: does not end with .jsonl"),
+        ({"inputs": ["a.csv"]}, "a.csv: must end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
         ({"inputs": ["void.jsonl"]}, "void.jsonl: there is no document in the input. Fix: "),
         ({"output": "."}, "a.jsonl is in it. Fix: another output folder."),
