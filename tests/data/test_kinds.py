@@ -151,8 +151,8 @@ def test_tables_that_cannot_be_read(tmp_path):
          "left out 4 files, 830 bytes: 2 .pdf, 1 .json without a field 'text', 1 without an ending"
          " (c.pdf, d, deep/b.PDF, meta.json)"),
         ({"notes.txt": 10, "b.txt.gz": 20, "c.TEXT": 30}, 1,
-         "left out 3 files, 60 bytes: 1 .text next to records, 1 .txt next to records, 1 .txt.gz next to records"
-         " (b.txt.gz, c.TEXT, notes.txt)"),
+         "left out 3 files, 60 bytes: 1 .text next to records, 1 .txt next to records, 1 .txt.gz next to"
+         " records (b.txt.gz, c.TEXT, notes.txt)"),
         ({f"{number}.png": 10 for number in range(9)}, 1,
          "left out 9 files, 90 bytes: 9 .png (0.png, 1.png, 2.png, 3.png, 4.png and 4 more)"),
     ],

@@ -219,7 +219,7 @@ def test_vocabulary_that_fits(place):
 def test_plan_writes_nothing(place):
     assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
-    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer with 300 tokens, trained on this text" in line
+    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer with 300 tokens, trained" in line
     (place / "other.txt").write_text(some_text(50))
     stages = json.dumps([{"from_samples": 64, "train_data": "other.txt"}])
     (_, line) = plan_text(settings(data_stages=stages, tokenizer=tokenizer_of(place)))
@@ -259,7 +259,7 @@ def test_folders_that_cannot_be_used(place):
     (place / "images").mkdir()
     (place / "images/a.png").touch()
     (line,) = text_problems(settings(train_data="images"))
-    assert "TRAIN_DATA=images: the folder contains no file ending with .jsonl, " in line and "only .png" in line
+    assert "TRAIN_DATA=images: the folder contains no file ending" in line and "only .png" in line
     used = with_prepared_text(settings())
     folder = Path(used.train_data).parent
     (line,) = text_problems(settings(train_data=str(folder)))

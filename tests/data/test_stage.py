@@ -111,7 +111,7 @@ class TestBothKinds:
         damages = {"has 3 bytes": lambda path: path.write_text("mad"), "is missing": Path.unlink}
         for found, damage in damages.items():
             damage(made_file(output, is_folder))
-            rule = rf"out.out: {found}, .* lists 4 bytes. Fix: use --start-over"
+            rule = rf"out.out: {found}; .* lists 4 bytes. Fix: use --start-over"
             refused(rule, output, source, is_folder=is_folder)
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"

@@ -85,7 +85,8 @@ def test_every_kind_of_damage(texts, tmp_path):
     assert problems(shard) == problems(folder)
     assert problems(folder / "c.val.jsonl") == {}
     shard.write_bytes(whole[:-5])
-    assert problems(folder) == {shard.name: f"has {len(whole) - 5:,} bytes, the manifest lists {len(whole):,}"}
+    rule = f"has {len(whole) - 5:,} bytes, the manifest lists {len(whole):,}"
+    assert problems(folder) == {shard.name: rule}
     shard.unlink()
     assert problems(folder) == {shard.name: "is missing"}
     shard.write_bytes(whole)
