@@ -83,7 +83,6 @@ class TextSource:
 
     @property
     def place(self) -> str:
-        """Absolute path or pattern."""
         return place_of(self.name)
 
     def listing(self) -> list[dict[str, Any]]:
@@ -109,7 +108,6 @@ class Prepared:
 
     @property
     def train(self) -> str:
-        """Prefix of the training tokens."""
         return str(self.folder / "train")
 
     @property

@@ -175,7 +175,7 @@ def run_stage(
         if done is None:
             _check_foreign(output, is_folder, () if begun or start_over else suffixes)
         if begun is not None and not start_over:
-            _check_same(output, begun, key, "was begun")
+            _check_same(output, begun, key, "was started")
         if begun is None or not resumes:
             shutil.rmtree(folder, ignore_errors=True)
             begun = {"id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}

@@ -145,7 +145,6 @@ class Follower:
             self.trouble = error.strerror or str(error)
 
     def settings(self) -> dict[str, Any]:
-        """The run's config.yaml."""
         return self._content(self.folder.config)
 
     def _content(self, path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
     cluster.run(lost={("100", 1)})
     assert [(cluster.folder / f"{job}.end").read_text() for job in cluster.jobs()] == ["failed"] * 3
     assert not output.exists()
-    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, not 1\. Fix: "):
+    with pytest.raises(ValueError, match=r"x: was started with tasks=2, not 1\. Fix: "):
         convert(inputs, output, ConvertSettings(tasks=1), execution)
 
     assert convert(inputs, output, ConvertSettings(), execution) is None

@@ -93,7 +93,7 @@ class TestBothKinds:
 
     @pytest.mark.parametrize("stop", [True, False])
     def test_refuses_other_settings_and_inputs(self, tmp_path, source, is_folder, stop):
-        output, verb = tmp_path / "out", "was begun" if stop else "was made"
+        output, verb = tmp_path / "out", "was started" if stop else "was made"
         (begin if stop else make)(output, source, is_folder=is_folder)
         for settings, rule in (({"a": 2}, "a=1, not 2"), ({"a": 1, "b": 3}, "b=None, not 3")):
             rule = rf"out: {verb} with {rule}\. Fix: use --start-over to recreate it, or choose another"
@@ -102,7 +102,7 @@ class TestBothKinds:
         rule = rf"out: {verb} from other inputs \(in.jsonl has changed\)"
         refused(rule, output, source, is_folder=is_folder)
         source.write_text("input\n")
-        with pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. Fix: give --start"):
+        with pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. Fix: use --start"):
             run_other(output, source, is_folder=is_folder)
 
     def test_a_finished_step_whose_files_are_gone_is_not_finished(self, tmp_path, source, is_folder):
@@ -325,7 +325,7 @@ def test_an_output_that_is_a_link(tmp_path, source):
 def test_what_another_version_has_begun_is_not_resumed(tmp_path, source, monkeypatch):
     begin(tmp_path / "out", source)
     monkeypatch.setattr(stage_module, "_FORMAT", stage_module._FORMAT + 1)
-    rule = r"out: was begun by another version of moe_exp. Fix: use --start-over"
+    rule = r"out: was started by another version of moe_exp. Fix: use --start-over"
     refused(rule, tmp_path / "out", source)
     make(tmp_path / "out", source, "new", start_over=True)
     assert make(tmp_path / "out", source)[1] is True  # what is finished is finished
