@@ -134,7 +134,7 @@ def test_tables_that_cannot_be_read(tmp_path):
             with pytest.raises(BadDocument, match="the Arrow file is damaged or ends early"):
                 list(raw_lines(tmp_path / name))
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "n.parquet")
-    with pytest.raises(ValueError, match=r"n\.parquet: the column 'text' is int64, not text\. Fix: "):
+    with pytest.raises(ValueError, match=r"n\.parquet: the column 'text' contains int64, not text\. Fix: "):
         list(raw_lines(tmp_path / "n.parquet"))
     with pytest.raises(ValueError, match=r"n\.parquet: has no column 'body'; its columns are text\. Fix: "):
         list(raw_lines(tmp_path / "n.parquet", text_field="body"))
@@ -174,8 +174,8 @@ def test_what_a_folder_leaves_out_is_named_and_counted(tmp_path, caplog, beside,
         (["a.png", "README.md"], "left out 1 file, 10 bytes: 1 .png .*, which is most of the data. Fix: "),
         (["corpus.pdf", "b.txt"], "left out 1 file, 2 kB: 1 .pdf .*, which is most of the data. Fix: "),
         (["b.txt", "a.jsonl"], r"1 \.txt next to records .*Fix: .* such as '.*/\*\*/\*\.jsonl'"),
-        (["corpus.json", "README.md"], "1 .json without a field 'text' .* Fix: name the field .*TEXT_FIELD"),
-        (["corpus.json"], "its .json files have no field 'text'. Fix: name the field .*TEXT_FIELD"),
+        (["corpus.json", "README.md"], "1 .json without a field 'text' .* Fix: name the text field .*TEXT_FIELD"),
+        (["corpus.json"], "its .json files have no field 'text'. Fix: name the text field .*TEXT_FIELD"),
     ],
 )  # fmt: skip
 def test_a_folder_that_would_lose_most_bytes_is_refused(tmp_path, names, match):

@@ -31,7 +31,7 @@ def test_weights_with_limits(weights, tokens, epochs, total, expected):
 
 
 def test_sources_that_are_too_few():
-    with pytest.raises(ValueError, match=r"total_tokens=100: the sources .* give 70\. Fix: "):
+    with pytest.raises(ValueError, match=r"total_tokens=100: the sources .* only 70 .* Fix: "):
         effective_weights([1, 1], [30, 40], [1, 1], 100)
 
 
@@ -48,7 +48,7 @@ SOURCE = "{tokenizer: x, sources: [{source: a, %s}]}"
         ("{tokenizer: x, sources: [{source: a}]}", r"sources\.0\.weight: is missing"),
         (SOURCE % "weight: 0", r"sources\.0\.weight=0: must be greater than 0"),
         (SOURCE % "weight: 1, heft: 2", r"sources\.0\.heft=2: is not a setting"),
-        (SOURCE % "weight: 1, name: a/b", r"sources\.0\.name=a/b: must be letters"),
+        (SOURCE % "weight: 1, name: a/b", r"sources\.0\.name=a/b: must consist of letters"),
         (SOURCE % "weight: 1, max_epochs: 2", r"settings: max_epochs requires total_tokens"),
     ],
 )
@@ -190,7 +190,7 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("source: books", "source: gone/"), "sources.1: source=gone/: not found"),
+        (("source: books", "source: gone/"), "sources.1: source=gone/: there is no such file"),
         (("source: books", "source: data"), "sources.1: "),
         (("source: books", "source: web"), "sources.1: name=web: must be unique. Fix: give this source"),
         (("filters: [pii]", "filters: [nothing]"), "sources.0: filter=nothing: must be one of"),

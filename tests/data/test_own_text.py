@@ -69,7 +69,7 @@ def test_text_is_prepared_once_and_found_again(place, caplog):
     made_at = Path(f"{used.train_data}.bin").stat().st_mtime_ns
     caplog.clear()
     assert with_prepared_text(settings()) == used == find_prepared_text(settings())
-    assert "prepared before" in caplog.text and Path(f"{used.train_data}.bin").stat().st_mtime_ns == made_at
+    assert "already prepared" in caplog.text and Path(f"{used.train_data}.bin").stat().st_mtime_ns == made_at
     # the same content under another time
     os.utime(place / "text/0.txt", (1, 1))
     assert with_prepared_text(settings()) == used
@@ -226,7 +226,7 @@ def test_plan_writes_nothing(place):
     assert line.startswith("DATA_STAGES: 1 files, ")
     assert not (place / "data").exists()
     used = with_prepared_text(settings())
-    assert plan_text(settings())[0].endswith(f"prepared already in {Path(used.train_data).parent}")
+    assert plan_text(settings())[0].endswith(f"already prepared in {Path(used.train_data).parent}")
 
 
 BAD = {
@@ -234,7 +234,7 @@ BAD = {
     "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: contains only empty files\. Fix: give files with text"),
     "a.docx": (b"PK", r"TRAIN_DATA=a\.docx: must end with .* Fix: save it as a\.txt, in UTF-8"),
     "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: must end with .* Fix: convert it to a\.jsonl"),
-    "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: leave"),
+    "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: remove"),
     "latin.txt": (b"caf\xe9\n", r"TRAIN_DATA=latin\.txt: latin\.txt, line 1: .* not UTF-8 text\. .*iconv"),
     "x.jsonl": (
         b'{"content": "a", "id": 1}\n',
@@ -268,7 +268,9 @@ def test_folders_that_cannot_be_used(place):
 
 def test_text_that_is_found_wrong_while_it_is_read(place):
     (place / "one.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
-    with pytest.raises(ConfigError, match=r"^TRAIN_DATA=one\.jsonl: has one document, .* Fix: add more text"):
+    with pytest.raises(
+        ConfigError, match=r"^TRAIN_DATA=one\.jsonl: contains only one document, .* Fix: add more text"
+    ):
         with_prepared_text(settings(train_data="one.jsonl"))
     (place / "text/z.txt").write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match=r"^TRAIN_DATA=text: z\.txt, line 1: .* Fix: convert it"):

@@ -138,7 +138,9 @@ def test_the_source_is_not_where_the_outputs_come(tmp_path, capsys, monkeypatch,
     before = {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
     assert main("prepare", [source, "--data-dir", data_dir, *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert re.match(r"moe-exp data: output=\S+: .*the input \S+.* Fix: another output folder\.\n", error)
+    assert re.match(
+        r"moe-exp data: output=\S+: .*the input \S+.* Fix: choose another output folder\.\n", error
+    )
     assert before == {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
 
 
@@ -179,9 +181,9 @@ def test_python_stdlib(tmp_path):
     [
         (["--nchunks", "0"], "num_shards=0: must be at least 1. Fix: "),
         (["--memory", "15MB"], "must be at least 16 MB. Fix: "),
-        (["--tasks", "3"], "tasks=3: there are 2 input files"),
-        (["--executor", "slurm"], "partition=: executor=slurm needs"),
-        (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: not found"),
+        (["--tasks", "3"], "tasks=3: must be at most the number of input files (2)"),
+        (["--executor", "slurm"], "partition=: required by executor=slurm"),
+        (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: file not found"),
         (["--pattern", "*.parquet"], "pattern=*.parquet: matches no file"),
     ],
 )

@@ -166,7 +166,7 @@ def test_token_files(tmp_path):
 def test_no_manifest(texts, tmp_path):
     (tmp_path / "x.jsonl").write_text(lines(texts[:3]))
     for path in (tmp_path, tmp_path / "x.jsonl", tmp_path / "gone"):
-        with pytest.raises(ValueError, match=rf"^{path}: has no manifest\.json, and no manifest\.json lists"):
+        with pytest.raises(ValueError, match=rf"^{path}: no manifest found"):
             find_manifest(path)
     for text in ("{", '{"stage": "x"}', '{"outputs": {}}', "[]"):
         (tmp_path / "manifest.json").write_text(text)

@@ -122,7 +122,7 @@ def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
     assert rows[2] == f"| {name} | dense | 2 | {numbers} |"
     assert rows[3].startswith("| moe | dmoe | 2 | ") and len(rows) == 4
     assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records per square" in heatmap
-    with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: has 129 characters\. Fix: give at most 128"):
+    with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: must have at most 128 characters"):
         spec_of([tmp_path / "moe"], title="x" * 129)
 
 
