@@ -157,7 +157,7 @@ def test_token_files(tmp_path):
     assert [finding.facts for finding in verify(prefix)] == facts
     assert problems(Path(f"{prefix}.bin")) == {}
     wrong = token_files(tmp_path / "b" / "x_text_document", documents, num_documents=4, num_tokens=8)
-    rule = "has 3 documents, the manifest lists 4; has 7 tokens, the manifest says 8"
+    rule = "has 3 documents, the manifest lists 4; has 7 tokens, the manifest lists 8"
     assert problems(wrong) == {"x_text_document": rule}
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
     assert problems(prefix) == {"x_text_document.bin": "has 12 bytes, the manifest lists 14"}
