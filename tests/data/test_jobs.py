@@ -110,7 +110,10 @@ def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
 
 def test_jobs_that_are_refused(tmp_path, cluster):
     inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
-    for program, rule in (("exit 3", "exit code 3, its"), ("echo done", r"printed no job id: 'done\\n'")):
+    for program, rule in (
+        ("exit 3", "failed with exit code 3"),
+        ("echo done", r"printed no job id: 'done\\n'"),
+    ):
         cluster.replace("sbatch", program)
         with pytest.raises(ValueError, match=f"^sbatch: {rule}"):
             convert(inputs, output, ConvertSettings(), slurm(output, inputs))
