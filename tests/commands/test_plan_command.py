@@ -192,7 +192,7 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
     shown = {name.strip(): source for name, source in shown.items()}
     assert {one for one, source in shown.items() if source == str(path)} == settings
     refused = plan(*arguments, "--export", str(tmp_path / "no" / "x"), code=1)
-    assert "folder no not found. Fix: create it" in refused.err
+    assert "no is no directory. Fix: make it" in refused.err
     refused = plan(*arguments, "--config", str(path), "--tp", "4").err
     assert f"of {path}: searched all the same, a flag would fix it" in refused
     assert " TP=" not in refused

@@ -58,7 +58,7 @@ def test_devices_beside_each_other(call):
     ("arguments", "line"),
     [
         (["nearest", *RUN, "--top", "0"], "TOP=0: must be at least 1"),
-        (["explain", *RUN, "--svg", "/dev/null"], "SVG=/dev/null: must be a regular file"),
+        (["explain", *RUN, "--svg", "/dev/null"], "SVG=/dev/null: is there and is no regular file"),
         (["roofline", *RUN, "--price", "3"], "PRICE=3: has no effect here"),
         (["compare-hardware", *MODEL, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
         (["compare-hardware", *MODEL, "--prices", "A100=1"], "PRICES=A100=1: A100-80GB is not compared"),

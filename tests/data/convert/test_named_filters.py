@@ -169,7 +169,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ValueError, match=r"requires the package pyahocorasick\. Fix: pip"):
         NamedFilter.parse("url")
-    with pytest.raises(ValueError, match=r"the package py3langid is not installed\. Fix: pip"):
+    with pytest.raises(ValueError, match=r"requires the package py3langid\. Fix: pip"):
         NamedFilter.parse("language: {languages: [en]}")
 
 
