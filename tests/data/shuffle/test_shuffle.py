@@ -248,7 +248,7 @@ def test_a_compressed_file_that_ends_early_stops_even_where_bad_lines_are_skippe
         ({"inputs": ["a.csv"]}, "a.csv: must end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
         ({"inputs": ["void.jsonl"]}, "void.jsonl: there is no document in the input. Fix: "),
-        ({"output": "."}, "a.jsonl is in it. Fix: another output folder."),
+        ({"output": "."}, "a.jsonl. Fix: choose another output folder."),
         ({"name": "a/b"}, "name=a/b: must be a file name without folders"),
         ({"num_shards": 0}, "num_shards=0: must be at least 1"),
         ({"valid_fraction": 0}, "valid_fraction=0: must be between 0 and 1"),
