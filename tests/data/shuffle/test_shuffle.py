@@ -481,5 +481,5 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path, 
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"has [\d.]+ \w+ free, the shuffle needs [\d.]+ \w+. Fix: free"):
+    with pytest.raises(ValueError, match=r"has [\d.]+ \w+ free; the shuffle requires [\d.]+ \w+. Fix: free"):
         shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)
