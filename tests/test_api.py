@@ -163,7 +163,7 @@ def test_plot_names_runs_of_one_name_by_their_paths(dense_and_moe_runs, tmp_path
 
 
 def test_a_folder_that_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match=rf"RUN={tmp_path}: is no run folder: .*\. Fix: give a run folder"):
+    with pytest.raises(ConfigError, match=rf"RUN={tmp_path}: is not a run folder: .*\. Fix: give a run"):
         moe_exp.load_run(tmp_path)
 
 

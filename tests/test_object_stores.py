@@ -237,7 +237,7 @@ def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_p
     ("settings", "line"),
     [
         ({"TRAIN_DATA": "{url}/tokens/other"}, "there is no s3://bucket/{name}/tokens/other.bin. Fix: "),
-        ({"TRAIN_DATA": "{url}/x.jsonl"}, "is text at an object store, where token files can be. Fix: fetch"),
+        ({"TRAIN_DATA": "{url}/x.jsonl"}, "text cannot be read from an object store, only token files"),
         ({"DATA_ORDER": "megatron"}, "reads files of this machine only. Fix: fetch {url}/tokens/train with"),
         ({"REMOTE_DIR": "/tmp/x"}, "REMOTE_DIR=/tmp/x: must be a URL."),
         ({"LOAD_DIR": "{url}/none"}, "LOAD_DIR={url}/none: has no complete checkpoint. Fix: name a"),

@@ -1,4 +1,4 @@
-"""The datasheet of a mixture: origin of its documents, what was removed, lengths, languages, overlaps."""
+"""The datasheet of a mixture: sources, removed documents, lengths, languages and overlaps."""
 
 import glob
 import importlib.util
@@ -21,21 +21,21 @@ from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
 
-_MOST_HASHES = 20_000_000  # of all sources: of more documents a share is compared
+_MOST_HASHES = 20_000_000  # over all sources; of more documents, only a sample is compared
 _LANGUAGES_OF = 1000
 
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A source that is prepared.
+    """A prepared source.
 
     Args:
-        name: of its files.
-        source: what it is called, with its commit.
-        converted, shuffled, tokenized: manifests of its steps.
-        shards: files of its training documents.
-        prefix, valid_prefix: its token files.
-        asked, weight: share of the tokens that was asked for, and that it has.
+        name: base name of its files.
+        source: the dataset or path, with its commit.
+        converted, shuffled, tokenized: manifests of the three steps.
+        shards: files with the training documents.
+        prefix, valid_prefix: token files.
+        asked, weight: requested and effective share of the tokens.
     """
 
     name: str
@@ -56,9 +56,9 @@ class MixturePart:
 
 
 def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | None, tokenizer: str) -> str:
-    """Markdown text."""
-    training = f"a training with {total_tokens:,.0f} tokens" if total_tokens else "a training"
-    lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of {training}.", ""]
+    """Returns the datasheet as Markdown."""
+    training = f"a training run of {total_tokens:,.0f} tokens" if total_tokens else "a training run"
+    lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares refer to the tokens of {training}.", ""]
     rows = list[tuple[str, ...]]()
     for part in parts:
         train, tokens = part.shuffled["train"], part.num_tokens
@@ -66,11 +66,11 @@ def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | 
         epochs = f"{part.weight * total_tokens / tokens:.2f}" if total_tokens else ""
         shares = f"{part.asked:.2%}", f"{part.weight:.2%}", epochs
         rows.append((part.name, part.source, part.licence, *counts, *shares))
-    head = "source", "from", "licence", "documents", "text", "tokens", "share asked", "share", "epochs"
+    head = "source", "origin", "licence", "documents", "text", "tokens", "requested share", "share", "epochs"
     lines += _table(head, rows)
     lines += ["## Documents removed", ""]
     for part in parts:
-        lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
+        lines += [f"### {part.name}", "", *_table(("step", "documents", "text"), _removed(part))]
     found = {one.name: length_summary(np.diff(TokenFiles(one.prefix).document_bounds)) for one in parts}
     lengths = [
         (name, f"{one['min']:,}", f"{one['median']:,.0f}", f"{one['mean']:,.0f}", f"{one['max']:,}")
@@ -78,16 +78,16 @@ def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | 
     ]
     lines += ["## Tokens per document", ""]
     lines += _table(("source", "smallest", "median", "mean", "largest"), lengths)
-    # how many documents there are of each length
+    # the sources have different ranges of lengths: a row for each bin that occurs in any of them
     ends = {begin: end for one in found.values() for begin, end, _ in one["histogram"]}
     counts_of = [{begin: count for begin, _, count in one["histogram"]} for one in found.values()]
     spans = {f"{begin:,} to {end:,}": begin for begin, end in sorted(ends.items())}
     shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts_of)) for span, begin in spans.items()]
     lines += _table(("tokens", *found), shown)
-    how = f"Of the first {_LANGUAGES_OF:,} documents"
     has_langid = importlib.util.find_spec("py3langid") is not None
-    by = ": their field `language`, else by py3langid." if has_langid else ", by their field `language`."
-    lines += ["## Languages", "", how + by, ""]
+    how = f"In the first {_LANGUAGES_OF:,} documents, by the field `language`"
+    how += ", or by py3langid for documents without it." if has_langid else "."
+    lines += ["## Languages", "", how, ""]
     languages = [(part.name, _languages(part, has_langid=has_langid)) for part in parts]
     lines += _table(("source", "languages"), languages)
     lines += ["## Documents in two sources", "", *_overlaps(parts)]
@@ -116,7 +116,7 @@ def _removed(part: MixturePart) -> list[tuple[str, str, str]]:
         change = after["num_text_bytes"] - before["num_text_bytes"]
         rows.append((f"edited: {name}", f"{before['num_documents']:,}", f"{change:+,} bytes"))
     rows.append(row("kept", converted["written"]))
-    return [*rows, row("of these for validation", part.shuffled["valid"])]
+    return [*rows, row("held out for validation", part.shuffled["valid"])]
 
 
 def _languages(part: MixturePart, *, has_langid: bool) -> str:
@@ -127,7 +127,7 @@ def _languages(part: MixturePart, *, has_langid: bool) -> str:
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None
         if not isinstance(language, str):
-            # the beginning is enough, and the time grows with the length
+            # the beginning is enough, and identification time grows with the length
             language = identify(one["text"][:2000])[0] if identify else "unknown"
         found[language] += 1
     total = max(1, sum(found.values()))
@@ -135,8 +135,8 @@ def _languages(part: MixturePart, *, has_langid: bool) -> str:
 
 
 def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
-    """Texts that two sources share, compared by hash."""
-    # of one text in `every` alone, chosen by its hash, so that the same ones are compared in all sources
+    """Counts the texts that two sources share, compared by hash."""
+    # a sample of one text in `every`, chosen by hash so that all sources are sampled alike
     every = 1 + sum(part.shuffled["train"]["num_documents"] for part in parts) // _MOST_HASHES
     words = [_distinct(part, every) for part in parts]
     rows = []
@@ -144,24 +144,24 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
         cells = [f"{len(np.intersect1d(words[index], other, assume_unique=True)):,}" for other in words]
         cells[index] = f"({len(words[index]):,})"
         rows.append((part.name, *cells))
-    share = "" if every == 1 else f" Of one in {every} texts, chosen by their hashes."
-    note = f"Different texts that both have; in brackets all of a source.{share}"
+    share = "" if every == 1 else f" Based on a sample of one in {every} texts, chosen by hash."
+    note = f"Distinct texts that both sources contain; in parentheses, all distinct texts of a source.{share}"
     return [note, "", *_table(("", *(part.name for part in parts)), rows)]
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Hashes of the different texts, of one in `every`; kept in a file beside the tokens."""
+    """Hashes of the distinct texts (one in `every`), cached in a file next to the tokens."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)
     for old in path.parent.glob(f"{glob.escape(part.name)}.{'?' * 16}.*.npy"):
         old.unlink()
     found = array("Q")
-    with progress(f"texts of {part.name}", total_bytes(part.shards)) as advance:
+    with progress(f"hashing {part.name}", total_bytes(part.shards)) as advance:
         for shard in part.shards:
             for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
                 digest = xxhash.xxh3_64_intdigest(text.encode())
-                # the same share of every source, so that equal texts meet
+                # by hash and not by position: a text is sampled in all sources or in none
                 if digest % every == 0:
                     found.append(digest)
     distinct = np.unique(np.frombuffer(found, dtype=np.uint64))

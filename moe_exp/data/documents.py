@@ -1,8 +1,8 @@
-"""Documents in files: read line by line, checked, counted and hashed, so that none is lost silently.
+"""Reads, checks, counts and hashes the documents in files, so that none is lost silently.
 
-A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and
-a CR at the end of a line are not text. Blank lines and empty texts are no documents: they are skipped and
-counted. Whatever else is no document stops, or is skipped and counted by its reason, as the caller wants.
+Only LF ends a line, as in JSONL: U+2028 and other separators are text. A BOM at the start of a file and a CR
+at the end of a line are not text. Blank lines and empty texts are skipped and counted. Any other invalid line
+raises an error or, if the caller chooses, is skipped and counted by reason.
 """
 
 from __future__ import annotations
@@ -51,29 +51,28 @@ BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 _MOST_NAMED = 5
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
 _FIXES = dict.fromkeys(_OFFICE_SUFFIXES, "save it as {}.txt, in UTF-8")
-_FIXES |= dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with a field text per line")
+_FIXES |= dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with a text field per line")
 _FIXES |= dict.fromkeys((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"), "unpack it")
-_RENAME = "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
-# files that lie beside data and are none: about it, or of the programs that made it
+_RENAME = "rename it to .txt if it is UTF-8 text, or to .jsonl if each line is a JSON object"
+# files found next to data that are not data: documentation, or files of the programs that wrote it
 _BESIDE_DATA = re.compile(
     r"(.*/)?(datatrove/.*|[^/]*\.(idx|lock|tmp)|(readme|licen[cs]e|copying|notice|citation|changelog|state"
     r"|dataset_infos?|_success|_(common_)?metadata|running|([^/]*\.)?manifest)(\.[^/]*)?)",
     re.IGNORECASE,
 )
-_OTHER_FIELD = "name the field with the text (TEXT_FIELD, --text-field or --json-keys)"
+_OTHER_FIELD = "name the text field (TEXT_FIELD, --text-field or --json-keys)"
 
 _MASK128 = 2**128 - 1
 
 
 @dataclass
 class Tally:
-    """Counts of what was read or written; the counts of parts add up to those of the whole.
+    """Counts of documents that were read or written. Tallies of parts add up to the tally of the whole.
 
     Args:
-        num_text_bytes: of their texts in UTF-8.
-        text_hash: sum of the XXH3-128 of the texts modulo 2**128: equal for the same multiset of texts,
-            whatever their order.
-        skipped: reason to number of lines that are no documents.
+        num_text_bytes: size of the texts in UTF-8.
+        text_hash: sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets of texts, in any order.
+        skipped: number of invalid lines by reason.
     """
 
     num_documents: int = 0
@@ -82,10 +81,10 @@ class Tally:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, text: bytes, times: int = 1) -> None:
-        """Counts a document by its text in UTF-8; -1 times takes out one that was added."""
+        """Counts a document by its UTF-8 text; `times=-1` removes one that was added."""
         self.num_documents += times
         self.num_text_bytes += times * len(text)
-        # a sum, so that neither order nor division into tasks matters, and one can be taken out
+        # a sum depends neither on the order nor on the division into tasks, and documents can be removed
         self.text_hash = (self.text_hash + times * xxhash.xxh3_128_intdigest(text)) & _MASK128
 
     def __iadd__(self, other: Tally) -> Tally:
@@ -106,7 +105,7 @@ class Tally:
 
 
 def is_validation_file(path: Path) -> bool:
-    """Whether a file is for validation by its name, such as x.val.jsonl."""
+    """Whether a file's name marks it as validation data, such as x.val.jsonl."""
     kind = ending(path.name)
     return kind in JSON_SUFFIXES and path.name.lower().endswith(f".val{kind}")
 
@@ -114,7 +113,7 @@ def is_validation_file(path: Path) -> bool:
 def files_in(
     folder: Path, *, what: str = "input", text_field: str = "text", with_validation: bool = False
 ) -> list[Path]:
-    """The files of `data_among` in a folder and its subfolders, sorted, without *.val.jsonl by default."""
+    """Data files (`data_among`) in a folder and its subfolders, sorted; by default without *.val.jsonl."""
     paths = sorted(files_below(folder))
     check_regular(path for path in paths if ending(path))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
@@ -125,7 +124,7 @@ def files_in(
         return files
     if len(validation) < len(files):
         names = _some([str(path.relative_to(folder)) for path in validation])
-        logger.info("%s: left out, for validation, by name: %s", folder, names)
+        logger.info("%s: left out validation files: %s", folder, names)
     return [path for path in files if path not in validation]
 
 
@@ -136,20 +135,20 @@ def data_among(
     text_field: str = "",
     has_text: Callable[[str], bool] | None = None,
 ) -> list[str]:
-    """Chooses the files with documents among those of a folder; a warning counts and names the others.
+    """Chooses the files with documents in a folder. A warning counts and names the others.
 
-    Records (JSON and tables) are chosen, and text files if there are none, as beside records they usually are
-    their README and LICENSE. A .json file holds records or facts about them, which `has_text` decides.
+    Chooses records (JSON and tables), or text files if there are no records: next to records, text files
+    usually are a README and a LICENSE. `has_text` decides whether a .json file holds records or metadata.
 
     Args:
-        sizes: relative name to bytes of each file.
+        sizes: size of each file in bytes, by relative name.
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
-        has_text: whether the first object in a .json file has the field. Without it, as at a store, .json
-            files are chosen by their names, and only if there are no other records.
+        has_text: whether the first object in a .json file has the field. Without it, as at an object store,
+            .json files are chosen by name, and only if there are no other records.
 
     Raises:
-        ValueError: files that would be left out have most of the bytes.
+        ValueError: the files left out contain most of the bytes.
     """
     about = {name for name in sizes if _BESIDE_DATA.fullmatch(name)}
     about |= {name for name in sizes if name.endswith(".bin") and f"{name[:-4]}.idx" in sizes}
@@ -164,25 +163,25 @@ def data_among(
     if not left_out or not chosen:
         return chosen
     kinds: Counter[str] = Counter()
-    # counted by ending, as there may be thousands
+    # counted by ending, because there may be thousands
     for name in left_out:
         kind = ending(name) or Path(name).suffix.lower() or "without an ending"
         if kind in JSON_FILES and text_field:
             kind += f" without a field {text_field!r}"
         elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
-            kind += " beside records"
+            kind += " next to records"
         kinds[kind] += 1
     counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda one: (-one[1], one)))
     num_files = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'}"
     line = f"left out {num_files}, {bytes_text(sum(left_out.values()))}: {counts} ({_some(sorted(left_out))})"
-    # most of it would be lost silently
+    # a warning is easily overlooked: refuse to ignore most of the data
     if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
-        fix = f"name those to read by a pattern, such as {pattern}, or convert the others to .txt or .jsonl"
+        fix = f"select the files with a pattern such as {pattern}, or convert the others to .txt or .jsonl"
         if has_text and any(ending(name) in JSON_FILES for name in left_out):
             fix = f"{_OTHER_FIELD}, or {fix}"
-        raise input_error(f"{what}={where}", f"{line}: most of its bytes", fix)
+        raise input_error(f"{what}={where}", f"{line}, which is most of the data", fix)
     _warn_once(f"{where}: {line}")
     return chosen
 
@@ -192,7 +191,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-@cache  # a command looks into its folders for the estimate, for the check and for the work
+@cache  # a command lists its folders several times: to estimate, to check and to read
 def _warn_once(message: str) -> None:
     logger.warning(message)
 
@@ -202,55 +201,54 @@ def _has_field(folder: Path, text_field: str, name: str) -> bool:
     try:
         line = next((line for line in raw_lines(folder / name) if line.strip()), b"null")
         first = orjson.loads(line.removeprefix(BOM))
-    except (ValueError, *DAMAGE):  # reading it will say what is wrong
+    except (ValueError, *DAMAGE):  # reading the file reports the error
         return True
     return isinstance(first, dict) and text_field in first
 
 
 def files_below(root: Path) -> Iterator[Path]:
-    """Files of a folder and its subfolders, links followed; each folder once, by its own name if it can."""
+    """Files in a folder and its subfolders. Follows links, but visits each folder once."""
     seen, folders, links = set[Path](), [root], list[Path]()
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         real = folder.resolve()
-        # the latter would take in everything around the root
+        # a link to a parent would pull in everything around the root
         if real in seen or real in root.resolve().parents:
-            why = "what it links to is there already" if real in seen else "it links to a folder above"
-            logger.info("%s: left out, %s", folder, why)
+            why = "its target is already included" if real in seen else "it links to a parent folder"
+            logger.info("%s: left out because %s", folder, why)
             continue
         seen.add(real)
         for path in sorted(folder.iterdir()):
             if path.name.startswith("."):
                 continue
             if path.is_dir():
-                # links last, so that a folder is found by its own name first
+                # links last, so that a folder is listed under its own name rather than a link's
                 (links if path.is_symlink() else folders).append(path)
             else:
                 yield path
 
 
 def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
-    """The files that names stand for: files, folders (see `files_in`) and globs, in this order.
+    """Expands names of files, folders (see `files_in`) and globs to files, in the given order.
 
     Args:
-        what: setting that gives them, for errors.
-        text_field: field with the text, by which data are known in a folder with .json files.
+        what: setting that contains the names, for errors.
+        text_field: field with the text, which identifies the .json files with data in a folder.
 
     Raises:
-        ValueError: there is none, a name stands for nothing, a file is of no kind that can be read or given
-            twice; most bytes of a folder would be left out.
+        ValueError: no file; a name that matches nothing; a file of unknown kind or given twice; a folder with
+            mostly unreadable data.
     """
     found: list[Path] = []
     for path in map(Path, names):
         if path.exists() or path.is_symlink():
             matches = [path]
-        else:  # not Path.glob, which takes no absolute pattern
+        else:  # Path.glob does not accept absolute patterns
             matches = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
-            if "**" in path.parts:  # which matches what folders hold, too
+            if "**" in path.parts:  # matches folders in addition to their files
                 matches = [one for one in matches if one.is_file()]
         if not matches:
-            is_pattern = glob.has_magic(str(path))
-            rule = "no file matches the pattern" if is_pattern else "there is no such file"
+            rule = "no file matches the pattern" if glob.has_magic(str(path)) else "not found"
             raise input_error(f"{what}={path}", rule, "check the path, or quote the pattern")
         for one in matches:
             files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
@@ -258,55 +256,53 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             if files:
                 continue
             if prefixes := sorted(path.with_suffix("") for path in one.glob("*.idx")):
-                rule, fix = "the folder has token files", f"give their prefix, {prefixes[0]}"
+                rule, fix = "the folder contains token files", f"give their prefix, {prefixes[0]}"
                 raise input_error(f"{what}={one}", rule, fix)
             below = list(files_below(one))
             if any(ending(path) in JSON_FILES for path in below):
                 rule = f"its .json files have no field {text_field!r}"
                 raise input_error(f"{what}={one}", rule, _OTHER_FIELD)
             others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
-            rule = f"the folder has no file that ends with {KINDS}{', only ' if others else ''}"
+            rule = f"the folder contains no file ending with {KINDS}{', only ' if others else ''}"
             fix = "give a folder with such files, or convert its files to .txt"
             raise input_error(f"{what}={one}", rule + ", ".join(others), fix)
     if not found:
-        raise input_error(f"{what}=", "no file is given", f"give files ({KINDS}) or folders of them")
+        raise input_error(f"{what}=", "no files given", f"give files ({KINDS}) or folders with such files")
     check_regular(found)
-    # by what links lead to
+    # resolved, so that a link and its target count as the same file
     for path, times in Counter(file.resolve() for file in found).items():
         if times > 1:
-            rule = f"is given {times} times, its documents would be there as often"
+            rule = f"is given {times} times, which would duplicate its documents"
             raise input_error(f"{what}={path}", rule, "give it once")
     for path in found:
         if not ending(path):
             fix = _FIXES.get(path.suffix.lower(), _RENAME).format(path.stem)
-            raise input_error(f"{what}={path}", f"does not end with {KINDS}", fix)
+            raise input_error(f"{what}={path}", f"must end with {KINDS}", fix)
         if is_validation_file(path) and len(found) > 1:
-            logger.warning("%s is for validation, by its name, and is read with the others", path)
+            logger.warning("%s is read although its name marks it as validation data", path)
     return found
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
-    """Checks that a step can make, replace and remove the folder `output` without touching its inputs.
-
-    Raises:
-        ValueError: a file or folder of the inputs is in `output`, in OUTPUT.partial or OUTPUT.old, is one of
-            them, or has one in it.
-    """
+    """Raises ValueError unless a step can create, replace and remove `output` without touching its inputs."""
+    # an input may neither be nor contain one of the step's folders, nor be inside of one
     for path in inputs:
-        places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # a link is lost as a file is
+        places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # removing a folder removes its links
         for suffix in ("", ".partial", ".old"):
             folder = output.resolve().with_name(output.resolve().name + suffix)
             if any(folder in (place, *place.parents) for place in places):
-                raise input_error(f"output={output}", f"the input {path} is in it", "another output folder")
+                raise input_error(
+                    f"output={output}", f"contains the input {path}", "choose another output folder"
+                )
             if path.resolve() in folder.parents:
-                rule = f"is in the input {path}, of which it would become a part"
-                raise input_error(f"output={output}", rule, "another output folder")
+                rule = f"must not be inside the input {path}"
+                raise input_error(f"output={output}", rule, "choose another output folder")
 
 
 def read_documents(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, str]]:
-    """`read_objects` with the text in place of the object."""
+    """Like `read_objects`, but yields the text instead of the object."""
     for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad, rule=rule):
         yield line, document[text_field]
 
@@ -314,15 +310,14 @@ def read_documents(
 def read_objects(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (line of JSONL without its end, JSON object) of every document, and counts into `tally`.
+    """Yields each document as (JSONL line without line end, JSON object).
 
     Args:
-        tally: what is read is added here, when it is yielded.
-        skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the
-            same.
+        tally: counts each document before it is yielded.
+        skip_bad: skip and count invalid lines instead of raising. A truncated file still raises.
 
     Raises:
-        BadDocument: at the first line that is no document, or if a file is damaged.
+        BadDocument: at the first invalid line, or if a file is damaged.
     """
     for number, line in read_lines(path, text_field=text_field, rule=rule):
         try:
@@ -343,12 +338,12 @@ def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_ba
 
 
 def text_of(line: bytes, text_field: str = "text") -> str:
-    """The text of a line of JSONL; ValueError says why the line is no document."""
+    """Text of a JSONL line; ValueError says why the line is invalid."""
     return text_in(_object_of(line), text_field)
 
 
 def text_in(document: dict[str, Any], text_field: str = "text") -> str:
-    """The text of a document; ValueError says why it has none."""
+    """Text of a document; ValueError says why it is missing or invalid."""
     text = document.get(text_field)
     if text_field not in document:
         raise ValueError(f"no field {text_field!r}")
@@ -368,7 +363,7 @@ def _object_of(line: bytes) -> dict[str, Any]:
     try:
         document = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        # lone surrogates, which UTF-8 has no bytes for, may be valid UTF-8 as escapes
+        # an escaped lone surrogate is valid UTF-8, but not valid JSON: UTF-8 cannot encode it
         is_utf8 = line.decode(errors="ignore").encode() == line
         raise ValueError(NOT_JSON if is_utf8 else "invalid UTF-8") from error
     if not isinstance(document, dict):
@@ -379,7 +374,7 @@ def _object_of(line: bytes) -> dict[str, Any]:
 def read_lines(
     path: Path, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line of JSONL without LF or CRLF) of a file; BadDocument if it is damaged."""
+    """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged."""
     number = 0
     try:
         for number, line in enumerate(raw_lines(path, text_field=text_field, rule=rule), 1):
@@ -395,7 +390,7 @@ def lines_before(path: Path, start: int) -> int:
     if not start:
         return 0
     with path.open("rb") as file:
-        # an LF at start - 1 begins the line at `start`, which does not count
+        # an LF at start - 1 begins the line at `start`, which is not counted
         num_lines, left = 1, start - 1
         while left and (chunk := file.read(min(2**22, left))):
             num_lines += chunk.count(b"\n")
@@ -404,7 +399,7 @@ def lines_before(path: Path, start: int) -> int:
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
-    """Decompressed bytes of files, roughly: by the ratio at the beginning of the largest of each kind."""
+    """Estimates the decompressed size of files from the beginning of the largest file of each kind."""
     total_bytes = 0
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:
@@ -412,16 +407,16 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
     for suffix, files in by_suffix.items():
         sizes, ratio = [path.stat().st_size for path in files], 1.0
         if is_compressed(files[0]):
-            with suppress(BadDocument):  # reading it will say so
+            with suppress(BadDocument):  # reading the file reports the error
                 ratio = compression_ratio(files[sizes.index(max(sizes))])
         elif suffix == PARQUET_SUFFIX:
-            ratio = 2.5  # usually
+            ratio = 2.5  # typical for text
         total_bytes += int(sum(sizes) * ratio)
     return total_bytes
 
 
 def compression_ratio(path: Path) -> float:
-    """Decompressed by compressed bytes of a .gz or .zst file's beginning, up to 4 MB; raises BadDocument."""
+    """Compression ratio of the first 4 MB (decompressed) of a .gz or .zst file; raises BadDocument."""
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:
@@ -430,8 +425,8 @@ def compression_ratio(path: Path) -> float:
                 if num_bytes >= 2**22:
                     break
         except DAMAGE as error:
-            # a damaged beginning: name its line
-            for _ in read_lines(path):  # which stops at the line
+            # reading the lines raises the error with the number of the damaged line
+            for _ in read_lines(path):
                 pass
             raise damaged(path, 1, error) from error
     return num_bytes / num_compressed if num_bytes else 1.0

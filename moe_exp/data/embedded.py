@@ -1,7 +1,7 @@
-"""The corpus of a run that names none: sources of Python and torch, tokenized with a BPE trained on them.
+"""The default corpus: source code of Python and PyTorch, tokenized with a BPE trained on it.
 
-It is built once per data folder, versions and vocabulary size, and reused afterwards. The folder gets its
-name when it is complete, so a folder of that name is a finished corpus.
+It is built once for each data folder, vocabulary size, and version of Python and PyTorch. The folder gets its
+final name when it is complete.
 """
 
 import json
@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +40,7 @@ _TEXTS_PER_BPE_TEXT = 4
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """Prefixes of the token files, and path of the tokenizer."""
+    """Prefixes of the token files and path of the tokenizer."""
 
     train_prefix: str
     valid_prefix: str
@@ -48,7 +48,7 @@ class EmbeddedCorpus:
 
 
 def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Path:
-    """Folder of the corpus for these versions of Python and torch; its tokenizer.json is the tokenizer."""
+    """Folder of the corpus and its tokenizer.json for the installed versions of Python and PyTorch."""
     return data_dir / f"python_{platform.python_version()}_torch_{_torch_version()}_bpe{vocab_size}"
 
 
@@ -60,11 +60,11 @@ def _torch_version() -> str:
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> EmbeddedCorpus:
-    """Builds the corpus under `data_dir`, or finds the one there. Processes that call it at once build one.
+    """Returns the corpus under `data_dir`, building it if necessary. Of concurrent processes, one builds it.
 
     Args:
-        data_dir: folder of all prepared corpora; made if it does not exist, only read if the corpus is there.
-        vocab_size: tokens of the BPE, at least 257.
+        data_dir: folder of all prepared corpora; created if missing, only read if the corpus exists.
+        vocab_size: vocabulary size of the BPE, at least 257.
 
     Raises:
         ValueError: `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
@@ -74,9 +74,9 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     if _problems(folder):
         _check_writable(data_dir)
         with locked(folder, f"embedded corpus: waiting for the process that builds {folder}"):
-            if problems := _problems(folder):  # else another process has built it in the meantime
+            if problems := _problems(folder):  # another process may have built it in the meantime
                 if folder.exists():
-                    logger.warning("embedded corpus: built again, as %s", "; ".join(problems))
+                    logger.warning("embedded corpus: rebuilding it because %s", "; ".join(problems))
                 _build(folder, vocab_size)
     return EmbeddedCorpus(*(str(folder / name) for name in ("train", "valid", "tokenizer.json")))
 
@@ -90,29 +90,29 @@ def _problems(folder: Path) -> list[str]:
 def _check_writable(data_dir: Path) -> None:
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        # Permission bits say nothing about a read-only file system, and root passes all of them.
+        # Permission bits do not show a read-only file system, and do not apply to root.
         probe = data_dir / ".write_probe"
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        rule = f"the embedded corpus cannot be written there ({error.strerror})"
-        fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
+        rule = f"cannot write the embedded corpus ({error.strerror})"
+        fix = "set DATA_DIR to a writable folder, or set TRAIN_DATA"
         raise setting_error("data_dir", data_dir, rule, fix) from error
     if (free_bytes := free_disk(data_dir)) < 200 * 10**6:
-        rule = f"has {bytes_text(free_bytes)} free, the embedded corpus needs 200 MB"
-        raise setting_error("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
+        rule = f"has {bytes_text(free_bytes)} free; the embedded corpus requires 200 MB"
+        raise setting_error("data_dir", data_dir, rule, "free up space, or set DATA_DIR to another disk")
 
 
 def _build(folder: Path, vocab_size: int) -> None:
     started = time.monotonic()
-    # under the lock one name is enough: it clears away what a killed process has left
+    # only one process holds the lock, so an existing folder is left over from a killed process
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
         num_tokens = _write_corpus(building, vocab_size)
         shutil.rmtree(folder, ignore_errors=True)
-        # only now: a folder of that name is complete
+        # last: a folder with the final name is complete
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -121,15 +121,15 @@ def _build(folder: Path, vocab_size: int) -> None:
 
 
 def _write_corpus(folder: Path, vocab_size: int) -> int:
-    with _step("reading the sources of Python and torch"):
+    with _step("reading the source code of Python and PyTorch"):
         documents = embedded_documents()
-    # one file in 20, by a hash of its path: it stays so whatever other files come and go
+    # one file in 20, by a hash of its path: independent of which other files are installed
     held_out = {path for path, _ in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0}
-    # In random order: a short validation reads only the first, and neighbors by path are similar.
+    # Random order: a short validation reads only the beginning, and files with nearby paths are similar.
     shuffled = sorted(documents, key=lambda document: path_hash(document[0]))
     parts = {
         "train": [text for path, text in documents if path not in held_out],
-        # a hash orders them, so that the order is the same on every machine
+        # ordered by hash, which is the same on every machine
         "valid": [text for path, text in shuffled if path in held_out],
     }
     manifest: dict[str, Any] = {
@@ -141,16 +141,16 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     }
     sizes = {name: sum(len(text.encode()) for text in texts) for name, texts in parts.items()}
     counts = {name: {"num_documents": len(parts[name]), "num_bytes": sizes[name]} for name in parts}
-    # A quarter of the texts: on all of them, training takes four times as long for hardly fewer tokens.
+    # A quarter of the texts: using all of them takes four times as long and saves hardly any tokens.
     sample = parts["train"][::_TEXTS_PER_BPE_TEXT]
     size = bytes_text(sum(len(text.encode()) for text in sample))
-    with _step(f"training a BPE of {vocab_size} tokens on {size}"):
+    with _step(f"training a BPE tokenizer with {vocab_size} tokens on {size}"):
         tokenizer = train_bpe(sample, vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # a document that quotes <|endoftext|> does not end there
+    tokenizer.encode_special_tokens = True  # <|endoftext|> inside a document is ordinary text
     for name, texts in parts.items():
         with (
-            _step(f"tokenizing {len(texts)} files, {bytes_text(sizes[name])}, into {name}.bin"),
+            _step(f"tokenizing {len(texts)} files ({bytes_text(sizes[name])}) into {name}.bin"),
             BinIdxWriter(folder / name, vocab_size=tokenizer.get_vocab_size()) as writer,
         ):
             for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
@@ -162,18 +162,14 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
 
 
 def embedded_documents() -> list[tuple[str, str]]:
-    """Path and text of every file."""
+    """Path and text of each source file."""
     return [*python_stdlib_documents(), *torch_documents(20 * 10**6)]
 
 
 @contextmanager
 def _step(message: str) -> Iterator[None]:
-    # a spinner on a terminal, and a log line with the time taken everywhere
-    started = time.monotonic()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"embedded corpus: {message}"):
-            yield
-    else:
+    # a spinner on a terminal only; the log line with the elapsed time always
+    started, console = time.monotonic(), Console(stderr=True)
+    with console.status(f"embedded corpus: {message}") if console.is_terminal else nullcontext():
         yield
     logger.info("embedded corpus: %s (%.1f s)", message, time.monotonic() - started)

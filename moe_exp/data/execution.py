@@ -1,4 +1,4 @@
-"""Runs a datatrove pipeline on an executor; tasks without a file in `completions/` are left to do."""
+"""How datatrove pipelines run: executor and workers, passes, progress and complete files."""
 
 import glob
 import importlib.util
@@ -20,18 +20,18 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Where a conversion runs, and with how many workers. Has no effect on the result."""
+    """Where a conversion runs and with how many workers; has no effect on the result."""
 
     executor: str = "local"  # or slurm or ray
-    workers: int | None = None  # default: the cores that this process may use; for SLURM and Ray no limit
-    partition: str | None = None  # of the SLURM jobs, as sbatch takes it; likewise the next two
+    workers: int | None = None  # default: all cores available to this process; unlimited for SLURM and Ray
+    partition: str | None = None  # sbatch option for the SLURM jobs, like the next two
     time_limit: str = "24:00:00"
     qos: str | None = None
-    cpus_per_task: int = 1  # of a SLURM job or Ray task
+    cpus_per_task: int = 1  # for SLURM and Ray
     mem_per_cpu_gb: int = 4
-    max_array_size: int = 1001  # the SLURM cluster's MaxArraySize: more tasks become more job arrays
-    sbatch: tuple[str, ...] = ()  # other options of sbatch, `account=x`
-    finish_command: tuple[str, ...] = ()  # of the last SLURM job: the same command with --finish
+    max_array_size: int = 1001  # the SLURM cluster's MaxArraySize; more tasks are split into several arrays
+    sbatch: tuple[str, ...] = ()  # more sbatch options, such as `account=x`
+    finish_command: tuple[str, ...] = ()  # run by the last SLURM job: this command with --finish
 
     def __post_init__(self) -> None:
         rule, fix = "", ""
@@ -39,25 +39,25 @@ class Execution:
             rule, fix = f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}", "choose one"
         elif self.workers is not None and self.workers < 1:
             rule = f"workers={self.workers}: must be at least 1"
-            fix = "omit it, or give a number of processes"
+            fix = "omit it, or give the number of processes"
         elif self.executor == "slurm" and not self.partition:
-            rule = "partition=: executor=slurm needs the partition of the jobs"
-            fix = "give --partition; `sinfo` lists them"
-        # compute nodes may lack it
+            rule = "partition=: required by executor=slurm"
+            fix = "set --partition; `sinfo` lists the partitions"
+        # inside a job sbatch is not needed, and compute nodes may lack it
         elif self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
-            rule = "executor=slurm: there is no command sbatch here"
-            fix = "call it on a login node of the cluster"
+            rule = "executor=slurm: sbatch not found"
+            fix = "run the command on a login node of the cluster"
         elif self.executor == "ray" and importlib.util.find_spec("ray") is None:
-            rule, fix = "executor=ray: the package ray is not installed", "pip install ray"
+            rule, fix = "executor=ray: requires the package ray", "pip install ray"
         elif wrong := next((option for option in self.sbatch if "=" not in option), ""):
-            rule, fix = f"sbatch={wrong}: must be NAME=VALUE, as in account=x", "write it so"
+            rule, fix = f"sbatch={wrong}: must be NAME=VALUE", "write, for example, account=x"
         if rule:
             raise ValueError(f"{rule}. Fix: {fix}.")
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pipeline over all tasks; its steps are those of `moe_exp.data.convert.steps`."""
+    """One datatrove pipeline over all tasks. A task is done when it has a file in `completions/`."""
 
     pipeline: Sequence[Any]
     num_tasks: int
@@ -69,7 +69,7 @@ class Pass:
 
 
 def task_stats(name: str) -> Any:
-    """datatrove's statistics of a step."""
+    """datatrove's statistics object for a step."""
     from datatrove.utils.stats import Stats
 
     return Stats(name)
@@ -77,7 +77,7 @@ def task_stats(name: str) -> Any:
 
 @dataclass
 class Step:
-    """A pass as datatrove runs it: `run` takes a task, and returns how many units it did."""
+    """A pass's only step, for datatrove: `run` processes a task and returns the number of units."""
 
     name: str
     unit: str
@@ -91,9 +91,9 @@ class Step:
 
 @dataclass
 class After:
-    """First step of a pipeline that reads what another one has written, of which all tasks must be complete.
+    """First step of a pipeline that checks that all tasks of the previous pass are complete.
 
-    SLURM begins it when the last of several job arrays has succeeded, which says nothing about the others.
+    SLURM starts the pipeline after the last of several job arrays; the other arrays may have failed.
     """
 
     before: Pass
@@ -103,13 +103,13 @@ class After:
         self.stats = task_stats("⏳ - AFTER")
         if left := self.before.left():
             log = f"{self.before.folder}/logs/task_{left[0]:05d}.log"
-            rule = f"task {left[0]} of the pass before is not complete, {len(left)} in all"
-            raise ValueError(f"{rule}. Fix: see {log}, and call the same command again.")
+            rule = f"{len(left)} tasks of the previous pass are not complete, the first is task {left[0]}"
+            raise ValueError(f"{rule}. Fix: see {log}, and repeat the command.")
 
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes, each of which checks that the one before it is complete."""
-    # pickled with each task of the next pass: without its own pipeline
+    """Adds to each pass a check that the previous pass is complete."""
+    # the check is pickled with every task: without the pipeline of the pass it refers to
     after = [
         replace(one, pipeline=[After(replace(before, pipeline=())), *one.pipeline])
         for before, one in pairwise(passes)
@@ -122,9 +122,7 @@ def num_workers(execution: Execution) -> int:
 
 
 class Through:
-    """Bytes that a task is through with, in a file of 8 bytes that others read with `bytes_through`; `folder`
-    is that of all tasks, "" for none.
-    """
+    """Publishes a task's progress in bytes as an 8-byte file in `folder` (none if "")."""
 
     def __init__(self, folder: str, rank: int):
         self._file = None
@@ -134,19 +132,19 @@ class Through:
             self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
-        """Adds bytes of the file that is being read."""
+        """Adds bytes read from the current file."""
         self._bytes += num_bytes
         if self._bytes - self._reported > _REPORT_BYTES:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
-        """Replaces what was added for a file by its size."""
+        """Replaces the bytes added for the current file by its size."""
         self._ended += num_bytes
         self._bytes = self._ended
         self._write()
 
     def _write(self) -> None:
-        # 8 bytes in one call: a reader never sees a part of them
+        # 8 bytes in one call: a reader never sees a partial number
         self._reported = self._bytes
         if self._file is not None:
             os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
@@ -157,22 +155,22 @@ class Through:
 
 
 def bytes_through(folders: Iterable[Path]) -> int:
-    """Sum of what the tasks of `Through` with these folders are through with."""
+    """Total progress that the tasks have published with `Through` in these folders."""
     return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
 
 
 @contextmanager
 def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
-    """Yields other names to write files under, which get their own when the block is done.
+    """Yields temporary paths to write to. At the end of the block the files are renamed to `paths`.
 
-    With `is_durable` that is when the disk has them: not needed where a check finds what a power cut lost.
+    `is_durable` flushes them to disk first; not needed if a later check detects what a power failure lost.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # of a process that was killed
+        # left over from a killed process
         for old in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             old.unlink(missing_ok=True)
-    # new each time: should a killed task's process still run somewhere, the two do not write one file
+    # unique names: the process of a task that was given up may still be running, and writing
     temporary = [path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp") for path in paths]
     yield temporary
     for path, written in zip(paths, temporary, strict=True):

@@ -1,6 +1,6 @@
-"""Contents of token files or JSONL files: counts, lengths, duplicates, ends of documents, samples.
+"""Summarizes token files or documents: counts, lengths, duplicates, end-of-document tokens, samples.
 
-Memory: a block of tokens or the longest document, and about 50 bytes per document for lengths and hashes.
+Memory: a block of tokens or the longest document, plus about 50 bytes per document for lengths and hashes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def inspect_path(
     text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:
-    """Reads all of `path` and returns plain values as --json prints them; `kind` is `tokens` or `documents`.
+    """Reads `path` completely and returns what --json prints; `kind` is `tokens` or `documents`.
 
     Args:
-        path: a prefix of .bin/.idx (with suffix or without), a file of documents or a folder of such.
-        tokenizer: tokenizer.json or its folder, to decode samples and count ids that it does not have.
-        num_samples: documents to show.
-        seq_len: tokens of a training sample, for the share of documents that it cuts.
+        path: prefix of .bin/.idx files (with or without suffix), a file of documents, or a folder with them.
+        tokenizer: tokenizer.json or its folder, to decode samples and count unknown ids.
+        num_samples: number of documents to show.
+        seq_len: training sequence length (tokens), for the share of documents that samples cut.
     """
     if path.is_dir() or ending(path):
         files = data_files(path, text_field)
@@ -59,18 +59,20 @@ def inspect_path(
         return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
-        raise ValueError(f"--seq-len={seq_len}: must be 1 or more. Fix: give tokens per sample.")
+        raise ValueError(
+            f"--seq-len={seq_len}: must be at least 1. Fix: give the number of tokens per sample."
+        )
     return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len)
 
 
 def data_files(path: Path, text_field: str) -> list[Path]:
-    """The files of documents that `path` names: itself, or those of the folder, for validation too."""
+    """Document files at `path`: the file itself, or all files in the folder, including validation files."""
     found = files_in(path, text_field=text_field, with_validation=True) if path.is_dir() else []
     return found or find_inputs([path], text_field=text_field)
 
 
 class Hashes:
-    """XXH3-128 of documents, 16 bytes each, in the order in which they were added."""
+    """XXH3-128 hashes of documents, 16 bytes each, in the order of adding."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -96,15 +98,14 @@ class Hashes:
         return first[order], second[order]
 
     def num_duplicates(self) -> int:
-        """Documents that another one before them is equal to."""
+        """Number of documents that repeat an earlier one."""
         first, second = self.sorted_words()
         return int(((first[1:] == first[:-1]) & (second[1:] == second[:-1])).sum())
 
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
-        """Whether each document is among `sorted_words` of another instance.
+        """Whether each document is among the `sorted_words` of another instance.
 
-        If two of those agree in the first 64 bits but not in the last, only one is compared; that takes
-        2**32 documents.
+        Of hashes that agree in only their first 64 bits, one is compared: rare below 2**32 documents.
         """
         mine_first, mine_second = self._words
         if not len(first):
@@ -114,7 +115,7 @@ class Hashes:
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
-    """Documents of `one` that `other` lacks, and the reverse; two equal documents count as two."""
+    """Numbers of documents only in `one` and only in `other`, as multisets."""
     joined = Hashes()
     joined.extend(one)
     joined.extend(other)
@@ -125,7 +126,7 @@ def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
     is_start[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
     if not len(order):
         return 0, 0
-    # Of every run of equal hashes: how many more of them `one` has.
+    # For each run of equal hashes: by how many `one` exceeds `other`.
     surplus = np.add.reduceat(np.where(order < len(one), 1, -1), np.flatnonzero(is_start))
     return int(surplus[surplus > 0].sum()), int(-surplus[surplus < 0].sum())
 
@@ -145,10 +146,10 @@ class _Tokens:
     hashes: Hashes = field(default_factory=Hashes)
 
     def add(self, tokens: npt.NDArray[np.integer], bounds: Int64Array) -> None:
-        """Documents that follow one another; `bounds` are relative to `tokens`."""
+        """Adds consecutive documents; `bounds` are relative to `tokens`."""
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             self.hashes.add(tokens[begin:end].data)
-        # of empty documents, which have no highest id
+        # only empty documents: max() of no tokens is an error
         if not len(tokens):
             return
         self.highest_id = max(self.highest_id, int(tokens.max()))
@@ -177,7 +178,6 @@ def inspect_tokens(
             counts.add(tokens, bounds[first : end + 1] - bounds[first])
             advance(tokens.nbytes)
     lengths = np.diff(bounds)
-    num_empty = int((lengths == 0).sum())
     return {
         "kind": "tokens",
         "prefix": files.prefix,
@@ -194,7 +194,7 @@ def inspect_tokens(
         "eod_from": eod_from,
         "end_with_eod": counts.num_ending_with_eod,
         "eods_inside": counts.num_eods - counts.num_ending_with_eod,
-        "empty_documents": num_empty + counts.num_only_eod,
+        "empty_documents": int((lengths == 0).sum()) + counts.num_only_eod,
         "duplicate_documents": counts.hashes.num_duplicates(),
         "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
@@ -203,7 +203,7 @@ def inspect_tokens(
 
 
 def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """Documents `first` to `end - 1` at a time, of `block_tokens` together or a single one that is longer."""
+    """Yields (first, end) document ranges of at most `block_tokens` tokens, or of one longer document."""
     first, num_documents = 0, len(bounds) - 1
     while first < num_documents:
         end = int(np.searchsorted(bounds, bounds[first] + block_tokens, side="right")) - 1
@@ -215,7 +215,7 @@ def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, i
 def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path)) if path else None
     found = []
-    # from the first document to the last
+    # evenly spaced from the first document to the last
     places = np.linspace(0, files.num_documents - 1, min(max(0, count), files.num_documents))
     for number in np.unique(places.astype(int)).tolist():
         begin, end = (int(bound) for bound in files.document_bounds[number : number + 2])
@@ -235,7 +235,7 @@ def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dic
 def inspect_documents(
     paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text"
 ) -> dict[str, Any]:
-    """See `inspect_path`. A line that is no document is counted by its reason."""
+    """See `inspect_path`. Invalid lines are counted by reason."""
     tally, hashes, lengths = Tally(), Hashes(), array("q")
     fields: Counter[str] = Counter()
     per_file: dict[str, int] = {}
@@ -249,7 +249,9 @@ def inspect_documents(
                 hashes.add(data)
                 lengths.append(len(data))
                 if tally.num_documents <= _FIELDS_OF:
-                    fields.update(list(orjson.loads(line)))  # the names; a dict would add up its values
+                    fields.update(
+                        list(orjson.loads(line))
+                    )  # a list of names: from a dict, Counter would add the values
                 if len(samples) < num_samples:
                     samples.append({"file": path.name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
             per_file[path.name] = tally.num_documents - before
@@ -272,10 +274,11 @@ def inspect_documents(
 def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """`read_documents`, with `advance` called for all bytes of the file; at its end if it is compressed."""
+    """Like `read_documents`; reports the bytes read to `advance`, for compressed files only at their end."""
     reported = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
+        # the lines of a compressed file do not tell how much of the file was read
         pending += len(line) + 1
         if pending >= _ADVANCE_BYTES and not is_stream(path):
             advance(pending)
@@ -284,7 +287,7 @@ def documents_with_progress(
 
 
 def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
-    """Documents that the filters of `moe-exp data prepare` removed and edited, by the manifest."""
+    """Documents that filters removed and edited, according to the manifest of `moe-exp data prepare`."""
     manifest = read_json(folder / "manifest.json") or {} if folder.is_dir() else {}
     if not manifest.get("filtered"):
         return {}
@@ -309,26 +312,26 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Smallest, median, mean, largest, and numbers of 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
+    """Statistics of lengths and a histogram over 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
-    num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 of 0, 1 of 1, 2 of 2 and 3
+    num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3
     counts = list(enumerate(np.bincount(num_bits).tolist()))[int(num_bits.min()) :]
     histogram = [(1 << bits >> 1, max(0, (1 << bits) - 1), count) for bits, count in counts]
     middle = {"median": float(np.median(lengths)), "mean": round(float(lengths.mean()), 1)}
     return {"min": int(lengths.min()), **middle, "max": int(lengths.max()), "histogram": histogram}
 
 
-# For people
+# Printed tables
 
 
 def print_inspection(report: dict[str, Any]) -> None:
-    """Tables of what `inspect_path` returns, on standard output."""
+    """Prints the result of `inspect_path` as tables."""
     is_tokens = report["kind"] == "tokens"
     title = f"{report['prefix']}.bin and .idx" if is_tokens else f"{len(report['files'])} files"
     print_summary(title, _rows(report))
     lengths = report["lengths"]
-    unit = "tokens" if is_tokens else "bytes of text"
+    unit = "tokens" if is_tokens else "text bytes"
     middle = f"median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}"
     rule = f"min {lengths['min']:,}, {middle}, max {lengths['max']:,}"
     table = Table("from", "to", "documents", "", title=f"Lengths in {unit}: {rule}", title_justify="left")
@@ -356,7 +359,7 @@ def print_inspection(report: dict[str, Any]) -> None:
     for sample in report.get("removed_samples", []):
         why = sample.get("reason") or ""
         if "cluster" in sample:
-            why = f"cluster {sample['cluster']}, {'stays' if sample['stays'] else 'removed'}"
+            why = f"cluster {sample['cluster']}, {'kept' if sample['stays'] else 'removed'}"
         where = escape(f"{sample['filter']}{': ' if why else ''}{why}: {sample['id']}")
         text = f"[bold]{where}[/bold]\n{escape(sample['text'][:_SHOWN_CHARACTERS])}"
         console.print(text, highlight=False, emoji=False, soft_wrap=True)
@@ -365,7 +368,7 @@ def print_inspection(report: dict[str, Any]) -> None:
 def _rows(report: dict[str, Any]) -> dict[str, object]:
     if report["kind"] == "documents":
         rows: dict[str, object] = {name: report[name] for name in ("documents", "bytes")}
-        rows["bytes of text"] = report["text_bytes"]
+        rows["text bytes"] = report["text_bytes"]
         rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
         rows["duplicates of another document"] = report["duplicate_documents"]
         in_all, counts = report["fields_of"], report["fields"].items()
@@ -376,16 +379,19 @@ def _rows(report: dict[str, Any]) -> dict[str, object]:
     rows = {name: report[name] for name in ("documents", "tokens", "bytes", "dtype")}
     rows["highest id"] = report["highest_id"]
     if report["vocab_size"] is not None:
-        rows |= {"vocabulary": report["vocab_size"], "ids out of the vocabulary": report["out_of_vocabulary"]}
+        rows |= {
+            "vocabulary": report["vocab_size"],
+            "ids outside the vocabulary": report["out_of_vocabulary"],
+        }
     rows["EOD"] = f"none: {report['eod_from']}" if eod is None else f"{eod} ({report['eod_from']})"
     if eod is not None:
-        rows["documents that end with EOD"] = report["end_with_eod"]
+        rows["documents ending with EOD"] = report["end_with_eod"]
         rows["EODs elsewhere"] = report["eods_inside"]
     rows["empty documents"] = report["empty_documents"]
     cut = report["cut_documents"]
-    by_best_fit = f"{cut['best_fit']:.1%} by best fit, with {cut['filler']:.2%} of filler"
+    by_best_fit = f"{cut['best_fit']:.1%} with best-fit packing ({cut['filler']:.2%} filler)"
     shares = f"{cut['concatenated']:.1%} concatenated, {by_best_fit}"
     return rows | {
         "duplicates of another document": report["duplicate_documents"],
-        f"cut by samples of {cut['seq_len']:,} tokens": shares,
+        f"documents cut at {cut['seq_len']:,} tokens per sample": shares,
     }

@@ -1,7 +1,7 @@
-"""Runs the tasks of a datatrove pipeline by its executors: here, as SLURM jobs, or on a Ray cluster.
+"""Runs the tasks of datatrove pipelines on this machine, as SLURM jobs, or on a Ray cluster.
 
-On this machine by our own pool: that of LocalPipelineExecutor.run waits forever for a worker that was killed.
-What has a file in `completions/` is done, wherever it ran.
+Local tasks run in our own pool: LocalPipelineExecutor.run waits forever for a worker that was killed. A task
+with a file in `completions/` is done, no matter where it ran.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from moe_exp.host.slurm_queue import job_environment, still_there
 
 logger = logging.getLogger(__name__)
 
-AGAIN = "call the same command again, it continues with the tasks that are left"
+AGAIN = "repeat the command to run the remaining tasks"
 T = TypeVar("T")
 _JOBS = "slurm_jobs.json"
 _LAUNCHER = "launch_pickled_pipeline"
 
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follows: bool = False) -> bool:
-    """Runs what is left of the passes, the last of which makes the output; `name`, `follows`: see `submit`.
+    """Runs the remaining tasks of the passes; the last pass creates the output. For `follows`, see `submit`.
 
     Returns:
-        Whether all is done; False if SLURM jobs have been submitted, or are still there.
+        Whether all tasks are done; False if SLURM jobs were submitted or are still queued or running.
 
     Raises:
-        ValueError: a task failed, with what it raised; its log says more.
+        ValueError: a task failed; details are in its log.
         ChildProcessError: a task's process died.
     """
     if not any(one.left() for one in passes):
@@ -61,8 +61,8 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
         for one in passes:
             if one.left():
                 ray_executor(one, execution).run()
-            if left := one.left():  # RayPipelineExecutor.run returns without an error then
-                rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
+            if left := one.left():  # RayPipelineExecutor.run does not report failed tasks
+                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost, the first is {left[0]}"
                 log = f"{one.folder}/logs/task_{left[0]:05d}.log"
                 raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
         return True
@@ -79,7 +79,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
         log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
         return f"task {task} of {executor.world_size}", f". Log: {log}"
 
-    # the same processes for all passes, as each imports datatrove first
+    # all passes share the worker processes, because each process must import datatrove first
     number, run = min(workers, max(len(one.left()) for one in passes)), partial(_run_task, executors)
     with WorkerPool(run, number, preload="datatrove.executor", describe=describe) as pool:
         for index, one in enumerate(passes):
@@ -93,10 +93,11 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
 def run_stage_passes(
     steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """`run_passes` of a stage that follows others, with a progress bar where its tasks end here.
+    """Runs the steps of a later stage like `run_passes`, with a progress bar unless they run on SLURM.
 
-    Each step, by name and with its number of tasks, goes through the stage's inputs; in folders of these
-    names in `working` its tasks say how far they are.
+    Args:
+        steps: each step and its number of tasks, by name. Every step reads all inputs of the stage.
+        working: folder where the tasks of step NAME publish their progress, in NAME/through.
     """
     name = stage.output.name
     passes = [Pass([step], n, stage.folder / "datatrove" / key) for key, (step, n) in steps.items()]
@@ -111,13 +112,13 @@ def run_stage_passes(
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
     from datatrove.utils.logging import logger as datatrove_logger
 
-    # steps keep counts: each task begins with its own
+    # steps accumulate counts: each task needs a fresh copy
     executor, task = deepcopy(executors[call[0]]), call[1]
-    # datatrove's copy of the log, which is in logs/
+    # datatrove also prints its log, which is in logs/ already
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
         try:
             executor._run_for_rank(task, local_rank=1)
-        except (ValueError, OSError):  # they say themselves what is wrong
+        except (ValueError, OSError):  # their messages are meant for users
             raise
         except Exception as error:
             log = executor.logging_dir.resolve_paths(f"logs/task_{task:05d}.log")
@@ -127,7 +128,7 @@ def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:
 
 
 def merge_stats(one: Pass) -> None:
-    """Writes stats.json from those of the tasks."""
+    """Merges the tasks' statistics into stats.json."""
     from datatrove.utils.stats import PipelineStats
 
     paths = [one.folder / "stats" / f"{task:05d}.json" for task in range(one.num_tasks)]
@@ -138,7 +139,7 @@ def merge_stats(one: Pass) -> None:
 
 
 def ray_executor(one: Pass, execution: Execution) -> Any:
-    """datatrove's RayPipelineExecutor for a pass, on the cluster of RAY_ADDRESS or one that Ray starts."""
+    """RayPipelineExecutor for a pass, on the cluster at RAY_ADDRESS or a local one started by Ray."""
     from datatrove.executor.ray import RayPipelineExecutor
 
     return RayPipelineExecutor(
@@ -155,43 +156,47 @@ def ray_executor(one: Pass, execution: Execution) -> Any:
 
 
 def check_no_jobs(folder: Path) -> None:
-    """Raises a ValueError if SLURM jobs still work in a folder that is to be deleted or resumed here."""
+    """Raises ValueError if SLURM jobs still use a folder that is about to be deleted or resumed."""
     if there := _jobs_there(folder):
         fix = f"scancel {' '.join(there)}, or wait for them"
-        raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")
+        raise ValueError(f"{folder}: SLURM jobs are still using it. Fix: {fix}.")
 
 
 def _jobs_there(folder: Path) -> list[str]:
     jobs_file = folder / _JOBS
-    fix = "see with squeue that none of its jobs is left, and remove it"
+    fix = "check with squeue that none of its jobs is left, then remove it"
     return still_there(read_json(jobs_file, fix=fix)) if jobs_file.exists() else []
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
-    """Submits what is left of the passes, each after the one before it, unless earlier jobs are still there.
+    """Submits the remaining tasks, each pass depending on the previous one, unless earlier jobs are active.
 
-    `follows`: the step follows another, whose last job may submit it, once. Raises ValueError if sbatch
-    refuses, squeue does not answer, or this is a job itself.
+    Args:
+        follows: the step follows another one, whose last job may submit it, once.
+
+    Raises:
+        ValueError: sbatch fails, squeue does not answer, or this process is itself a job.
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):
         num_left = sum(len(one.left()) for one in passes)
-        what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
+        what = "%s: %d tasks remaining; SLURM jobs %s are queued or running"
         logger.info(what, name, num_left, ", ".join(there))
         return
-    # a failed job would submit itself again without end
+    # a failing job would resubmit itself forever
     if "SLURM_JOB_ID" in os.environ and (jobs_file.exists() or not follows):
         left = passes[-1].left()
-        rule = f"inside a job, and {len(left)} tasks are not complete (the first is {left[0]}, see"
-        fix = "call the same command on a login node, it submits what is left"
+        rule = f"a job cannot resubmit its {len(left)} remaining tasks (the first is {left[0]}, see"
+        fix = "repeat the command on a login node to submit them"
         raise ValueError(f"executor=slurm: {rule} {passes[-1].folder}/logs). Fix: {fix}.")
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
-        fix = "add the folder where pip puts programs"
-        raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: {fix}.")
+        fix = "add the folder where pip installs programs to PATH"
+        raise ValueError(f"executor=slurm: datatrove's {_LAUNCHER} not found in PATH. Fix: {fix}.")
     ids: list[str] = []
+    # each executor depends on the previous one, so SLURM starts the passes in order
     executor: Any = None
 
-    def keep_id(printed: str) -> str:  # datatrove forgets that of its last job, which merges stats
+    def keep_id(printed: str) -> str:  # datatrove does not keep the id of its last job, which merges stats
         found = re.search(r"\d+", printed)
         if not found:
             fix = "if sbatch is a wrapper, make it print sbatch's own output"
@@ -204,7 +209,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
             executor = slurm_executor(one, execution, name, keep_id, executor)
             executor.launch_job()
         if execution.finish_command:
-            # One more job behind the last, in datatrove's way: it counts, publishes and shuffles.
+            # One more job after the last, launched like datatrove's: it counts, publishes and shuffles.
             from datatrove.executor.slurm import launch_slurm_job
 
             options = {key: value for key, value in executor.get_sbatch_args().items() if key != "array"}
@@ -212,11 +217,11 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
             script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
             launch_slurm_job(script, keep_id)
     except subprocess.CalledProcessError as error:
-        submitted = f", submitted are {' '.join(ids)}" if ids else ""
-        rule = f"exit code {error.returncode}, its message is above{submitted}"
-        raise ValueError(f"sbatch: {rule}. Fix: change what it names.") from error
+        submitted = f"; already submitted: {' '.join(ids)}" if ids else ""
+        rule = f"failed with exit code {error.returncode}, see its message above{submitted}"
+        raise ValueError(f"sbatch: {rule}. Fix: correct the option it names.") from error
     finally:
-        # also of an sbatch that failed: those before it are in the queue
+        # after a failed sbatch as well: the jobs submitted before it are in the queue
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, ids)
     logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(ids))
@@ -225,10 +230,10 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
 def slurm_executor(
     one: Pass, execution: Execution, name: str, job_ids: Any = None, depends: Any = None
 ) -> Any:
-    """datatrove's SlurmPipelineExecutor for a pass; jobs find the Python and the packages of this process."""
+    """SlurmPipelineExecutor for a pass. Its jobs use the Python and packages of this process."""
     from datatrove.executor import SlurmPipelineExecutor
 
-    # else what depends on a failed job waits in the queue forever
+    # otherwise the jobs that depend on a failed one stay in the queue forever
     options = {"kill-on-invalid-dep": "yes", **dict(text.partition("=")[::2] for text in execution.sbatch)}
     return SlurmPipelineExecutor(
         list(one.pipeline),
@@ -249,17 +254,17 @@ def slurm_executor(
     )
 
 
-# Worker processes, which get calls one by one: so the call of one that is killed is known at once
+# Worker processes. Each gets one call at a time, so the failed call is known when a worker is killed.
 
 
 class WorkerPool:
-    """Processes that call a function, or this one if one is enough; for a `with` statement.
+    """Context manager for worker processes that call a function.
 
     Args:
-        function: takes one argument, a call; travels to the processes by pickle.
-        number: of processes.
-        preload: module that they have imported, see `worker_context`.
-        describe: names a call in an error, and adds a sentence to its fix.
+        function: picklable; called with one argument, the call.
+        number: number of processes; with 1, the calls run in this process.
+        preload: module to import in the workers, see `worker_context`.
+        describe: returns the name of a call for an error and a sentence to append to its fix.
     """
 
     def __init__(
@@ -274,9 +279,7 @@ class WorkerPool:
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 
     def run(self, calls: Sequence[T]) -> Iterator[T]:
-        """Runs the calls, and yields each when it is done. Raises what one raises, and ChildProcessError if a
-        process was killed.
-        """
+        """Runs the calls and yields each when it is done. Raises its error; ChildProcessError if killed."""
         if not self._workers:
             for call in calls:
                 self._function(call)
@@ -291,7 +294,7 @@ class WorkerPool:
                 worker.call = call
                 worker.send((call,))
                 busy[worker.pipe] = worker
-            # after the free workers have got work, as the caller may take long with what it gets
+            # only after the free workers have work, because the caller may be slow to process results
             yield from done
             if not busy:
                 return
@@ -304,7 +307,7 @@ class WorkerPool:
 
     def __exit__(self, kind: object, *error: object) -> None:
         for worker in self._workers:
-            # after an error their calls are of no use; else they end by themselves
+            # after an error the other calls are useless; otherwise None lets the worker exit
             worker.process.terminate() if kind else worker.send(None)
         for worker in self._workers:
             worker.process.join(5)
@@ -320,11 +323,11 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(function, theirs), daemon=True)
         self.process.start()
-        theirs.close()  # else its end would not be seen
+        theirs.close()  # otherwise recv would not notice that the process died
         self.call: Any = None
 
     def send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: `end` finds out
+        with contextlib.suppress(BrokenPipeError):  # the worker died after its last answer: `end` reports it
             self.pipe.send(message)
 
     def end(self, describe: Callable[[Any], tuple[str, str]]) -> Any:
@@ -333,9 +336,9 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             self.process.join()
             code = self.process.exitcode or 0
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended by exit code {code}"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             name, hint = describe(self.call)
-            rule = f"{name} was {how}; SIGKILL may be the kernel's, when memory is short"
+            rule = f"{name} {how}; the kernel sends SIGKILL when memory runs out"
             fix = f"{AGAIN}; fewer --workers need less memory{hint}"
             raise ChildProcessError(f"{rule}. Fix: {fix}.") from None
         if error is not None:
@@ -344,15 +347,16 @@ class _Worker:
 
 
 def _work(function: Callable[[Any], object], pipe: Connection) -> None:
-    """A worker process: answers each call with None or what it raised."""
+    """Main function of a worker process: answers each call with None or its exception."""
 
+    # a killed parent cannot terminate its workers
     def end_with_parent() -> None:
         if (parent := multiprocessing.parent_process()) is not None:
             parent.join()
             os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and terminates us
     while (message := pipe.recv()) is not None:
         try:
             function(*message)
@@ -360,5 +364,5 @@ def _work(function: Callable[[Any], object], pipe: Connection) -> None:
         except BaseException as error:
             try:
                 pipe.send(error)
-            except Exception:  # what cannot be pickled
+            except Exception:  # not picklable
                 pipe.send(RuntimeError(repr(error)))

@@ -1,7 +1,7 @@
-"""Files of every kind that has documents in it, read as lines of JSON.
+"""Reads data files of every supported kind as JSON lines.
 
-Plain JSON lines are read as they are. The others (compressed files, text, tables, JSON arrays) are streams:
-they are read from their beginning. Text and tables become lines `{"text": ...}`, objects of an array lines.
+Plain JSONL is read as it is. Compressed files, text, tables and JSON arrays are streams: they can only be
+read from the beginning. Text and table rows become lines `{"text": ...}`, array elements one line each.
 """
 
 import codecs
@@ -23,7 +23,7 @@ import orjson
 from moe_exp.host.files import DATA_SUFFIXES, ending
 
 JSON_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".json", ".ndjson")))
-JSON_FILES = (".json", ".json.gz", ".json.zst")  # of data or of facts about it, the name does not say
+JSON_FILES = (".json", ".json.gz", ".json.zst")  # data or metadata: the name does not tell
 TEXT_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".txt", ".text", ".md")))
 PARQUET_SUFFIX = ".parquet"
 TABLE_SUFFIXES = (PARQUET_SUFFIX, ".arrow")
@@ -32,30 +32,30 @@ KINDS = ".jsonl, .ndjson, .json, .txt, .text, .md (also with .gz or .zst), .parq
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 2**20
-_BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
+_BATCH_BYTES = 2**24  # uncompressed size of a batch of rows, if documents are long
 _ARROW_FILE, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 _BLANK_LINES = re.compile(rb"\n(?:[^\S\n]*\n)+")
-# the beginning of a .json file that is no JSON lines: an array, or an object over several lines
+# start of a .json file that is not JSONL: an array, or an object over several lines
 _JSON_VALUES = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|\{[^\S\n]*\n)")
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
-_LONGEST_ESCAPE = len("\\u0000")  # how far before the end of a buffer JSON may seem wrong that is only cut
+_LONGEST_ESCAPE = len("\\u0000")  # an error this close to the end of the buffer may be a cut escape
 _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
 @dataclass(frozen=True)
 class TextRule:
-    """Rule for the documents of a text file.
+    """How text files are divided into documents.
 
     Args:
-        documents: file: the file is one; block: each block between blank lines is one.
-        longest_bytes: a longer document is cut at a blank line, else at the end of a line or a word.
+        documents: "file": one document per file; "block": one per block between blank lines.
+        longest_bytes: longer documents are cut at a blank line, or else at the end of a line or a word.
     """
 
     documents: Literal["file", "block"] = "file"
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:
-        """Differences from the default, for the settings of a step."""
+        """Values that differ from the default, for the settings of a step."""
         usual = vars(TextRule())
         return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
 
@@ -66,25 +66,25 @@ NOT_JSON = "not valid JSON"
 _BINARY = "the file is binary, not text (a byte is 0)"
 _UTF16 = "the file is UTF-16, not UTF-8"
 _NOT_UTF8 = "the file is not UTF-8 text"
-# of a text file in another encoding, or of none
+# for text files that are not UTF-8
 _FIXES = {
-    _BINARY: "leave it out",
-    _UTF16: "convert it: iconv -f utf-16 -t utf-8 OLD > NEW",
-    _NOT_UTF8: "convert it, for instance with iconv -f latin1 -t utf-8 OLD > NEW, or leave it out",
+    _BINARY: "remove it from the input",
+    _UTF16: "convert it with iconv -f utf-16 -t utf-8 OLD > NEW",
+    _NOT_UTF8: "convert it, for example with iconv -f latin1 -t utf-8 OLD > NEW, or remove it from the input",
 }
 
 
 def input_error(what: object, rule: str, fix: str) -> ValueError:
-    """The error for an input or an argument, worded as `moe_exp.config.setting_error` words it."""
+    """Error for an input or argument, in the format of `moe_exp.config.setting_error`."""
     return ValueError(f"{what}: {rule}. Fix: {fix}.")
 
 
 class BadDocument(ValueError):
-    """A line that is no document, or a file that cannot be read to its end.
+    """An invalid line, or a file that cannot be read to its end.
 
     Args:
-        line_number: from 1.
-        reason: the same text for the same kind of defect, so that it can be counted by.
+        line_number: starts at 1.
+        reason: the same text for every error of a kind, so that errors can be counted by reason.
     """
 
     def __init__(self, path: str | Path, line_number: int, reason: str):
@@ -95,7 +95,7 @@ class BadDocument(ValueError):
     def fix(self) -> str:
         return _FIXES.get(self.reason, "")
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
+    def __reduce__(self) -> tuple[Any, ...]:  # to be pickled in a worker process
         return type(self), (self.path, self.line_number, self.reason)
 
 
@@ -104,24 +104,20 @@ def total_bytes(paths: Iterable[Path]) -> int:
 
 
 def without_ending(name: str) -> str:
-    """A file's name without the ending of its kind."""
+    """File name without the ending of its kind."""
     return name[: len(name) - len(ending(name))]
 
 
 def check_regular(paths: Iterable[Path]) -> None:
-    """Checks that files can be read to an end, unlike a FIFO or a device, and named in a manifest.
-
-    Raises:
-        ValueError: one exists and is no regular file, or its name is not UTF-8.
-    """
+    """Raises ValueError for a path that exists but is not a regular file, or whose name is not UTF-8."""
     for path in paths:
         name = os.fsencode(path).decode(errors="backslashreplace")
         if name != str(path):
-            fix = "rename it, or its folder: manifests and logs name their files in UTF-8"
-            raise input_error(f"input={name}", "its name is not UTF-8", fix)
+            fix = "rename it or its folder; manifests and logs require UTF-8 names"
+            raise input_error(f"input={name}", "name must be UTF-8", fix)
         if (path.exists() or path.is_symlink()) and not path.is_file():
-            fix = "name files, or remove it from the folder"
-            raise input_error(f"input={path}", "is not a regular file", fix)
+            fix = "give a file, or remove this path from the folder"
+            raise input_error(f"input={path}", "must be a regular file", fix)
 
 
 def is_compressed(path: Path) -> bool:
@@ -129,13 +125,12 @@ def is_compressed(path: Path) -> bool:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a file can only be read from its beginning, and as other bytes than it has."""
-    kind = ending(path)
-    return is_compressed(path) or kind in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) or _has_values(path)
+    """Whether a file can only be read from the beginning, because its lines are decoded or converted."""
+    return is_compressed(path) or ending(path) in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) or _has_values(path)
 
 
 def _has_values(path: Path) -> bool:
-    """Whether a .json file is an array or an object over several lines, not JSON lines; raises `DAMAGE`."""
+    """Whether a .json file is not JSONL, but an array or an object over several lines; raises `DAMAGE`."""
     return ending(path) in JSON_FILES and bool(_JSON_VALUES.match(next(_file_chunks(path), b"")))
 
 
@@ -143,25 +138,25 @@ class ZstdDamage(Exception):
     """A .zst file that cannot be read to its end."""
 
 
-# What reading a compressed file raises where it is damaged or ends early.
+# Exceptions from reading a compressed file that is damaged or truncated.
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
 
 
 def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
-    """One of `DAMAGE` as the error that names the line."""
+    """Converts one of `DAMAGE` to the error that names the line."""
     return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
 
 
 def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields the lines of a file of any kind, with LF; the last line of a .jsonl file may lack it.
+    """Yields the lines of any file as JSON, ending with LF except perhaps for the last line of a .jsonl file.
 
     Args:
-        text_field: column of a table with the text, and the field of the lines that it becomes.
+        text_field: text column of a table, and the field of the text in the lines.
 
     Raises:
-        BadDocument: a table is damaged, or a text file is no UTF-8 text.
+        BadDocument: a table is damaged, or a text file is not UTF-8.
         ValueError: a table has no such column.
-        One of `DAMAGE`: a compressed file is damaged or ends early.
+        One of `DAMAGE`: a compressed file is damaged or truncated.
     """
     kind = ending(path)
     if kind in TEXT_SUFFIXES:
@@ -171,16 +166,16 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
         for number, batch in read_table(path, text_field=text_field, columns=[text_field]):
             type_ = str(batch.schema.field(text_field).type)
             if "string" not in type_ and type_ != "null":
-                not_text = f"the column {text_field!r} is {type_}, not text"
-                raise input_error(path, not_text, "name the column with the text")
+                not_text = f"the column {text_field!r} contains {type_}, not text"
+                raise input_error(path, not_text, "set --text-field to the text column")
             try:
                 yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
-            except UnicodeDecodeError as error:  # pyarrow does not check strings when it reads them
+            except UnicodeDecodeError as error:  # pyarrow does not validate strings when it reads them
                 raise BadDocument(path, number + 1, "invalid UTF-8 in this row or the next ones") from error
     elif _has_values(path):
         yield from _json_values(path)
     elif is_compressed(path):
-        rest: list[bytes] = []  # of a line that may be longer than many chunks
+        rest: list[bytes] = []  # parts of a line, which may span many chunks
         for chunk in _file_chunks(path):
             *lines, last = chunk.split(b"\n")
             for line in lines:
@@ -196,7 +191,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
 
 
 def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields the lines of a stream as bytes, compressed JSON lines up to 1 MiB at a time; as `raw_lines`."""
+    """Like `raw_lines`, but yields compressed JSONL in chunks of up to 1 MiB."""
     if is_compressed(path) and ending(path) in JSON_SUFFIXES and not _has_values(path):
         yield from _file_chunks(path)
     else:
@@ -204,32 +199,32 @@ def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES)
 
 
 def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the bytes of a file, decompressed, up to `num_bytes` at a time (compressed ones up to 1 MiB)."""
+    """Yields a file's decompressed content in chunks of up to `num_bytes` (1 MiB if compressed)."""
     check_regular([path])
     with path.open("rb") as file:
         if not is_compressed(path):
             yield from iter(partial(file.read, num_bytes), b"")
         elif not path.stat().st_size:
-            raise EOFError("it is empty")  # both formats have a header even for no bytes at all
+            raise EOFError("it is empty")  # both formats have a header, even without content
         else:
             yield from decompressed(path, file)
 
 
 def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the bytes of an open .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
+    """Yields the content of an open .gz or .zst file in chunks of up to 1 MiB; raises one of `DAMAGE`."""
     if ending(path).endswith(".gz"):
         with gzip.GzipFile(fileobj=file) as stream:
             yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
         return
     import pyarrow
 
-    # The zstandard package decompresses all it is given at once, or ends silently where the file does.
+    # The zstandard package decompresses its whole input at once, and accepts truncated files silently.
     with pyarrow.CompressedInputStream(file, "zstd") as stream:
         while True:
             try:
                 chunk = stream.read(_CHUNK_BYTES)
             except OSError as error:
-                if error.errno is not None:  # of the disk
+                if error.errno is not None:  # a disk error
                     raise
                 raise ZstdDamage(str(error)) from error
             if not chunk:
@@ -241,8 +236,8 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _json_values(path: Path) -> Iterator[bytes]:
-    """Yields each value of a JSON array, or of values one after the other, as a line."""
-    # not orjson, which does not say where a value ends
+    """Yields each value of a JSON array, or of a sequence of values, as a line."""
+    # not orjson, which does not return where a value ends
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None
     for chunk in chain(_file_chunks(path), [b""]):
@@ -264,13 +259,13 @@ def _json_values(path: Path) -> Iterator[bytes]:
                 if (chunk and is_cut) or buffer[place:].strip() == closing:
                     break
                 raise BadDocument(path, number, NOT_JSON) from error
-            if chunk and end == len(buffer):  # a number may go on
+            if chunk and end == len(buffer):  # a number may continue in the next chunk
                 break
             yield buffer[place:end].replace("\n", " ").replace("\r", " ").encode() + b"\n"
-            # errors number the values, as a value may have many lines, or a line many values
+            # errors count values, not lines: a value may span many lines, and a line may contain many values
             place, number = end, number + 1
         buffer = buffer[place:]
-        wanted = 2 * len(buffer)  # a long value is scanned again a few times, not once a chunk
+        wanted = 2 * len(buffer)  # doubling limits how often a long value is scanned again
     if closing and not buffer:
         raise BadDocument(path, number, NOT_JSON)
 
@@ -283,11 +278,12 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
     buffer, num_lines, is_empty = b"", 1, True
     # memory: twice the longest document
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
-        # of the first chunk
+        # first chunk
         if num_lines == 1 and not buffer:
             if chunk.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise BadDocument(path, 1, _UTF16)
             chunk = chunk.removeprefix(BOM)
+        # the last piece may continue in the next chunk
         *documents, buffer = _cut(buffer + chunk, rule)
         for document in documents:
             text = _decoded(path, num_lines, document, rule)
@@ -296,12 +292,12 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
             if text:
                 yield text
     text = _decoded(path, num_lines, buffer, rule)
-    if text or is_empty:  # an empty file is counted, as an empty text is
+    if text or is_empty:  # an empty file counts as one empty text
         yield text
 
 
 def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
-    """The complete documents at the beginning of `buffer`, and the rest."""
+    """Splits `buffer` into complete documents and the rest."""
     cut: list[bytes] = []
     if rule.documents == "block":
         begin = 0
@@ -312,11 +308,11 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
     pieces, longest_bytes = [], rule.longest_bytes
     for document in [*cut, buffer]:
         while len(document) > longest_bytes:
-            # after a blank line, else a line or a word, in the second half of what is allowed
+            # after a blank line, or else a line or a word, in the second half of the allowed length
             half, separators = longest_bytes // 2, (b"\n\n", b"\r\n\r\n", b"\n", b" ")
             places = ((document.rfind(one, half, longest_bytes), one) for one in separators)
             end = next((place + len(one) for place, one in places if place >= 0), 0)
-            if not end:  # else after a character of UTF-8
+            if not end:  # or else between UTF-8 characters
                 end = longest_bytes
                 while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:
                     end -= 1
@@ -327,15 +323,14 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """The text; "" if it is blank. `num_lines`: number of its first line, for errors."""
+    """Decoded text, "" if blank. `num_lines` is the number of its first line, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:
         text = document.decode()
     except UnicodeDecodeError as error:
-        line = num_lines + document.count(b"\n", 0, error.start)
-        raise BadDocument(path, line, _NOT_UTF8) from error
-    # blank: counted by the caller, not a document
+        raise BadDocument(path, num_lines + document.count(b"\n", 0, error.start), _NOT_UTF8) from error
+    # blank texts are not documents; the caller counts them
     if not text or text.isspace():
         return ""
     text = text.replace("\r\n", "\n")
@@ -346,16 +341,15 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
 
 
 def read_table(path: Path, *, text_field: str, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """Yields (number of rows before, record batch) of a .parquet or .arrow file.
+    """Yields (number of previous rows, record batch) of a .parquet or .arrow file.
 
     Args:
-        path: the file; .arrow in the file or the stream format, as `datasets` writes it.
-        text_field: a column that has to be there.
-        columns: that are read; all by default.
+        path: the file; .arrow in the file or stream format, as written by `datasets`.
+        text_field: required column; ValueError if it does not exist.
+        columns: columns to read (default: all).
 
     Raises:
-        BadDocument: the file is damaged or ends early.
-        ValueError: there is no such column.
+        BadDocument: the file is damaged or truncated.
     """
     import pyarrow
 
@@ -365,24 +359,24 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
         with ExitStack() as stack:
             batches, schema, num_rows = (_parquet if kind == "Parquet" else _arrow)(stack, path, columns)
             if text_field not in schema.names:
-                rule = f"there is no column {text_field!r}, but {', '.join(schema.names)}"
-                raise input_error(path, rule, "give --text-field")
+                rule = f"has no column {text_field!r}; its columns are {', '.join(schema.names)}"
+                raise input_error(path, rule, "set --text-field to the text column")
             for batch in batches:
                 yield number, batch if columns is None else batch.select(columns)
                 number += batch.num_rows
     except (pyarrow.ArrowException, OSError, EOFError) as error:
-        # of the disk, not of the file's format
+        # a disk error, not a damaged file
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = f"the {kind} file is damaged or ends early ({' '.join(str(error).split())})"
         raise BadDocument(path, number + 1, reason) from error
-    # pyarrow may end early without an error
+    # pyarrow may stop early without an error
     if num_rows not in (None, number):
-        raise BadDocument(path, number, f"{number} rows were read, the file says that it has {num_rows}")
+        raise BadDocument(path, number, f"only {number} of {num_rows} rows can be read")
 
 
 def table_schema(path: Path) -> Any:
-    """Arrow schema of a table; raises as `read_table`."""
+    """Arrow schema of a table; raises like `read_table`."""
     import pyarrow
 
     check_regular([path])
@@ -401,7 +395,7 @@ def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[I
     wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
     num_rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
     num_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-    # by the mean size of a row: documents may have megabytes
+    # based on the mean row size: documents may be megabytes long
     batch_rows = max(1, min(1000, _BATCH_BYTES * num_rows // max(1, num_bytes)))
     return file.iter_batches(batch_rows, use_threads=False, columns=wanted), file.schema_arrow, num_rows
 
@@ -410,6 +404,7 @@ def _arrow(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Ite
     import pyarrow.ipc
 
     with path.open("rb") as file:
+        # pyarrow reads a truncated stream without an error, so look for its end marker
         is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_ARROW_END)))
         if not is_file and file.read() != _ARROW_END:

@@ -1,4 +1,4 @@
-"""From mixture.yaml to token files of each source, their weights, and a datasheet.
+"""Turns mixture.yaml into token files for each source, effective weights and a datasheet.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
@@ -44,17 +44,15 @@ logger = logging.getLogger(__name__)
 
 
 class MixedSource(BaseModel):
-    """One source.
+    """One source of a mixture. Other settings are those of `moe-exp data prepare`.
 
     Args:
-        source: as `moe-exp data prepare` takes it.
-        name: of its files; default: that of the source.
-        weight: share of the tokens of the training, relative to the other weights.
-        max_epochs: how often its tokens may be read, at most; needs `total_tokens`.
-        patterns, revision, text_field, text_documents: as of `prepare`.
-        languages, min_language_score, min_score, min_chars, max_chars, limit, skip_bad: as of `prepare`.
-        near_dedup: options of near-duplicate removal; {} for the defaults.
-        decontaminate: JSONL file of benchmark texts or lm-eval:TASK, or several.
+        source: dataset, file or folder, as for `moe-exp data prepare`.
+        name: base name of its files (default: the source's).
+        weight: share of the training tokens, relative to the other weights.
+        max_epochs: maximum number of epochs over its tokens; requires `total_tokens`.
+        near_dedup: options for near-duplicate removal; {} for the defaults.
+        decontaminate: JSONL file with benchmark texts or lm-eval:TASK, or a list of them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -83,23 +81,23 @@ class MixedSource(BaseModel):
     @classmethod
     def _is_file_name(cls, name: str) -> str:
         if name and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError("must be letters, digits, '.', '_' and '-'")
+            raise ValueError("must consist of letters, digits, '.', '_' and '-'")
         return name
 
 
 class Mixture(BaseModel):
-    """A mixture.
+    """Contents of mixture.yaml.
 
     Args:
-        sources: at least one; their names differ.
-        tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the hub.
-        eod_token: the token that ends a document; by default what the tokenizer's files say.
-        prepend_bos: begin every document with the tokenizer's BOS.
-        vocab_size: tokens of a tokenizer that is trained on the sources, in place of `tokenizer`.
-        total_tokens: of the training, for `max_epochs` and the number of epochs in the datasheet.
-        seed: of the order and of the validation documents.
-        valid_fraction: of the distinct texts of each source, for validation.
-        num_shards: training files of each source.
+        sources: at least one; names must be unique.
+        tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the Hub.
+        eod_token: end-of-document token (default: defined by the tokenizer's files).
+        prepend_bos: start every document with the tokenizer's BOS token.
+        vocab_size: train a tokenizer with this vocabulary size on the sources, instead of `tokenizer`.
+        total_tokens: training tokens, for `max_epochs` and the epochs in the datasheet.
+        seed: seed for the document order and the choice of validation documents.
+        valid_fraction: fraction of each source's distinct texts held out for validation.
+        num_shards: number of training files per source.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -117,19 +115,21 @@ class Mixture(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> Mixture:
         if (self.tokenizer is None) == (self.vocab_size is None):
-            raise ValueError("either tokenizer or vocab_size must be given")
+            raise ValueError("requires either tokenizer or vocab_size")
         if self.prepend_bos and self.tokenizer is None:
-            raise ValueError("prepend_bos needs a tokenizer: one that is trained here has no BOS")
+            raise ValueError(
+                "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
+            )
         if self.total_tokens is None and any(one.max_epochs for one in self.sources):
-            raise ValueError("max_epochs needs total_tokens")
+            raise ValueError("max_epochs requires total_tokens")
         return self
 
 
 def read_mixture(path: Path) -> Mixture:
-    """Reads a mixture; ValueError names the first setting that is wrong."""
+    """Reads a mixture; ValueError names the first invalid setting."""
     content = read_yaml(path, fix="correct the file")
     if not isinstance(content, dict):
-        raise input_error(path, "must be settings with a list of sources", "see docs/corpus.md")
+        raise input_error(path, "must contain settings with a list of sources", "see docs/corpus.md")
     try:
         return Mixture(**content)
     except ValidationError as error:
@@ -148,25 +148,26 @@ def effective_weights(
     max_epochs: Sequence[float | None],
     total_tokens: float | None,
 ) -> list[float]:
-    """Shares of the tokens of a training, none of which reads a source more often than it may.
+    """Returns shares of the training tokens that respect each source's maximum number of epochs.
 
-    What a source gives up goes to the others, in the ratio of their weights.
+    What a limited source gives up is divided among the others in proportion to their weights.
 
     Args:
-        weights: asked for, relative.
-        tokens: of each source.
-        max_epochs: how often each may be read; None for any number.
-        total_tokens: of the training; None if no source has a limit.
+        weights: requested relative weights.
+        tokens: tokens in each source.
+        max_epochs: maximum number of epochs of each source; None for unlimited.
+        total_tokens: training tokens; None if no source is limited.
     """
     limits = [float("inf")] * len(weights)
     if total_tokens:
         epochs = zip(max_epochs, tokens, strict=True)
         limits = [limit * count / total_tokens if limit else float("inf") for limit, count in epochs]
-    # with all epochs used up there are too few tokens
+    # even all epochs of all sources do not provide enough tokens
     if sum(limits) < 1:
         most = sum(limits) * (total_tokens or 0)
-        rule, fix = f"the sources with their max_epochs give {most:.4g}", "give fewer tokens, more epochs, or"
-        raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix} another source")
+        rule, fix = f"the sources provide only {most:.4g} with their max_epochs", "lower it, raise max_epochs"
+        raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix}, or add another source")
+    # `full` sources read all their epochs; the others share the rest
     shares, full = [0.0] * len(weights), set[int]()
     while True:
         left = 1 - sum(limits[index] for index in full)
@@ -176,7 +177,7 @@ def effective_weights(
         over = {index for index, share in enumerate(shares) if index not in full and share > limits[index]}
         if not over:
             return shares
-        # what these give up may push others over their limits
+        # what these sources give up may push others over their limits
         full |= over
         if len(full) == len(weights):
             return limits
@@ -184,16 +185,14 @@ def effective_weights(
 
 @dataclass(frozen=True)
 class Mixing:
-    """How a mixture is made.
+    """Settings of `moe-exp data mix`. For those not listed, see `Preparation`.
 
     Args:
-        name: of the mixture and its folder.
-        execution: where conversions and shuffles run.
-        shuffle: as of `Preparation`, besides seed, num_shards and valid_fraction.
-        tasks: chunks of each source, see `ConvertSettings`.
-        shuffle_tasks, start_over, download_again: as of `Preparation`.
-        start_over_sources: names of the sources to make again.
-        workers: processes that tokenize.
+        name: name of the mixture and its folder.
+        shuffle: as for `Preparation`, without seed, num_shards and valid_fraction.
+        tasks: chunks per source, see `ConvertSettings`.
+        start_over_sources: names of the sources to start over.
+        workers: number of tokenizer processes.
     """
 
     name: str
@@ -213,7 +212,7 @@ class Mixing:
         return self.data_dir / self.name
 
     def preparations(self) -> dict[str, Preparation]:
-        """The preparation of each source, by the name of its files; ValueError if two have one name."""
+        """Preparation of each source, by name; ValueError if two sources have the same name."""
         names = ("data_dir", "execution", "shuffle_tasks", "download_again")
         same: dict[str, Any] = {name: getattr(self, name) for name in names} | {"clamp_tasks": True}
         shuffle = {name: getattr(self.mixture, name) for name in ("seed", "num_shards", "valid_fraction")}
@@ -232,26 +231,25 @@ class Mixing:
                 raise ValueError(f"sources.{number}: {error}") from error
             name = one.name or source.name
             if name in found:
-                rule = f"name={name}: is there twice"
-                raise input_error(f"sources.{number}", rule, "give it a name of its own")
+                rule = f"name={name}: must be unique"
+                raise input_error(f"sources.{number}", rule, "give this source another name")
             start_over = self.start_over or name in self.start_over_sources
             found[name] = replace(wanted, output_name=f"{self.name}_{name}", start_over=start_over)
         if unknown := set(self.start_over_sources) - set(found):
             fix = f"give one of {', '.join(found)}"
-            raise input_error(f"start_over_source={min(unknown)}", f"is not a source of {self.name}", fix)
-        # a folder of its own for what is downloaded, where several sources of one name want other files
+            raise input_error(f"start_over_source={min(unknown)}", f"must be a source of {self.name}", fix)
+        # sources with the same name but different files get separate download folders
         files: dict[str, set[Any]] = {}
         for source in (wanted.source() for wanted in found.values()):
             key = source.repository, source.revision, source.patterns, source.path, source.url
             files.setdefault(source.name, set()).add(key)
         for name, wanted in found.items():
-            # they would replace each other's files
             if len(files[wanted.source().name]) > 1:
                 found[name] = replace(wanted, raw_name=f"{self.name}_{name}")
         return found
 
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer that is given, or None if it is to be trained."""
+        """The configured tokenizer, or None if it will be trained."""
         if not self.mixture.tokenizer:
             return None
         options = {name: getattr(self.mixture, name) for name in ("eod_token", "prepend_bos")}
@@ -263,19 +261,19 @@ class Mixing:
         return tokenizer
 
 
-# Shuffled documents of a source: the manifest, the training files and the validation file.
+# Shuffled documents of a source: manifest, training files, validation file.
 _Shards = tuple[Mapping[str, Any], list[Path], Path]
 
 
 def mix(mixing: Mixing) -> dict[str, Any] | None:
-    """Prepares, tokenizes and weighs all sources; one that is done already is not made again.
+    """Prepares, tokenizes and weights all sources. Finished sources are reused.
 
     Returns:
-        What mixture.json says: train_data and valid_data as TRAIN_DATA and VALID_DATA take them, vocab_size,
-        tokenizer; None while SLURM jobs are under way.
+        Contents of mixture.json: train_data and valid_data (for TRAIN_DATA and VALID_DATA), vocab_size,
+        tokenizer; None while SLURM jobs are active.
 
     Raises:
-        ValueError, OSError: as `prepare` and `tokenize_files`; `total_tokens` is more than the sources give.
+        ValueError, OSError: see `prepare` and `tokenize_files`; or the sources provide too few tokens.
     """
     mixture, preparations = mixing.mixture, mixing.preparations()
     tokenizer = mixing.tokenizer()
@@ -287,7 +285,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
         folder, vocab_size = mixing.folder / "tokenizer", mixture.vocab_size or 0
         inputs = [path for _, train, _ in shards.values() for path in train]
         known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
-        # tokens, too, belong to the mixture: they are made again if their shards or tokenizer are others
+        # a tokenizer for other shards or another vocabulary size is replaced, not reported as an error
         is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
         start_over = mixing.start_over or is_other or is_stale(folder, inputs)
         train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
@@ -296,14 +294,14 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     parts = _parts(mixing, preparations, shards, tokenizer)
     for part, one in zip(parts, mixture.sources, strict=True):
         if part.weight < 0.999 * part.asked:
-            what = "%s: %.2f%% of the tokens, not %.2f%%: max_epochs"
+            what = "%s: %.2f%% of the tokens instead of %.2f%%, limited by max_epochs"
             logger.warning(what, part.name, 100 * part.weight, 100 * part.asked)
         epochs = part.weight * (mixture.total_tokens or 0) / part.num_tokens
         if one.max_epochs is None and epochs > 1:
-            what = "%s: read %.2f times in total_tokens=%.4g, and it has no max_epochs"
+            what = "%s: read for %.2f epochs with total_tokens=%.4g; max_epochs is not set"
             logger.warning(what, part.name, epochs, mixture.total_tokens)
     tokenizer_name = mixture.tokenizer or str(mixing.folder / "tokenizer")
-    # made again by every call, as it is fast where nothing else has changed
+    # rewritten every time: this is fast if nothing else has changed
     text = datasheet(mixing.name, parts, total_tokens=mixture.total_tokens, tokenizer=tokenizer_name)
     write_atomically(mixing.folder / "datasheet.md", text)
     facts = {
@@ -318,10 +316,9 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
 
 
 def _prepared(name: str, wanted: Preparation) -> _Shards | None:
-    # the errors advise to start over this source alone
+    # errors that suggest --start-over should suggest starting over only this source
     try:
         manifest = prepare(wanted)
-    # names a file and a line, and no option
     except BadDocument:
         raise
     except ValueError as error:
@@ -349,7 +346,7 @@ def _parts(
 
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
-        # tokens belong to the mixture: they are made again if their shards or their tokenizer are others
+        # token files belong to the mixture: they are rebuilt when their shards or tokenizer change
         (tokenized, prefix), (_, valid_prefix) = tokenize(name, train), tokenize(f"{name}_valid", [valid])
         converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()

@@ -1,4 +1,4 @@
-"""Settings that name text or token files at an object store, resolved to token files here and a tokenizer."""
+"""Resolves data settings that name text or remote token files to local token files and a tokenizer."""
 
 import json
 import os
@@ -32,13 +32,13 @@ from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
-    """VOCAB_SIZE for the tokenizer that would be trained on TRAIN_DATA; None if there is one, or no text.
+    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or without text.
 
-    A power of two of about a thousandth of the text's bytes, from 512 to 32768.
+    Returns a power of two near a thousandth of the text's size in bytes, from 512 to 32768.
     """
     if config.tokenizer or not names_text(config.train_data):
         return None
-    with suppress(ValueError, OSError):  # the checks of files name it
+    with suppress(ValueError, OSError):  # `text_problems` reports the error
         num_bytes, size = estimate_line_bytes(_text_sources(config)[0].files), 512
         while size < 32768 and 2 * size * 1000 <= num_bytes:
             size *= 2
@@ -47,17 +47,15 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def needs_preparation(config: Config) -> bool:
-    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text, or token files at an object store."""
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text or token files at an object store."""
     return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
 def with_prepared_text(config: Config) -> Config:
-    """Prepares what is missing, and returns `config` with token files in place of text and URLs.
+    """Prepares missing data and returns `config` with token files instead of text and URLs.
 
-    A tokenizer that is trained has VOCAB_SIZE tokens, or fewer if the text gives no more.
-
-    Raises:
-        ConfigError: text or DATA_DIR cannot be used; a package is missing.
+    A trained tokenizer has VOCAB_SIZE tokens, or fewer if the text is too short. Raises ConfigError if the
+    text or DATA_DIR cannot be used, or a package is missing.
     """
     if not needs_preparation(config):
         return config
@@ -68,7 +66,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def already_prepared(config: Config) -> Config | None:
-    """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
+    """`with_prepared_text` if everything is prepared, else None. Always None for data at an object store."""
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -80,37 +78,34 @@ def already_prepared(config: Config) -> Config | None:
 
     try:
         return _resolved(config, found, is_text) if needs_preparation(config) else config
-    except (LookupError, ValueError, OSError):  # the checks of files name what is wrong
+    except (LookupError, ValueError, OSError):  # `text_problems` reports the error
         return None
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
+    """`with_prepared_text` in a rank. Unless torchrun is used alone, the launcher has prepared the data."""
     if not needs_preparation(config):
         return config
-    # all ranks see what the launcher saw, even if files change meanwhile
+    # all ranks use what the launcher resolved, even if files have changed since
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
     return with_prepared_text(config)
 
 
 def facts_for_ranks(prepared: Config) -> str:
-    """The value of PREPARED_TEXT, from what `with_prepared_text` gave."""
+    """Value of PREPARED_TEXT, from the result of `with_prepared_text`."""
     names = ("train_data", "valid_data", "data_stages", "tokenizer")
     return json.dumps({name: getattr(prepared, name) for name in names})
 
 
 def find_prepared_text(config: Config, trained: str = "") -> Config:
-    """`with_prepared_text` for a run that was trained: prepares nothing.
+    """`with_prepared_text` for a trained run, without preparing anything.
 
-    If files have changed since, or are gone, the newest preparation of the same text is used and logged; with
-    `trained`, the `tokenizer_fingerprint` of the training, the newest with that tokenizer.
-
-    Raises:
-        ValueError: there is none.
+    If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
+    ValueError if there is none. `trained` is the `tokenizer_fingerprint` that it must have.
     """
     known = known_places(Path(config.data_dir))
-    config = config.model_copy(update={"data_stages": ""})  # only training reads them
+    config = config.model_copy(update={"data_stages": ""})  # only used in training
 
     def is_known(name: str) -> bool:
         return is_text(name) or place_of(name) in known
@@ -123,7 +118,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 
 
 def text_problems(config: Config) -> list[str]:
-    """Problems with the text that settings name, found without reading all of it."""
+    """Problems with the text in data settings, found without reading all of it."""
     try:
         for source in _text_sources(config):
             with _named_errors(source):
@@ -136,17 +131,16 @@ def text_problems(config: Config) -> list[str]:
 
 
 def plan_text(config: Config) -> list[str]:
-    """Lines about what a start of these settings would prepare, for a dry run. Writes nothing."""
-    how = "its index is copied, tokens are read when they are needed"
+    """Lines for a dry run about the data that a start would prepare. Writes nothing."""
+    how = "only its index is copied; tokens are read on demand"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
-        size = bytes_text(total_bytes(source.files))
-        what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
+        what = f"{source.setting.upper()}: {len(source.files)} files, {bytes_text(total_bytes(source.files))}"
         if found := matching(source, Path(config.data_dir)):
-            lines.append(f"{what}, prepared already in {found.folder}")
+            lines.append(f"{what}, already prepared in {found.folder}")
             continue
         tokenizer = source.tokenizer.name if source.tokenizer else ""
-        made = tokenizer or f"a tokenizer of {source.vocab_size} tokens, trained on it"
+        made = tokenizer or f"a tokenizer with {source.vocab_size} tokens, trained on this text"
         held_out = ", documents held out for validation" if source.holds_out else ""
         folder = Path(config.data_dir) / folder_name(source)
         lines.append(f"{what}, would be tokenized with {made}{held_out}, into {folder}")
@@ -154,7 +148,7 @@ def plan_text(config: Config) -> list[str]:
 
 
 def validation_setting(config: Config) -> str:
-    """The setting that validation data came from: TRAIN_DATA for what was held out of its text."""
+    """Setting that the validation data comes from: train_data if it was held out from TRAIN_DATA."""
     trained = {Path(name) for _, name in blend_members(config.train_data)}
     names = [Path(name) for _, name in blend_members(config.valid_data)]
     is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]
@@ -162,13 +156,13 @@ def validation_setting(config: Config) -> str:
 
 
 def validation_overlaps(config: Config) -> Iterator[str]:
-    """A line for text of VALID_DATA that is trained on, too."""
+    """Yields a problem for each text in VALID_DATA that is also trained on."""
     sources = _text_sources(config)
     for valid in (one for one in sources if one.setting == "valid_data"):
         others = (one for one in sources if one.setting != "valid_data" and one.real_files & valid.real_files)
         if one := next(others, None):
-            rule = f"has files of {one.setting.upper()}={one.name}: validation is on text that is trained on"
-            yield problem("valid_data", valid.name, rule, "name other text")
+            rule = f"shares files with {one.setting.upper()}={one.name}, so validation uses training text"
+            yield problem("valid_data", valid.name, rule, "use different text")
 
 
 def _remote_tokens(config: Config) -> list[str]:
@@ -199,8 +193,8 @@ def _resolved(
                 continue
             key = source.setting, source.name
             if key not in made:
-                # in this order: the first text of TRAIN_DATA gives the tokenizer of all others
-                if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
+                # order matters: the first text in TRAIN_DATA determines the tokenizer of all others
+                if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA just now
                     source = replace(source, tokenizer=_loaded(tokenizer), vocab_size=0)
                 with _named_errors(source):
                     made[key] = prepare(source)
@@ -218,20 +212,19 @@ def _resolved(
 
 
 def _problems(error: Exception) -> list[str]:
-    # each with value, rule and fix
     if isinstance(error, ConfigError):
         return error.problems
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        fix = "make it readable, or set DATA_DIR to a folder that you can write to"
+        fix = "make it readable, or set DATA_DIR to a writable folder"
         return [f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."]
-    return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text").splitlines()
+    return str(error).replace("set --text-field", "set TEXT_FIELD").splitlines()
 
 
-# The text that settings name
+# Text in data settings
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """The text of all data settings, with one tokenizer; None if it is to be trained on TRAIN_DATA."""
+    """Text in all data settings. All texts share a tokenizer, which is None if it will be trained."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
@@ -245,21 +238,21 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
     if config.tokenizer:
         tokenizer = _loaded(config.tokenizer, prepend_bos=config.prepend_bos)
     elif len(members) > 1 or not texts:
-        rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
+        rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is unknown"
         fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
-        problems.append(config.problem(given[0][0], f"{rule}, which needs one tokenizer", fix))
+        problems.append(config.problem(given[0][0], f"{rule}, which requires TOKENIZER", fix))
     if config.prepend_bos and not config.tokenizer:
-        fix = "set TOKENIZER to one with a BOS, or omit PREPEND_BOS"
-        problems.append(config.problem("prepend_bos", "a tokenizer that is trained here has no BOS", fix))
+        fix = "set TOKENIZER to one with a BOS token, or omit PREPEND_BOS"
+        problems.append(config.problem("prepend_bos", "a tokenizer trained here has no BOS token", fix))
     others = [name for name in members if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:
-        rule = f"holds out documents of text only, and {others[0]} is token files"
+        rule = f"documents can only be held out from text, and {others[0]} is a prefix of token files"
         problems.append(config.problem("train_data", rule, "set VALID_DATA or SPLIT=99,1"))
     for setting, name in given:
         if is_url(name):
-            rule = "is text at an object store, where token files can be"
-            fix = f"fetch it with moe-exp data download {name}, and name the folder"
+            rule = "text cannot be read from an object store, only token files"
+            fix = f"run moe-exp data download {name}, and set {setting.upper()} to the folder"
             problems.append(problem(setting, name, rule, fix))
     if problems:
         raise ConfigError(problems)
@@ -269,11 +262,11 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
         stage = _source(config, "data_stages", name, tokenizer, holds_out=False)
         shared = [one for one in sources if one.real_files & stage.real_files]
         if same := next((one for one in shared if one.real_files == stage.real_files), None):
-            # without the documents that are held out there
+            # reuse that preparation: its held-out documents must not be trained on in a stage
             sources[sources.index(same)] = replace(same, aliases=(*same.aliases, name))
         elif shared and not config.valid_data:
-            rule = f"has some of the files of TRAIN_DATA={shared[0].name}, of which documents are held out"
-            fix = "name all its files, or others, or set VALID_DATA"
+            rule = f"shares only some files with TRAIN_DATA={shared[0].name}, which holds out documents"
+            fix = "use all of its files or different ones, or set VALID_DATA"
             raise ConfigError([problem("data_stages", name, rule, fix)])
         else:
             rest.append(stage)
@@ -284,11 +277,11 @@ def _source(
     config: Config, setting: str, name: str, tokenizer: TextTokenizer | None, *, holds_out: bool
 ) -> TextSource:
     field, files = config.text_field, list[Path]()
-    if is_text(name):  # else it is gone, and was prepared before (find_prepared_text)
+    if is_text(name):  # otherwise the text was removed after it was prepared (find_prepared_text)
         files = find_inputs([Path(name).expanduser()], setting.upper(), field)
     rule = TextRule(config.text_documents)
     if rule.documents == "file" and len(files) < 20:
-        # of few long texts, pieces are held out
+        # few long texts: cut them, so that pieces can be held out
         num_bytes = estimate_line_bytes(path for path in files if ending(path) in TEXT_SUFFIXES)
         piece_bytes = max(2**11, min(rule.longest_bytes, num_bytes // 100))
         rule = TextRule(rule.documents, piece_bytes)
@@ -299,31 +292,31 @@ def _source(
 def _loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
     tokenizer = load_named_tokenizer(name, prepend_bos=prepend_bos)
     if tokenizer.eod_id is None:
-        fix = "name one as eos_token in its tokenizer_config.json"
-        raise setting_error("tokenizer", name, "names no token that ends a document", fix)
+        fix = "set eos_token in its tokenizer_config.json"
+        raise setting_error("tokenizer", name, "does not define an end-of-document token", fix)
     return tokenizer
 
 
 @contextmanager
 def _named_errors(source: TextSource) -> Iterator[None]:
-    """Errors of documents and of packages name the setting."""
+    """Adds the name of the setting to errors about documents and missing packages."""
     try:
         yield
     except BadDocument as error:
         path = os.path.relpath(error.path, Path(source.name).expanduser()) if source.name else error.path
         where = error.path if path.startswith("..") or path == "." else path
         rule = f"{where}, line {error.line_number}: {error.reason}"
-        fix = error.fix or "correct the line, or leave the file out"
+        fix = error.fix or "correct the line, or remove the file from the input"
         raise setting_error(source.setting, source.name, rule, fix) from error
     except ModuleNotFoundError as error:
-        rule, fix = f"reading it needs the package {error.name}", 'pip install "moe-exp[data]"'
+        rule, fix = f"requires the package {error.name}", 'pip install "moe-exp[data]"'
         raise setting_error(source.setting, source.name, rule, fix) from error
 
 
 def _check_first_documents(source: TextSource) -> None:
-    """Raises ValueError unless the first file of each kind has text, as far as its beginning shows."""
+    """Raises ValueError unless the first file of each kind starts with a document that has the text field."""
     if not any(path.stat().st_size for path in source.files):
-        raise setting_error(source.setting, source.name, "has only empty files", "give files with text")
+        raise setting_error(source.setting, source.name, "contains only empty files", "give files with text")
     seen = set()
     for path in source.files:
         if (kind := ending(path)) in seen or not path.stat().st_size:
@@ -335,11 +328,9 @@ def _check_first_documents(source: TextSource) -> None:
         else:
             _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
             names = None
-            with suppress(orjson.JSONDecodeError):  # reading names the line
+            with suppress(orjson.JSONDecodeError):  # reading the file reports the line
                 row = orjson.loads(line)
                 names = list(row) if isinstance(row, dict) else None
         if names is not None and field not in names:
-            texts = ", ".join(names) or "nothing"
-            rule = f"{path.name} has no field {field!r}, but {texts}"
-            fix = "set TEXT_FIELD to the field with the text"
-            raise setting_error(source.setting, source.name, rule, fix)
+            rule = f"{path.name} has no field {field!r}; its fields are {', '.join(names) or 'none'}"
+            raise setting_error(source.setting, source.name, rule, "set TEXT_FIELD to the text field")

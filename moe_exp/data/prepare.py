@@ -1,6 +1,6 @@
-"""From a dataset's name to shuffled shards: download, convert, shuffle, each a resumable stage of its own.
+"""Prepares a dataset as shuffled shards in three resumable stages: download, convert, shuffle.
 
-DATA_DIR/NAME_raw/                files of the hub
+DATA_DIR/NAME_raw/                files from the Hub
 DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
 DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 """
@@ -28,13 +28,15 @@ from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 
-# Bytes of text a second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py,
-# rounded down: for estimates alone.
+# Bytes of text per second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py
+# and rounded down. Only used for estimates.
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
-_DISK_RATIO = 3.1  # chunks, the scattered lines of the shuffle, which stay until its shards are complete
+_DISK_RATIO = (
+    3.1  # chunks, shards, and the shuffle's scattered lines, which stay until the shards are complete
+)
 _NUM_SAMPLED = 8
-_LARGE_BYTES = 50e9  # minutes for one process
+_LARGE_BYTES = 50e9  # one process shuffles this in minutes
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,18 @@ class Preparation:
     """Settings of `moe-exp data prepare`.
 
     Args:
-        name: registered name, dataset of the hub, file or folder; see `resolve_source`.
-        data_dir: gets the folders.
-        patterns, revision, text_field: in place of the source's own.
-        settings: what is kept; its text field is the source's.
-        execution: where the tasks of the conversion, and of the shuffle, run.
+        name: registered name, dataset on the Hub, file or folder; see `resolve_source`.
+        data_dir: parent of the created folders.
+        patterns, revision, text_field: override the source's own.
+        settings: conversion settings; their text field is replaced by the source's.
+        execution: where the conversion and shuffle tasks run.
         shuffle: keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
-        shuffle_tasks: tasks of the shuffle; default: 1, on SLURM and Ray as many as chunks if there are over
-            50 GB of text.
-        start_over: convert and shuffle again.
-        download_again: fetch the files again too.
-        output_name: of the folders of chunks and shards, and of the files in them; default: the source's.
-        raw_name: of the folder of downloaded files; default: the source's.
-        clamp_tasks: take no more tasks than files, instead of refusing.
+        shuffle_tasks: number of shuffle tasks (default: 1; one per chunk on SLURM and Ray above 50 GB).
+        start_over: repeat conversion and shuffle.
+        download_again: repeat the download as well.
+        output_name: name of the folders with chunks and shards and of their files (default: the source's).
+        raw_name: name of the download folder (default: the source's).
+        clamp_tasks: reduce the number of tasks to the number of files instead of raising an error.
     """
 
     name: str
@@ -73,24 +74,21 @@ class Preparation:
     clamp_tasks: bool = False
 
     def source(self) -> Source:
-        """Source named `name`; ValueError if it does not exist."""
+        """Source with this name; ValueError if it does not exist."""
         options = {name: getattr(self, name) for name in ("patterns", "text_field", "revision")}
         return resolve_source(self.name, **options)
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
-    """Runs the steps; one that is done already does nothing.
+    """Runs all unfinished steps. Raises like `download`, `convert` and `shuffle`.
 
     Returns:
-        The manifest of the shuffled shards; None while SLURM jobs are under way.
-
-    Raises:
-        ValueError, OSError: as `download`, `convert` and `shuffle`.
+        The manifest of the shuffled shards; None while SLURM jobs are active.
     """
     source = wanted.source()
     chunks, shuffled = _checked_folders(source, wanted)
     settings = replace(wanted.settings, text_field=source.text_field)
-    # a download that is made again may bring other files: all that follows is made again, too
+    # a repeated download may return different files, so all later steps are repeated
     start_over, raw = wanted.start_over or wanted.download_again, raw_folder(source, wanted)
     if source.is_embedded:
         inputs = [write_stdlib(raw, start_over=start_over)]
@@ -101,7 +99,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
             raise ValueError(str(error).replace("--start-over", "--download-again")) from error
     if wanted.clamp_tasks and settings.tasks:
         settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
-    # only before the conversion: when it is done most of the disk is taken already
+    # only before the conversion: afterwards most of the space is already in use
     if not chunks.exists():
         there = total_bytes(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl"))
         needed_bytes = round(_DISK_RATIO * expected_bytes(inputs))
@@ -111,10 +109,10 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         return None
     print_summary(f"converted: {chunks}", summary_rows(converted))
     outputs = [chunks / one["name"] for one in converted["outputs"]]
-    # The chunks may have been made again by an earlier call with --start-over, or by its last SLURM job.
+    # an earlier call with --start-over, or its last SLURM job, may have replaced the chunks
     if converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks)):
         start_over = True
-    # one task is fastest for what one process does in minutes
+    # a single task is fastest if one process needs only minutes
     is_large = wanted.execution.executor != "local" and total_bytes(outputs) > _LARGE_BYTES
     tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
     run = {"name": chunks.name, "tasks": tasks, "execution": wanted.execution if tasks > 1 else None}
@@ -123,8 +121,8 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    """Folders of the chunks and of the shards."""
-    # refused before hours of work, and before --start-over removes anything
+    """Folders of the chunks and the shards, after checking them and the shuffle settings."""
+    # errors must come before hours of work, and before --start-over removes anything
     name = wanted.output_name or source.name
     made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
     check_settings(name=name, **{key: value for key, value in wanted.shuffle.items() if key != "seed"})
@@ -139,7 +137,7 @@ def raw_folder(source: Source, wanted: Preparation) -> Path:
 
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
-    """Writes the standard library's sources as a JSONL file, ids are paths, and returns it."""
+    """Writes the source code of the standard library to a JSONL file, with paths as ids; returns its path."""
     settings = {"python": platform.python_version()}
     with run_stage("embed", folder, settings=settings, inputs=[], start_over=start_over) as stage:
         path = stage.folder / "python_stdlib.jsonl"
@@ -152,7 +150,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 
 
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Rows of a conversion's summary, for a table."""
+    """Rows for the summary table of a conversion."""
     read, written = manifest["read"], manifest["written"]
     rows: dict[str, Any] = {"input files": len(manifest["inputs"]), "documents read": read["num_documents"]}
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
@@ -164,7 +162,7 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do, by the listed size if there are no files yet, and writes nothing."""
+    """Prints what `prepare` would do, without writing anything. Sizes of missing files come from the Hub."""
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
     if source.is_embedded:
@@ -173,47 +171,46 @@ def plan(wanted: Preparation) -> None:
     else:
         paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)
         there, num_files = [path for path in paths if path.exists()], len(paths)
-        # 0: not known before the download
+        # 0: unknown before the download
         raw_bytes = total_bytes(paths) if len(there) == num_files else source.num_bytes or 0
-        # 2.5: typical ratio of JSONL to Parquet or .zst
+        # 2.5: typical size of JSONL relative to Parquet or .zst
         ratio = expected_bytes(there) / max(1, total_bytes(there)) if there else 2.5
         text_bytes = round(ratio * raw_bytes)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
-    # tasks at a time, which the estimate of the time is divided by
+    # concurrent tasks: the time estimate is divided by it
     width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     free = bytes_text(free_disk(wanted.data_dir))
-    num_shards = wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",
         "JSONL": _about(text_bytes),
         "disk": f"{_about(disk_bytes)} for download, chunks and shards; {free} free",
-        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
+        f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} concurrent: "
         + _duration(folder, text_bytes / _CONVERT_RATE / width),
-        f"shuffle to {shuffled}": f"{num_shards} shards and a validation file: "
+        f"shuffle to {shuffled}": f"{wanted.shuffle.get('num_shards', 32)} shards and a validation file: "
         + _duration(shuffled, text_bytes / _SHUFFLE_RATE),
     }
     print_summary(f"To prepare: {source.name}", rows)
 
 
 def _about(num_bytes: float) -> str:
-    return f"about {bytes_text(num_bytes)}" if num_bytes else "a size that is known during the download"
+    return f"about {bytes_text(num_bytes)}" if num_bytes else "size unknown until the download"
 
 
 def _duration(folder: Path, seconds: float) -> str:
     if (folder / "manifest.json").exists():
-        return "done already, if its settings are these"
+        return "already done, if the settings are the same"
     if not seconds:
-        return "a time that is known during the download"
+        return "time unknown until the download"
     if seconds < 120:
         return f"about {seconds:.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimated bytes of JSONL that the files become, from a few of them; BadDocument if one is damaged."""
+    """Estimates the size of the files as JSONL from a sample of them; BadDocument if one is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:
@@ -222,12 +219,12 @@ def expected_bytes(inputs: Sequence[Path]) -> int:
             import pyarrow
             import pyarrow.parquet
 
-            with suppress(pyarrow.ArrowException, OSError):  # the conversion will name it
+            with suppress(pyarrow.ArrowException, OSError):  # the conversion reports the error
                 metadata = pyarrow.parquet.read_metadata(path)
         if metadata is None:
             num_bytes += path.stat().st_size * (compression_ratio(path) if is_compressed(path) else 1.0)
             continue
-        # every row becomes an object with the names of all columns
+        # every row becomes a JSON object that repeats all column names
         names = sum(len(name) + len('"":,') for name in metadata.schema.names)
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         num_bytes += metadata.num_rows * names + sum(group.total_byte_size for group in groups)

@@ -1,11 +1,11 @@
-"""TRAIN_DATA or VALID_DATA that names text instead of token files: tokenized once, under DATA_DIR.
+"""Tokenizes the text that data settings name, once, into a folder under DATA_DIR.
 
-    DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* of the documents held out,
+    DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
 
-A folder of that name is complete. It is used again while names, sizes and contents of the files, the
-tokenizer and the options are the same. The documents held out are chosen by their text, so a text that was
-trained on is not held out after other files were added.
+A folder with this name is complete. It is reused while the tokenizer, the options, and the names, sizes and
+contents of the files stay the same. Documents are held out based on their text, so adding files does not hold
+out a document that was trained on.
 """
 
 import json
@@ -51,10 +51,10 @@ class TextSource:
 
     Args:
         setting: train_data, valid_data or data_stages.
-        name: the path or pattern that it has.
-        tokenizer: the given one; None: train one on the text.
-        vocab_size: of the tokenizer to train; 0: none.
-        holds_out: whether some documents are kept for validation.
+        name: path or pattern in the setting.
+        tokenizer: existing tokenizer; None to train one on the text.
+        vocab_size: vocabulary size of a tokenizer to train, else 0.
+        holds_out: whether some documents are held out for validation.
         aliases: other spellings in DATA_STAGES.
     """
 
@@ -70,7 +70,7 @@ class TextSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the files that the result depends on."""
+        """Everything that the result depends on, except the files."""
         options: dict[str, Any] = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
         options |= {"text_field": self.text_field, "documents": self.rule.documents}
         options |= {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
@@ -78,12 +78,11 @@ class TextSource:
 
     @cached_property
     def real_files(self) -> frozenset[Path]:
-        """The files, however the name is spelled."""
+        """Resolved paths, independent of how the name is spelled."""
         return frozenset(path.resolve() for path in self.files)
 
     @property
     def place(self) -> str:
-        """Absolute path or pattern."""
         return place_of(self.name)
 
     def listing(self) -> list[dict[str, Any]]:
@@ -97,39 +96,38 @@ class TextSource:
 
 
 def place_of(name: str) -> str:
-    return os.path.abspath(Path(name).expanduser())  # noqa: PTH100  # of a pattern, too
+    return os.path.abspath(Path(name).expanduser())  # noqa: PTH100  # may be a pattern
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Token files made of text, and the facts of text.json."""
+    """Token files created from text, and the contents of text.json."""
 
     folder: Path
     facts: Mapping[str, Any]
 
     @property
     def train(self) -> str:
-        """Prefix of the training tokens."""
         return str(self.folder / "train")
 
     @property
     def valid(self) -> str:
-        """Prefix of the tokens that are held out, or ''."""
+        """Prefix of the held-out tokens, or ''."""
         return str(self.folder / "valid") if self.facts.get("valid") else ""
 
     @property
     def tokenizer(self) -> str:
-        """The tokenizer that was trained on the text, or the one that was given."""
+        """The existing tokenizer, or the one trained on the text."""
         return self.facts["tokenizer_path"] or str(self.folder / "tokenizer")
 
 
-# Finding what is prepared
+# Finding preparations
 
 
 def folder_name(source: TextSource) -> str:
-    """The same on every node: of the name, the options and the files."""
+    """Folder name derived from the text's name, options and files; the same on every node."""
     parts = [source.options, source.listing()]
-    # not of contents, as every node looks for the folder
+    # without hashes of contents: every node computes the name, and reading all files would be slow
     key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
     stem = Path(source.place).name.split(".")[0]
     if any(one in stem for one in "*?["):
@@ -140,25 +138,25 @@ def folder_name(source: TextSource) -> str:
 
 def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
     for path in data_dir.glob(f"*/{FACTS}"):
-        # one that another process is removing or writing
+        # another process may be removing or writing the folder
         with suppress(ValueError, OSError):
             if isinstance(facts := read_json(path), dict):
                 yield Prepared(path.parent, facts)
 
 
 def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
-    """Preparations with the same options, the newest first."""
+    """Preparations with the same options, newest first."""
     found = [one for one in _all_prepared(data_dir) if one.facts.get("options") == source.options]
     return sorted(found, key=lambda one: str(one.facts.get("made_at")), reverse=True)
 
 
 def known_places(data_dir: Path) -> set[str]:
-    """Absolute paths and patterns of all texts that are prepared."""
+    """Absolute paths and patterns of all prepared texts."""
     return {str(one.facts.get("source")) for one in _all_prepared(data_dir)}
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """The preparation of the same files: by names, sizes and times, or by contents if times differ."""
+    """The preparation of the same files: equal names, sizes and times, or contents if times differ."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -167,18 +165,18 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
             continue
         pairs = list(zip(source.files, listing, before, strict=True))
         touched = [(path, old["hash"]) for path, new, old in pairs if new["mtime_ns"] != old["mtime_ns"]]
-        # a copy or a checkout changes times, not contents
+        # copies and checkouts change modification times, not contents
         if all(file_hash(path) == content for path, content in touched):
             if touched:
                 files = [{**old, "mtime_ns": new["mtime_ns"]} for _, new, old in pairs]
-                with suppress(OSError):  # a folder that is only read
+                with suppress(OSError):  # read-only folder
                     write_json(one.folder / FACTS, {**one.facts, "files": files})
             return one
     return None
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The preparation that a run was trained on; `trained`: its tokenizer's fingerprint, if that is known."""
+    """The preparation that a run was trained on. `trained`: its tokenizer's fingerprint, if known."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)
@@ -187,42 +185,39 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
         return found
     for one in _known(source, data_dir):
         if one.facts["source"] == source.place and is_its_own(one):
-            what = "%s=%s: changed since it was prepared; %s is used"
+            what = "%s=%s: changed since it was prepared; using %s"
             logger.warning(what, source.setting, source.name, one.folder)
             return one
-    rule = f"is text, and what was made of it is not in DATA_DIR={data_dir}"
-    raise setting_error(source.setting, source.name, rule, "set DATA_DIR to that of the training")
+    rule = f"is text, and its token files were not found in DATA_DIR={data_dir}"
+    raise setting_error(source.setting, source.name, rule, "set DATA_DIR as for the training")
 
 
 # Preparing
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds the token files of a text, or makes them. Processes and nodes that call it at once make one."""
+    """Finds or creates a text's token files. Of concurrent processes on any node, one creates them."""
     if found := matching(source, data_dir):
-        logger.info("%s: prepared before, %s", source.name, _summary(found))
+        logger.info("%s: already prepared, %s", source.name, _summary(found))
         return found
     folder = data_dir / folder_name(source)
     with locked(folder, f"{source.name}: waiting for the process that prepares {folder}"):
         if found := matching(source, data_dir):
             return found
-        # why the text is prepared again
-        if earlier := next(
-            (one for one in _known(source, data_dir) if one.facts["source"] == source.place), None
-        ):
-            before = {file["name"]: file for file in earlier.facts["files"]}
+        # explain why the text is prepared again
+        if known := [one for one in _known(source, data_dir) if one.facts["source"] == source.place]:
+            before = {file["name"]: file for file in known[0].facts["files"]}
             now = {file["name"]: file for file in source.listing()}
+            both = [name for name in now if name in before]
             kinds = {
-                "changed": [
-                    name for name in now if name in before and now[name].items() - before[name].items()
-                ],
+                "changed": [name for name in both if now[name].items() - before[name].items()],
                 "new": [name for name in now if name not in before],
                 "gone": [name for name in before if name not in now],
             }
             parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
             if parts:
-                what = "%s: prepared again, files differ from those of %s: %s"
-                logger.warning(what, source.name, earlier.folder, "; ".join(parts))
+                what = "%s: preparing again because files differ from those in %s: %s"
+                logger.warning(what, source.name, known[0].folder, "; ".join(parts))
         started = time.monotonic()
         made = _build_again(source, folder)
     logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)
@@ -231,15 +226,15 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
 
 def _summary(made: Prepared) -> str:
     facts = made.facts
-    text = f"{facts['train']['num_tokens']:,} tokens of {facts['train']['num_documents']:,} documents"
+    text = f"{facts['train']['num_tokens']:,} tokens from {facts['train']['num_documents']:,} documents"
     if valid := facts.get("valid"):
-        text += f", {valid['num_tokens']:,} of {valid['num_documents']:,} held out for validation"
-    own = "" if facts["tokenizer_path"] else f", a tokenizer of {facts['vocab_size']:,} tokens"
+        text += f", {valid['num_tokens']:,} from {valid['num_documents']:,} held out for validation"
+    own = "" if facts["tokenizer_path"] else f", a tokenizer with {facts['vocab_size']:,} tokens"
     return f"{text}{own}, in {made.folder}"
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Resumes what an interrupted start has left."""
+    """Builds the folder, resuming from the files of an interrupted start if they still match."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:
@@ -247,7 +242,7 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
     except Unfinished:
         raise
     except ValueError as error:
-        # what is left may be of other files or settings: once more without it
+        # leftover files may belong to other files or settings: retry once without them
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, BadDocument) or not resumes:
             raise
@@ -271,7 +266,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
     tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
-    # 16 MB are worth the start of a process
+    # another process is worth its start-up time for 16 MB
     workers = min(os.cpu_count() or 1, 1 + size // 2**24)
     facts: dict[str, Any] = {}
     for part, paths in documents.items():
@@ -284,27 +279,27 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
     for left in work.glob(".*.lock"):
         left.unlink()
     write_json(work / FACTS, facts)
-    # of an earlier preparation that has lost text.json
+    # an earlier preparation whose text.json is missing
     shutil.rmtree(folder, ignore_errors=True)
-    # last: a folder of that name is complete
+    # last: a folder with the final name is complete
     work.rename(folder)
     return Prepared(folder, facts)
 
 
 def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
-    """JSONL files of the training and the held-out documents."""
-    texts = sample_texts(source.files, source.text_field, 2**22, source.rule)  # cuts to a 16th
+    """JSONL files with the training and the held-out documents."""
+    texts = sample_texts(source.files, source.text_field, 2**22, source.rule)  # cuts texts to a 16th
     mean_bytes = sum(len(text.encode()) for text in texts) / max(1, len(texts))
     number = max(len(source.files), estimate_line_bytes(source.files) / max(1.0, mean_bytes))
-    share = min(0.1, max(0.01, 8 / number))  # 1%, or about 8 of fewer than 800, but at most a tenth
+    share = min(0.1, max(0.01, 8 / number))  # 1%, or about 8 documents if fewer than 800, at most 10%
     options: dict[str, Any] = {"text_field": source.text_field, "rule": source.rule, "num_shards": 1}
     try:
         manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
     except ValueError as error:
         if "no document in the input" in str(error):
-            rule, fix = "has no text", "give files with text"
+            rule, fix = "contains no text", "give files with text"
         elif "for validation" in str(error):
-            rule = "has one document, so that none can be held out for validation"
+            rule = "contains only one document, so none can be held out for validation"
             fix = "add more text, or set VALID_DATA to another text"
         else:
             raise

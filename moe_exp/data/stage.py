@@ -1,10 +1,10 @@
-"""One step of the corpus, from input files to output files: locked, resumable, published by rename.
+"""A step of data preparation, from input files to output files: locked, resumable, published by rename.
 
-While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a
-folder with manifest.json in it), or its files get their places beside `OUTPUT.manifest.json`. So what has its
-name is complete. A stage that was killed continues from what its folder holds; one that is called again with
-the same settings and inputs does nothing; with others it refuses. `start_over` begins anew; what was there
-stays until the new is complete, and a killed start-over continues when the step is called without it.
+A running stage writes only to `OUTPUT.partial/`. When it is done, that folder becomes OUTPUT (with a
+manifest.json), or its files move next to `OUTPUT.manifest.json`. So anything with its final name is complete.
+A killed stage resumes from its folder. A finished stage does nothing if called with the same settings and
+inputs, and refuses others. `start_over` replaces an output, which stays until the new one is complete; a
+killed start-over resumes when the step is called without `start_over`.
 """
 
 import json
@@ -29,8 +29,8 @@ from moe_exp.host.files import bytes_text, file_hash, sync_folder, write_json
 logger = logging.getLogger(__name__)
 
 RUNNING = "running.json"
-MAKE_AGAIN = "give --start-over to make it again"
-# of what stages leave in their working folders: one that another version has begun is not resumed
+MAKE_AGAIN = "use --start-over to recreate it"
+# format of the working folders: a stage does not resume from another format
 _FORMAT = 1
 _BLOCK_BYTES = 2**14
 _SAMPLED_BLOCKS = 4
@@ -38,15 +38,14 @@ _SAMPLED_BLOCKS = 4
 
 @dataclass
 class CorpusStage:
-    """A step that is running, or was done before.
+    """A running or previously finished step.
 
     Args:
-        output: the folder or the path, without suffix, of the files that it makes.
-        folder: where it works until it is done.
-        key: what its running.json says: settings and inputs, as the manifest has them, and whether it starts
-            over.
-        manifest: of the finished step, or None while there is work to do.
-        was_done: whether there was nothing to do.
+        output: output folder, or output path without suffix.
+        folder: working folder.
+        key: contents of running.json: settings and inputs, as in the manifest, and whether it starts over.
+        manifest: manifest of the finished step, or None while it is unfinished.
+        was_done: whether the step was already finished.
     """
 
     name: str
@@ -64,16 +63,16 @@ class CorpusStage:
         """Turns the working folder into OUTPUT and returns the manifest.
 
         Args:
-            outputs: files in the working folder that the manifest lists with size and hash.
-            hashes: what `file_hash` gives for them, if that is known already.
-            facts: what else the manifest says.
+            outputs: files in the working folder to list in the manifest.
+            hashes: their `file_hash`, where already known.
+            facts: additional manifest entries.
         """
         self.manifest = self._manifest(outputs, facts, hashes or {})
         write_json(self.folder / "manifest.json", self.manifest)
         sync_folder(self.folder)
-        # a folder cannot replace another in one step: what was there steps aside
+        # a rename cannot replace a non-empty folder: move the old output, which stays until here, aside
         replaced = self.output.with_name(f".{self.output.name}.replaced")
-        if self.output.exists():  # what was there stays until here
+        if self.output.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             self.output.rename(replaced)
         self.folder.rename(self.output)
@@ -85,10 +84,10 @@ class CorpusStage:
     def finish_files(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Moves the files beside OUTPUT, then writes and returns `OUTPUT.manifest.json`; Args as above."""
+        """Moves the files next to OUTPUT, then writes and returns `OUTPUT.manifest.json`; Args as above."""
         manifest_path = _manifest_path(self.output, is_folder=False)
         self.manifest = self._manifest(outputs, facts, hashes or {})
-        manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
+        manifest_path.unlink(missing_ok=True)  # without it, partly replaced files do not count as finished
         for path in outputs:
             path.replace(self.output.parent / path.name)
         write_json(manifest_path, self.manifest)
@@ -101,8 +100,10 @@ class CorpusStage:
     ) -> dict[str, Any]:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
-                rule = f"changed while {self.name} read it"
-                raise input_error(path, rule, "leave it alone, and give --start-over")
+                rule = f"changed while {self.name} was reading it"
+                raise input_error(
+                    path, rule, "repeat the command with --start-over while nothing modifies the file"
+                )
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
@@ -123,37 +124,36 @@ def run_stage(
     mends_outputs: bool = False,
     suffixes: Sequence[str] = (),
 ) -> Iterator[CorpusStage]:
-    """Opens the step: `stage.was_done` says whether there is anything to do, `stage.folder` where to work.
+    """Opens a step. If `stage.was_done` is False, the block works in `stage.folder`.
 
-    What the block writes into `stage.folder` is there again when the step is called after a crash. An
-    exception leaves it.
+    Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
 
     Args:
-        output: the folder that it makes, or with `is_folder=False` the path, without suffix, of its files.
-        settings: everything the outputs depend on besides the inputs; plain JSON values.
-        start_over: begin anew, and replace what another call has made, when the new one is complete.
-        mends_outputs: the block itself brings back what has gone from a finished output.
-        suffixes: of files beside OUTPUT that it must not replace, unless it has made them or `start_over` is
-            given.
+        output: output folder, or with `is_folder=False` the output path without suffix.
+        settings: everything except the inputs that the outputs depend on, as JSON values.
+        start_over: start from scratch, and replace an existing output when the new one is complete.
+        mends_outputs: the block itself restores missing files of a finished output.
+        suffixes: suffixes of files next to OUTPUT that are only replaced if this step created them or with
+            `start_over`.
 
     Raises:
-        ValueError: another process works on it; it was made, or begun, with other settings or inputs; it is
-            finished and a file is gone.
+        ValueError: another process is working on it; it was created or started with other settings or inputs;
+            a file of the finished output is missing.
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
-    # by way of JSON, as they are compared with what a file says
+    # through JSON, because they are compared with values read from a file
     key = {"stage": name, "settings": json.loads(json.dumps(settings))}
     key |= {"inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
     with locked(output):
         done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
         begun = read_json(folder / RUNNING, start_over=start_over)
-        # killed right at its end: of the folder, which it removed, RUNNING may be gone already
+        # killed while removing the working folder of a finished step: RUNNING may be gone already
         if done is not None and (begun is None or begun.get("id", 0) == done.get("id")):
             shutil.rmtree(folder, ignore_errors=True)
             begun = None
-        # also a start-over that was killed: called without --start-over it continues
+        # a killed start-over resumes as well, when called without --start-over
         resumes = begun is not None and not start_over and _difference(begun, key) is None
         if done is not None and not start_over and not resumes:
             _check_same(output, done, key, "was made")
@@ -161,53 +161,49 @@ def run_stage(
             if not mends_outputs:
                 check_outputs(place, done)
             if is_folder:
-                # of a call that was killed right at its end, as the next
+                # left over from a call that was killed just before its end
                 (output / RUNNING).unlink(missing_ok=True)
                 shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
-            what = "%s: is there, made by %s with these settings and inputs: nothing to do"
+            what = "%s: already created by %s with these settings and inputs; nothing to do"
             logger.info(what, output, name)
             yield CorpusStage(name, output, place, inputs, done, done, was_done=True)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
-            rule = f"is the work of the step {others[0]}, which {name} does not replace"
+            rule = f"was created by the step {others[0]} and is not replaced by {name}"
             raise input_error(output, rule, "choose another output, or remove it")
         if done is None:
             _check_foreign(output, is_folder, () if begun or start_over else suffixes)
         if begun is not None and not start_over:
-            _check_same(output, begun, key, "was begun")
+            _check_same(output, begun, key, "was started")
         if begun is None or not resumes:
             shutil.rmtree(folder, ignore_errors=True)
             begun = {"id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}
         folder.mkdir(exist_ok=True)
-        # of write_json in a call that was killed: it must not be published
+        # temporary files of a killed write_json must not be published
         for leftover in folder.glob("*.json.*.tmp"):
             leftover.unlink()
         begun |= key
-        # before any work: a crash from here on is resumed
+        # before any work: from here on, a crash can be resumed
         write_json(folder / RUNNING, begun)
         yield CorpusStage(name, output, folder, inputs, begun)
 
 
 def _place(output: Path) -> Path:
-    # a link's target, as a rename would replace the link itself; else only absolute
+    # the target of a link, because a rename would replace the link itself; other paths only become absolute
     return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
 
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Holds the lock of an output. If another process has it, logs `waits` and waits for it.
-
-    Raises:
-        ValueError: another process has it, and `waits` is empty.
-    """
+    """Locks an output. If another process holds the lock, logs `waits` and waits; ValueError if ""."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         if not waits:
-            rule, fix = "another process is working on it", "wait for it, or choose another output"
+            rule, fix = "in use by another process", "wait until it finishes, or choose another output"
             raise input_error(output, rule, fix) from error
         logger.info(waits)
         lock.acquire()
@@ -222,24 +218,24 @@ def _manifest_path(output: Path, *, is_folder: bool) -> Path:
 
 
 def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the files of a manifest are there with their sizes."""
+    """Raises ValueError unless all files in the manifest exist with the recorded size."""
     for file in manifest["outputs"]:
         path = folder / file["name"]
         size = path.stat().st_size if path.exists() else None
         if size != file["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise input_error(path, f"{found}, its manifest.json says {file['bytes']} bytes", MAKE_AGAIN)
+            raise input_error(path, f"{found}; its manifest.json lists {file['bytes']} bytes", MAKE_AGAIN)
 
 
 def _check_foreign(output: Path, is_folder: bool, suffixes: Sequence[str]) -> None:
-    # what has OUTPUT's name and is not of this program is not replaced
+    # never replace files of OUTPUT's name that another program or the user created
     if is_folder and output.exists() and any(output.iterdir()):
-        rule = "is there, without a manifest.json of this program"
+        rule = "already exists without a manifest.json of moe-exp"
         raise input_error(output, rule, "choose another folder, or remove it")
     for path in (Path(f"{output}{suffix}") for suffix in suffixes):
         if path.exists():
-            rule = "is there, without a manifest of this program"
-            raise input_error(path, rule, "choose another name, or give --start-over")
+            rule = "already exists without a manifest of moe-exp"
+            raise input_error(path, rule, "choose another name, or use --start-over")
 
 
 def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
@@ -252,14 +248,13 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
         return f"by the step {found['stage']}, not {key['stage']}"
     for field_name in {**found["settings"], **key["settings"]}:
         old, new = (settings.get(field_name) for settings in (found["settings"], key["settings"]))
-        # without skip_bad no bad document has been read so far
-        is_compatible = (field_name, old, new) == ("skip_bad", False, True)
-        if old != new and not is_compatible:
-            return f"with {field_name}={old}, now it is {new}"
+        # resuming with skip_bad is safe: without it, an invalid line would have stopped the step
+        if old != new and (field_name, old, new) != ("skip_bad", False, True):
+            return f"with {field_name}={old}, not {new}"
     if found["inputs"] != key["inputs"]:
         old_files, new_files = ({one["name"]: one for one in side["inputs"]} for side in (found, key))
         changed = [one for one in {**old_files, **new_files} if old_files.get(one) != new_files.get(one)]
-        how = f"{changed[0]} is not what it was" if changed else "their order is another"
+        how = f"{changed[0]} has changed" if changed else "in another order"
         return f"from other inputs ({how})"
     if "outputs" not in found and found.get("format") != _FORMAT:
         return "by another version of moe_exp"
@@ -273,7 +268,7 @@ def is_stale(
     settings: Mapping[str, Any] | None = None,
     is_folder: bool = True,
 ) -> bool:
-    """Whether OUTPUT was made or begun from other files than `inputs`, or with other settings."""
+    """Whether OUTPUT was created or started from files other than `inputs`, or with other settings."""
     output = _place(output)
     begun = read_json(output.with_name(output.name + ".partial") / RUNNING, start_over=True)
     done = read_json(_manifest_path(output, is_folder=is_folder), start_over=True)
@@ -285,7 +280,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether the folder OUTPUT was begun, or made, before the folder `other` was made."""
+    """Whether the folder OUTPUT was started or created before the folder `other` was created."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)
@@ -293,7 +288,7 @@ def is_older(output: Path, other: Path) -> bool:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of four blocks of a file: 64 KB at most, as a corpus may have 30,000 files."""
+    """Name, size and hash of a file. Hashes four blocks (64 KB): a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -304,30 +299,30 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
-    """Reads a JSON file; None if there is none. With `start_over` a damaged one is no error but {}."""
+    """Reads a JSON file; None if it does not exist. With `start_over`, a damaged file is read as {}."""
     try:
         return files.read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
-        if start_over:  # it was there, whatever it said
+        if start_over:  # only its existence matters
             return {}
-        raise input_error(path, f"is damaged ({error})", "remove it, or give --start-over") from error
+        raise input_error(path, f"is damaged ({error})", "remove it, or use --start-over") from error
 
 
 def free_disk(folder: Path) -> int:
-    """Free bytes on the disk of `folder`, which need not exist yet."""
+    """Free space (bytes) on the disk of `folder`, which may not exist yet."""
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     return shutil.disk_usage(existing).free
 
 
 class Unfinished(ValueError):
-    """A step that could not be finished for now: what is done stays, and the same call continues."""
+    """A step could not be finished, but keeps its progress. The same call resumes it."""
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which need not exist yet."""
+    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which may not exist yet."""
     free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
-        rule = f"has {bytes_text(free_bytes)} free, {what} needs {bytes_text(needed_bytes)}"
-        raise Unfinished(f"{folder}: {rule}. Fix: free some space, or choose a folder on another disk.")
+        rule = f"has {bytes_text(free_bytes)} free; {what} requires {bytes_text(needed_bytes)}"
+        raise Unfinished(f"{folder}: {rule}. Fix: free up space, or choose a folder on another disk.")

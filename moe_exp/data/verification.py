@@ -1,7 +1,7 @@
-"""Whether files are still what their manifest says, and whether two corpora hold the same documents.
+"""Verifies files against their manifest, and compares the documents of two corpora.
 
-Everything is read again and hashed. Memory: 16 bytes a validation document; for a comparison about 50 a
-document of both sides.
+Reads and hashes everything. Memory: 16 bytes per validation document, or for a comparison about 50 bytes per
+document of both corpora.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 @dataclass(frozen=True)
 class Finding:
-    name: str  # of a file, or what was compared
+    name: str  # file or comparison
     problem: str = ""
-    facts: str = ""  # for a reader
+    facts: str = ""  # details to print
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class Manifest:
 
     path: Path
     content: dict[str, Any]
-    only: str = ""  # the output that is asked for; empty for all
+    only: str = ""  # name of the only output to check; empty for all
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """Name, bytes and hash of each file that is asked for."""
+        """Name, bytes and hash of each file to check."""
         return [one for one in self.content["outputs"] if not self.only or one["name"] == self.only]
 
     @property
     def text_field(self) -> str:
-        if self.content.get("stage") == "convert":  # whose setting is the field of its inputs
+        if self.content.get("stage") == "convert":  # its setting is the text field of its inputs
             return "text"
         return str(self.content.get("settings", {}).get("text_field") or "text")
 
 
 def find_manifest(path: Path) -> Manifest:
-    """The manifest of a folder, of a prefix of token files, or of one of the files that a manifest lists."""
+    """Manifest of a folder, a prefix of token files, or a single file listed in a manifest."""
     stem = prefix_of(path.name.removesuffix(ending(path)))
     candidates = [
         *((one, "") for one in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path)),
@@ -71,47 +71,48 @@ def find_manifest(path: Path) -> Manifest:
         try:
             content = read_json(candidate)
             if not isinstance(content["outputs"], list):
-                raise TypeError("outputs is no list")
+                raise TypeError("outputs is not a list")
         except (ValueError, KeyError, TypeError) as error:
-            fix = "make the files again, or read them with moe-exp data inspect"
-            rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
+            fix = "recreate the files, or read them with moe-exp data inspect"
+            rule = f"must be a manifest with a list of outputs ({type(error).__name__}: {error})"
             raise ValueError(f"{candidate}: {rule}. Fix: {fix}.") from error
         found = Manifest(candidate, content, only)
         if found.outputs or not only:
             return found
-    fix = "give a folder or file that moe-exp data has made"
-    raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: {fix}.")
+    fix = "give a folder or file created by moe-exp data"
+    raise ValueError(f"{path}: no manifest found. Fix: {fix}.")
 
 
 # Against the manifest
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Checks `path` against its manifest: sizes, hashes, token files, documents, validation against training.
-    ValueError if there is no manifest, or it is damaged; or a line of JSONL is no document.
+    """Checks `path` against its manifest: sizes, hashes, token files, documents, and that no validation
+    document is in the training files. ValueError for a missing or damaged manifest or an invalid line.
     """
     manifest, files = find_manifest(path), list[Finding]()
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
-    with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
+    with progress(f"hashing files in {manifest.path}", num_bytes) as advance:
         for one in manifest.outputs:
             path, wrong = manifest.path.parent / one["name"], ""
             if not path.is_file():
                 wrong = "is missing"
             elif (size := path.stat().st_size) != one["bytes"]:
-                wrong = f"has {size:,} bytes, the manifest says {one['bytes']:,}"
+                wrong = f"has {size:,} bytes, the manifest lists {one['bytes']:,}"
             elif not has_hash(path, one["hash"]):
-                wrong = "has other content than when it was made: its hash differs"
+                wrong = "has changed since it was created: its hash differs"
             files.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
             advance(int(one["bytes"]))
     yield from files
-    if not manifest.only and manifest.path.name == "manifest.json":  # else it is beside files of others
-        # unlisted data that a training run or the next step would read
+    if not manifest.only and manifest.path.name == "manifest.json":  # otherwise the folder is shared
+        # a training run or the next step would also read data files that are not listed
         listed = {one["name"] for one in manifest.outputs}
         # .json files are manifests and notes
         suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
         for file in sorted(manifest.path.parent.iterdir()):
             if file.is_file() and file.name.endswith(suffixes) and file.name not in listed:
                 yield Finding(file.name, "is not in the manifest")
+    # reading damaged files would only report the same damage again
     if not any(finding.problem for finding in files):
         yield from _token_findings(manifest)
         yield from _document_findings(manifest)
@@ -127,7 +128,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
         seen = {"documents": files.num_documents, "tokens": int(files.sequence_bounds[-1])}
         listed = {what: manifest.content.get(f"num_{what}", count) for what, count in seen.items()}
         wrong = "; ".join(
-            f"has {count:,} {what}, the manifest says {listed[what]:,}"
+            f"has {count:,} {what}, the manifest lists {listed[what]:,}"
             for what, count in seen.items()
             if listed[what] != count
         )
@@ -135,7 +136,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Reads the documents of JSONL outputs: number per file, all together, and none on both sides."""
+    """Checks the documents in JSONL outputs: per file, in total, and validation against training."""
     names = [one["name"] for one in manifest.outputs if ending(one["name"]) in JSON_SUFFIXES]
     if not names:
         return []
@@ -143,7 +144,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     found, total, valid, num_shared = list[Finding](), Tally(), Hashes(), 0
     num_bytes = sum((manifest.path.parent / name).stat().st_size for name in names)
     with progress("reading the documents", num_bytes) as advance:
-        # Those for validation first, as the others are compared with them.
+        # Validation files first, because the training files are compared with them.
         for is_validation in (True, False):
             valid_words = valid.sorted_words()
             for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
@@ -155,37 +156,37 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
                         num_shared += int(hashes.is_in(*valid_words).sum())
                 total += tally
                 count = tally.num_documents
-                # a shuffle counts by file, other steps only in all
+                # a shuffle counts documents per file, other steps only in total
                 listed = expected.get(name, count) if isinstance(expected, dict) else count
-                wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
+                wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
                 found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, total))
-    # a single file has no other side
+    # a single file cannot be compared with itself
     if len(valid) and len(names) > 1:
-        wrong = f"{num_shared:,} training documents are equal to one for validation"
-        facts = f"none of {len(valid):,} is in training"
+        wrong = f"{num_shared:,} training documents are also validation documents"
+        facts = f"none of {len(valid):,} is a training document"
         found.append(Finding("validation against training", wrong if num_shared else "", facts))
     return found
 
 
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
     content = manifest.content
-    # counts of the output: both sides of a shuffle, those of a conversion, of the manifest itself, of a merge
+    # output counts, depending on the step: shuffle (two parts), conversion, other steps, merge
     sides = [content.get("train"), content.get("valid")]
     for parts in (sides, [content.get("written")], [content], [content.get("read")]):
         tallies = [part for part in parts if isinstance(part, dict) and "text_hash" in part]
         if len(tallies) == len(parts):
             break
     else:
-        facts = f"{total.num_documents:,}; the manifest has no counts to compare with"
+        facts = f"{total.num_documents:,}; the manifest contains no counts to compare"
         return Finding("all documents", "", facts)
     expected = Tally()
     for one in tallies:
         expected += Tally.from_json({"skipped": {}, **one})
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
-        f"{name} is {counts[name]}, the manifest says {expected_counts[name]}"
+        f"{name} is {counts[name]}, the manifest lists {expected_counts[name]}"
         for name in _COUNTS
         if counts[name] != expected_counts[name]
     )
@@ -195,7 +196,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 def hash_blocks(
     path: Path, tally: Tally, advance: Callable[[int], None], text_field: str
 ) -> Iterator[Hashes]:
-    """Hashes of the documents of a JSONL file, a block at a time; BadDocument at a line that is none."""
+    """Yields the hashes of a JSONL file's documents in blocks; BadDocument for an invalid line."""
     hashes = Hashes()
     for _, text in documents_with_progress(path, tally, advance, text_field=text_field):
         hashes.add(text.encode())
@@ -209,18 +210,16 @@ def hash_blocks(
 
 
 def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
-    """Whether two corpora (both JSONL files or folders, or both prefixes of .bin/.idx) hold the same
-    documents, each as often, in any files and order.
-    """
+    """Compares two corpora (JSONL files or folders, or prefixes of .bin/.idx) as multisets of documents."""
     is_tokens, other_is_tokens = (
         not one.is_dir() and ending(one) not in JSON_SUFFIXES for one in (path, other)
     )
     if is_tokens != other_is_tokens:
-        fix = "give two prefixes of .bin/.idx, or JSONL on both sides"
-        raise ValueError(f"{path}: can only be compared with the same kind. Fix: {fix}.")
+        fix = "give two .bin/.idx prefixes, or JSONL for both"
+        raise ValueError(f"{path}: must be of the same kind as {other}. Fix: {fix}.")
     hashes = [_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other)]
     only_here, only_there = difference(*hashes)
-    wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
+    wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} others"
     wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
@@ -228,7 +227,7 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
 def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> Hashes:
     hashes = Hashes()
     if is_tokens:
-        # as int64, so that files of another token type can be compared
+        # as int64, to compare files with different token types
         files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
         bounds = files.document_bounds
         for first, end in token_blocks(bounds, BLOCK_TOKENS):

@@ -1,4 +1,4 @@
-"""Compares runs: settings that differ, and the cost of reaching a loss."""
+"""Compares runs: differing settings, and the cost of reaching a loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,9 @@ from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.run_data import AXES, Floats, RunRecords, latest
 from moe_exp.runs.curves import grouped_by_seed, shared_points
 
-SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
-_FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
-_FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput, and how far it may vary
+SMOOTHED_SHARE = 0.05  # smoothing window relative to the tokens of the shortest run
+_FEWEST_SHARE = 0.01  # relative to the longest run; shorter runs are not compared
+_FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput; largest relative range without a warning
 _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NOT_SET, _NO_EXPERTS = "(unknown)", "(not set)", "–"
 NATS, BITS = "nats per token", "bits per byte"
@@ -25,7 +25,7 @@ VALIDATION, TRAINING = "validation loss", "training loss"
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources that a run had used when its smoothed loss first reached a target; NaN if unknown."""
+    """Resources used by a run until its smoothed loss first reached a target; NaN if unknown."""
 
     iteration: float
     tokens: float
@@ -35,7 +35,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in SEED, in the order of the report."""
+    """Runs that differ only in SEED, in report order."""
 
     runs: tuple[RunRecords, ...]
 
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of a run over what it had used (`at`: AXES), or the mean of several as far as all have come."""
+    """Loss of a run, or mean loss of several over their common range, and the values on the AXES (`at`)."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -55,9 +55,9 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Parity:
-    """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest loss that both reach.
+    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach.
 
-    Shares are of what `other` had used there, NaN if unknown; several seeds are compared by mean curves.
+    Costs are fractions of the cost of `other`, NaN if unknown. Several seeds are compared by mean curves.
     """
 
     run: Group
@@ -68,22 +68,22 @@ class Parity:
     flops: float = float("nan")
     seconds: float = float("nan")
     tokens: float = float("nan")
-    is_reached: bool = True  # the lowest loss of `other`; if not, `loss` is the lowest of `run`
+    is_reached: bool = True  # whether `run` reaches the lowest loss of `other`, else `loss` is its own
     other_lowest: float = float("nan")
     reason: str = ""  # why the two cannot be compared
 
 
 def tokenizer_of(run: RunRecords) -> str | None:
-    """Identifies the tokenizer: TOKENIZER, else the vocabulary size; None if settings are unknown."""
+    """TOKENIZER, or else the vocabulary size, as the tokenizer's identity; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
+    """Bits per byte equal to one nat per token, from the latest validation with both; NaN without one."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
-    # the ratio is that of tokens to bytes: it depends on the text, not on the model
+    # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
     return float(bits[both][-1] / nats[both][-1]) if both.any() else float("nan")
 
@@ -94,25 +94,25 @@ def has_loss(run: RunRecords) -> bool:
 
 
 def is_mixed(runs: Sequence[RunRecords]) -> bool:
-    """Whether the runs with a loss use several tokenizers, so that losses per token do not compare."""
+    """Whether the runs with a loss use different tokenizers, so that losses per token are not comparable."""
     return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit in which the losses of these runs compare: NATS with one tokenizer, else BITS; None if unknown."""
+    """Unit in which losses are comparable: NATS with one tokenizer, else BITS; None if BITS are unknown."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself. Each
-    counts by its length in x: one of a few iterations, before a stop, for no more than these.
+    """Mean of the finite `values` in (x - window, x], weighted by each record's length in the increasing x.
 
-    NaN while the records cover less than `window`, in units of the increasing `x`, and if no value is finite.
+    Windows consist of whole records, at least one. NaN where the records cover less than `window`, or if no
+    value is finite.
     """
     finite = np.isfinite(values)
-    # differences of running sums: the windows of all records in one pass
+    # differences of running sums compute the windows of all records in one pass
     lengths = np.where(finite, np.diff(x, prepend=begin_of(x)), 0.0)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0) * lengths)])
     counts = np.concatenate([[0.0], np.cumsum(lengths)])
@@ -120,13 +120,13 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
     covered = counts[ends] - counts[starts]
     means = np.where(covered > 0, (sums[ends] - sums[starts]) / np.where(covered > 0, covered, 1), np.nan)
-    # token counts as floats may miss a whole window by rounding
+    # by rounding, token counts as floats may be slightly less than a whole window
     return np.where(x - begin_of(x) >= window * (1 - 1e-9), means, np.nan)
 
 
 def begin_of(x: Floats) -> float:
     """Start of the first record, extrapolated from the second; 0 with one record, NaN without any."""
-    # not always 0: a run from LOAD_DIR continues the counts of its checkpoint
+    # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
         return 0.0 if len(known) else float("nan")
@@ -134,16 +134,16 @@ def begin_of(x: Floats) -> float:
 
 
 def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
-    """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
+    """Mean training loss over the last `window_tokens` tokens, rounded to nine places."""
     losses = run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
     return np.round(trailing_mean(run.train["consumed_tokens"], losses, window_tokens), 9)
 
 
 def window_of(runs: Sequence[RunRecords]) -> float:
-    """Smoothing window in tokens: 5% of the shortest run, at least 1% of the longest.
+    """Smoothing window in tokens: 5% of the shortest run, but at least 1% of the longest.
 
-    Runs below that 1% are ignored, so that one that has just begun does not change the other curves. Tokens
-    before the checkpoint of LOAD_DIR do not count.
+    Ignores runs below that 1%, so that a new run does not change the curves of the others. Tokens before a
+    LOAD_DIR checkpoint do not count.
     """
     counts = (
         run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)
@@ -154,29 +154,29 @@ def window_of(runs: Sequence[RunRecords]) -> float:
 
 
 def why_not_compared(run: RunRecords, window_tokens: float) -> str:
-    """Why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
+    """Reason why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
     if not has_loss(run):
-        return "has no loss that is a number" if run.num_records else "has no loss yet"
+        return "has no finite loss" if run.num_records else "has no loss yet"
     if not np.isfinite(run.train["consumed_tokens"]).any():
-        return "has losses but no token counts (consumed_tokens), which they are smoothed and compared by"
+        return "has losses but no token counts (consumed_tokens), which the comparison requires"
     if not np.isfinite(smoothed(run, NATS, window_tokens)).any():
         return "is too short to smooth: it has less than 1% of the tokens of the longest run"
     return ""
 
 
 def lowest(values: Floats) -> float:
-    # fmin passes over NaN
+    # fmin ignores NaN
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
-    """Cost (`at`: AXES) at which `values` first reach `loss` (interpolated linearly), or None."""
+    """Cost where `values` first reach `loss`, linearly interpolated over `at` (AXES); None if never."""
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
         return None
     index = int(reached[0])
     before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
-    # how far on the straight line from the value before; all of it without one
+    # position on the line from the previous value; 1 without one
     share = (before - loss) / (before - value) if before > loss else 1.0
     amounts = []
     for x in (at[axis] for axis in AXES):
@@ -186,7 +186,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | Non
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN, and its unit."""
+    """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN; its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -198,20 +198,20 @@ def rounded_up(loss: float) -> float:
     """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
-    # as text: 4.1 + 0.2 is a little more than 4.3, and would come to 4.3001
+    # as decimal text: 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
 class Overview:
-    """One run in numbers, at its end; NaN for what was not measured. Throughput is the median of the records.
+    """Summary of a run at its end; NaN for missing measurements. Throughput is the median over the records.
 
-    `cost` is that of `loss` in `unit`; None if it was not reached, or if losses do not compare (no `unit`).
+    `cost` is the cost of reaching `loss` in `unit`; None if it was not reached or without a `unit`.
     """
 
     def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):
         count, train, nan = count_parameters(run.config) if run.config else None, run.train, float("nan")
         own_end = smoothed(run, NATS, window_of([run]))
-        # older files have no peak
+        # files of older versions have no peak
         memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
         self.run = run
         self.total_parameters = count.total if count else nan
@@ -230,18 +230,18 @@ class Overview:
 
 
 def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
-    """Groups runs whose settings differ only in SEED, in their place or in how they are monitored."""
+    """Groups runs whose settings differ only in SEED, paths or monitoring."""
     grouped = grouped_by_seed([run.settings for run in runs])
     return [Group(tuple(runs[index] for index in group)) for group in grouped]
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """The mean of the runs' curves as far as all have come; None without any, or without common tokens."""
+    """Mean of the runs' curves over their common range of tokens; None without curves or common range."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
     tokens = [curve.at["consumed_tokens"] for curve in curves]
-    # in tokens, as the records of runs with other batch sizes lie between each other
+    # interpolated over tokens, because runs with other batch sizes have records at other points
     points = shared_points(tokens)
 
     def mean(values: Sequence[Floats]) -> Floats:
@@ -252,25 +252,25 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
 
 
 def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """The loss of one run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without one."""
+    """Loss curve of a run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without values."""
     if what == VALIDATION:
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
     else:
         table, loss = run.train, smoothed(run, unit, window_tokens)
-    # gaps are left out: between two points the curve is a straight line
+    # without gaps: between two points the curve is a straight line
     known = np.isfinite(table["consumed_tokens"]) & np.isfinite(loss)
     return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
 
 
 def parities(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense one; runs that differ only in SEED count as one."""
+    """Compares every MoE model with every dense model; runs that differ only in SEED count as one."""
     groups = seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     return [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]
 
 
 def parity(one: Group, other: Group) -> Parity:
-    """Compares the two at the lowest loss that both reach, as `page_parts._PARITY_RULE` says."""
+    """Compares two groups at the lowest loss that both reach, as defined in `page_parts._PARITY_RULE`."""
     runs = (*one.runs, *other.runs)
     unit, window = loss_unit(runs), window_of(runs)
     reasons = {run.name: why_not_compared(run, window) for run in runs}
@@ -288,7 +288,7 @@ def parity(one: Group, other: Group) -> Parity:
         found = Parity(pair[0], pair[1], what, unit=unit)
         own_lowest, other_lowest = (lowest(curve.loss) for curve in curves)
         loss = rounded_up(max(own_lowest, other_lowest))
-        # What a run used before its first record is not known.
+        # The cost before a run's first record is unknown.
         begins = [group.name for group, curve in zip(pair, curves, strict=True) if curve.loss[0] <= loss]
         if begins:
             found = replace(found, reason=f"{begins[0]} starts at {loss:.4f} {unit} or below")
@@ -305,7 +305,7 @@ def parity(one: Group, other: Group) -> Parity:
 
 
 def parity_text(found: Parity) -> str:
-    """The comparison in one sentence."""
+    """Describes the comparison in one sentence."""
     name, other = found.run.name, found.other.name
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."
@@ -317,19 +317,19 @@ def parity_text(found: Parity) -> str:
         lowest_text = f"{found.loss:.4f} {found.unit}, the lowest that both reach"
         return f"{name} reaches the {loss} of {other} ({lowest_text}) in {cost}."
     missed = f"{name} does not reach the {loss} of {other} ({found.other_lowest:.4f} {found.unit})"
-    return f"{missed}; to its own lowest, {found.loss:.4f}, it needed {cost} that {other} needed."
+    return f"{missed}. It needed {cost} of {other} to reach its own lowest loss, {found.loss:.4f}."
 
 
 def in_words(parts: Sequence[str]) -> str:
-    """Joins as in `a, b and c`."""
+    """Joins parts as in `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
-    """Whether validation losses are of the same samples and tokens, as far as the settings are known."""
+    """Whether all runs are validated on the same samples and tokens, as far as their settings are known."""
 
     def data_of(run: RunRecords) -> tuple[str, ...]:
-        # without VALID_DATA, validation takes its share of the training data
+        # without VALID_DATA, validation uses a split of the training data
         data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
         names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
         samples = run.config.eval_iters * run.config.gbsz if run.config else ""
@@ -339,18 +339,18 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
 
 
 def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
-    """Settings in which runs differ: name, and the value of each run as text.
+    """Settings in which runs differ: name, and the value in each run as text.
 
-    `(unknown)` stands for a setting the run does not have, `–` for a MoE setting of a dense run. With dense
-    and MoE runs, a MoE setting is listed if the MoE runs differ from each other or from the default; the size
-    of the MoE always is.
+    `(unknown)` stands for a setting that the run does not have, `–` for a MoE setting of a dense run. With
+    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default. The size
+    of the MoE is always listed.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
-        part = TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
+        part = TRAITS[name].part if name in TRAITS else ""  # unknown setting of an older version
         if part == "place":
             continue
-        # dense runs have these settings, too, but they mean nothing there
+        # dense runs also record the MoE settings, but they have no effect there
         values = [
             _UNKNOWN if name not in run.settings
             else _NO_EXPERTS if part == "experts" and run.kind == "dense"
@@ -372,15 +372,16 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
     found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))
-        use = "losses per token do not compare, and bits per byte are not known"
+        use = "losses per token are not comparable, and bits per byte are not known"
         if loss_unit(runs) == BITS:
             use = "losses are compared in bits per byte"
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
-        found.append("The runs were validated on different data: they are ranked by their training losses.")
+        found.append("The runs were validated on different data, so they are ranked by training loss.")
+    # other programs on the machine disturb times, but not losses
     uneven = []
     for run in runs:
-        # the first record contains compilation and caches
+        # the first record includes compilation and filling caches
         rates = run.train["tokens_per_second"][1:]
         rates = rates[np.isfinite(rates)]
         if len(rates) < _FEWEST_RATES:
@@ -391,15 +392,15 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
             uneven.append(f"{run.name} {by}, from {rate_text(low)} to {rate_text(high)} tokens/s")
     if uneven:
         rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
-        found.append(f"{rule}, so that its times say little about the model: {'; '.join(uneven)}.")
+        found.append(f"{rule}, so its times are not reliable: {'; '.join(uneven)}.")
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
             gaps = f"{num} of {run.num_records} records have a loss that is not a number"
-            found.append(f"{run.name}: {gaps}; they are gaps in the curve.")
+            found.append(f"{run.name}: {gaps} (gaps in the curve).")
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):
-            found.append(f"{run.name} {reason}; it is left out of what a loss costs.")
+            found.append(f"{run.name} {reason}; it is excluded from the cost of a loss.")
         found += [f"{run.name}: {note}." for note in run.notes]
     return found

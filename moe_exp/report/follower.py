@@ -1,6 +1,6 @@
-"""Follows the metrics.jsonl of a run that may be running, not exist yet, or be cut back by a resume.
+"""Follows the metrics.jsonl of a run, which may still grow, not exist yet, or be truncated by a resume.
 
-Reads only what was appended since the last poll, also for files of 100,000 lines.
+Each poll reads only appended lines, so that files with 100,000 lines stay cheap.
 """
 
 import math
@@ -20,11 +20,11 @@ from moe_exp.runs.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # losses kept for the plot
 _CHUNK_BYTES = 1 << 22
-_TAIL_BYTES = 8192  # a whole record of a small model: the end alone may equal that of another one
+_TAIL_BYTES = 8192  # a whole record of a small model: the ends of different records may be equal
 
 
 class WorstLayer(NamedTuple):
-    """One MoE layer of a train record: `layer` from 1, `dropped` a fraction; None was not measured."""
+    """One MoE layer of a train record: `layer` starts at 1, `dropped` is a fraction; None: not measured."""
 
     layer: int
     max_over_mean: float | None
@@ -36,7 +36,7 @@ class WorstLayer(NamedTuple):
 
 @dataclass
 class Watched:
-    """State of a run from its records. Losses in nats per token; None if not finite."""
+    """State of a run according to its records. Losses are in nats per token, None if not finite."""
 
     num_train: int = 0
     # (iteration, loss)
@@ -46,11 +46,11 @@ class Watched:
     train: Record = field(default_factory=dict)  # the latest train record
     valid: Record = field(default_factory=dict)  # the latest valid record
     iteration: int = 0
-    since_iteration: int = 0  # of the latest train record, or of the start after it
+    since_iteration: int = 0  # iteration of the latest train record, or of a later start
     num_unreadable_lines: int = 0
     num_not_finite: int = 0
-    start_time: str = ""  # of the latest start or resume, ISO 8601
-    end: str | None = None  # status of the `end` event after it
+    start_time: str = ""  # time of the latest start or resume, ISO 8601
+    end: str | None = None  # status of the `end` event after that start
 
     @property
     def usual_interval_seconds(self) -> float | None:
@@ -58,7 +58,7 @@ class Watched:
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
     def take(self, record: Mapping[str, Any]) -> bool:
-        """Adds the next record of the file; False if it is not a record."""
+        """Adds the next record; False if it is invalid."""
         iteration = record.get("iteration")
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
@@ -70,12 +70,12 @@ class Watched:
                 self.end, self.since_iteration, self.start_time = None, iteration, str(record.get("time", ""))
             elif name == "end":
                 self.end = str(record.get("status", "ended"))
-            else:  # a checkpoint saved in the background is logged after later iterations
+            else:  # do not set `iteration`: a checkpoint saved in the background is logged late
                 return True
         elif kind == "valid":
             self.valid = dict(record)
         elif kind == "train":
-            # fewer in the first record after a start
+            # the first record after a start covers fewer iterations
             num_iterations = max(1, iteration - self.since_iteration)
             self.num_train += 1
             self.train, self.since_iteration = dict(record), iteration
@@ -93,9 +93,9 @@ class Follower:
     """Follows one run.
 
     Args:
-        path: a run folder, or its metrics.jsonl. It need not exist yet.
-        also: called with every record, and with all records again if the file was rewritten.
-        advance: called with the number of bytes of every part that was read.
+        path: run folder or its metrics.jsonl, which may not exist yet.
+        also: called with every record, and again with all records if the file was rewritten.
+        advance: called with the number of bytes after every read.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Follower:
         self._also, self._advance = also, advance
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
         self.name = self.folder.path.resolve().name
-        self.trouble: str | None = None  # why the file cannot be read, if it exists
-        self.modified: float | None = None  # when it was last written, seconds since 1970; None without one
+        self.trouble: str | None = None  # read error of an existing file
+        self.modified: float | None = None  # modification time (seconds since 1970); None without a file
         self.watched, self._offset, self._tail = Watched(), 0, b""
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def refresh(self) -> None:
-        """Reads what was appended since the last call; a read error is kept in `trouble` until then."""
+        """Reads the lines appended since the last call. Sets `trouble` if that fails."""
         self.trouble = None
         try:
             with regular(self.folder.metrics).open("rb") as file:
-                # Other bytes before the last position show a rewritten file, which is read from its start.
+                # Other bytes before the last position mean that the file was rewritten: read it again.
                 file.seek(self._offset - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:
                     self.watched, self._offset, self._tail = Watched(), 0, b""
@@ -145,11 +145,10 @@ class Follower:
             self.trouble = error.strerror or str(error)
 
     def settings(self) -> dict[str, Any]:
-        """The run's config.yaml."""
         return self._content(self.folder.config)
 
     def _content(self, path: Path) -> dict[str, Any]:
-        """A file, read again when it changed; empty if missing or unreadable."""
+        """Content of a file, read again after changes; empty if missing or unreadable."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:
@@ -160,21 +159,20 @@ class Follower:
         return self._read[path][1]
 
     def age_seconds(self) -> float | None:
-        """Time since the file was written, at least 0 as clocks of hosts differ; None without a file."""
+        """Time since the file was written, at least 0 because clocks differ; None without a file."""
         return None if self.modified is None else max(0.0, time.time() - self.modified)
 
     def status(self) -> str | None:
-        """How the run ended: finished, stopped or failed; None if it may still be running.
+        """Final status (finished, stopped or failed); None if the run may still be running.
 
-        A killed process writes no `end` event; then the summary decides, which its launcher writes after the
-        last record.
+        A killed process writes no `end` event. Then the summary decides, which the launcher writes last.
         """
         if self.modified is None:
             return None
         with suppress(KeyError, IndexError, TypeError, ValueError):
             latest = self._content(self.folder.provenance)["starts"][-1]["time"]
             if datetime.fromisoformat(latest) > datetime.fromisoformat(self.watched.start_time):
-                return None  # it has no record yet: an `end` belongs to the start before
+                return None  # a new start without a record yet: `end` belongs to the previous start
         if self.watched.end:
             return self.watched.end
         with suppress(OSError):
@@ -184,11 +182,11 @@ class Follower:
         return None
 
     def is_late(self) -> bool:
-        """Whether a run that has not ended wrote nothing for 10 times its usual interval, and for 10 s."""
+        """Whether an unfinished run has written nothing for 10 times its usual interval and for 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False
-        # In small runs an evaluation or a checkpoint takes longer than ten iterations.
+        # In small runs, an evaluation or a checkpoint may take longer than ten iterations.
         return age > max(10.0, 10.0 * usual)
 
 
@@ -200,21 +198,21 @@ def number(value: Any) -> float | None:
 
 
 def number_text(value: Any, form: str, factor: float = 1.0) -> str:
-    """A finite number times `factor` in a format; a dash for anything else."""
+    """Formats a finite number times `factor`; a dash for anything else."""
     known = number(value)
     return "-" if known is None else format(known * factor, form)
 
 
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
-    """Number of experts with less than 1% of their fair share, the mean of the layer; 0 without tokens."""
+    """Number of experts with less than 1% of the layer's mean load; 0 without tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
     return sum(tokens < 0.01 * fair for tokens in tokens_per_expert)
 
 
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
-    """The MoE layers of a train record, the one with the busiest expert first."""
+    """MoE layers of a train record, sorted by the load of their busiest expert."""
     found = []
-    # a record of another version or another hand may hold anything
+    # records of another version, or edited by hand, may contain anything
     for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):
         counts = map(number, _list(layer.get("tokens_per_expert")))
         tokens = [count for count in counts if count is not None]

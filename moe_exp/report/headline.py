@@ -1,4 +1,4 @@
-"""The first sentence of a report: which run is better, and by how much, at equal tokens."""
+"""Writes the first sentence of a report: which run is better at equal tokens, and by how much."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Loss of a group: mean, lowest and highest of its runs but those `left_out`, without such a loss."""
+    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which have no such loss."""
 
     group: Group
     loss: float
@@ -50,43 +50,43 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Losses of groups where all have used the same amount of something."""
+    """Losses of groups at an equal amount of tokens, FLOPs or time."""
 
     axis: Axis
-    at: float  # the amount
+    at: float  # amount on this axis
     what: str  # VALIDATION or TRAINING loss
     unit: str  # NATS or BITS
     standings: tuple[Standing, ...]  # the lowest loss first
 
     @property
     def lead(self) -> float:
-        """Difference between the two lowest losses, at the four places that are printed."""
+        """Difference between the two lowest losses, each rounded to the four printed places."""
         best, second = self.standings[:2]
         return round(second.loss, 4) - round(best.loss, 4)
 
 
 def baseline_of(runs: Sequence[RunRecords]) -> int:
-    """Index of the run that others are compared with: the first dense one, else the first."""
+    """Index of the baseline: the first dense run, or else the first run."""
     return next((index for index, run in enumerate(runs) if run.kind == "dense"), 0)
 
 
 def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None if less than two are comparable."""
+    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None with fewer than two comparable."""
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)
     if len(groups) < 2 or unit is None:
         return None
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
-        curves: dict[int, tuple[Floats, Floats]] = {}  # x and loss of the runs that have them
+        curves: dict[int, tuple[Floats, Floats]] = {}  # x and loss by id of the run
         for run in runs:
             if curve := run_curve(run, what, unit, window):
                 known = np.isfinite(curve.at[axis])
                 if known.any():
                     curves[id(run)] = curve.at[axis][known], curve.loss[known]
-        # seeds without a validation, where another of their group has one
+        # seeds without a validation in a group where another seed has one
         left_out = [tuple(run for run in group.runs if id(run) not in curves) for group in groups]
-        # the largest x that all curves have reached, unless one begins after it
+        # the largest x that all curves reach, unless a curve begins after it
         at = min((float(x[-1]) for x, _ in curves.values()), default=-1.0)
         is_common = all(x[0] <= at for x, _ in curves.values())
         is_whole = all(len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True))
@@ -102,17 +102,17 @@ def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranki
 
 
 def amount_text(axis: Axis, amount: float) -> str:
-    """An amount with its unit, such as `2.1M tokens`."""
+    """Amount with its unit, such as `2.1M tokens`."""
     if axis == "training_seconds":
         return f"{duration(amount)} of training"
     return f"{count_text(amount)} tokens" if axis == "consumed_tokens" else f"{flops_text(amount)} FLOPs"
 
 
 def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Which run is better and by how much at equal tokens, or the loss of a single run.
+    """Describes which run is better at equal tokens and by how much, or the loss of a single run.
 
     Returns:
-        One sentence, and what the seeds say about it and which runs it leaves out; the second may be empty.
+        One sentence, and sentences about seeds and excluded runs, which may be empty.
     """
     if len(runs) == 1:
         (run,) = runs
@@ -146,38 +146,38 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
     elif number == 2:
         text = f"{best.group.name} is better than {second.group.name} {lead}: {losses}"
     else:
-        text = f"{best.group.name} is the best of {number} {lead}, before {second.group.name}: {losses}"
+        text = f"{best.group.name} is the best of {number} {lead}, ahead of {second.group.name}: {losses}"
     left_out = f"Left out: {'; '.join(refused)}." if refused else ""
     return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
 
 def _seeds(best: Standing, second: Standing) -> str:
-    """What the seeds of the two say about the difference; empty with one seed each."""
+    """Sentences about the ranges of the two groups over their seeds; empty with one seed each."""
     parts = []
     if seeded := [one for one in (best, second) if one.has_seeds]:
         ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
         verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
         parts.append(f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}.")
     if missing := [run.name for one in (best, second) for run in one.left_out]:
-        parts.append(f"Without a validation, and left out: {in_words(missing)}.")
+        parts.append(f"Left out because they have no validation: {in_words(missing)}.")
     return " ".join(parts)
 
 
 RANKING_RULE = (
-    "The losses are those of the last validation that all runs have reached, each on the straight line"
-    " between two validations of its run. Runs whose settings differ only in SEED count as one, with the"
-    " mean of their losses, without those of them that have no validation. If none of them has one, or the"
-    " runs were validated on different data, the training losses are compared instead: the smoothed loss at"
-    " the end of the shortest run."
+    "Validation losses are compared at the last point that all runs have reached, interpolated linearly"
+    " between the validations of each run. Runs whose settings differ only in SEED count as one, with the"
+    " mean of their losses; those without a validation are left out. If a model has no validation, or the"
+    " runs were validated on different data, smoothed training losses at the end of the shortest run are"
+    " compared instead."
 )
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """A sentence for FLOPs and for training time, if another run is the best there than at equal tokens."""
+    """Sentences about equal FLOPs and training time, if another run is best there than at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
-    # all but tokens, which the headline is about
+    # without tokens, which the headline already covers
     for one in filter(None, (ranking(runs, axis) for axis in list(AXES)[1:])):
         best, second = one.standings[:2]
         if one.lead and best.group.name != by_tokens.standings[0].group.name:
@@ -188,7 +188,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense one; without both kinds, every model with the baseline."""
+    """Compares every MoE model with every dense model. Without both kinds, compares with the baseline."""
     if found := parities(runs):
         return found
     baseline = runs[baseline_of(runs)]
@@ -198,8 +198,8 @@ def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
 
 
 def difference(pair: Parity, found: Ranking | None) -> float:
-    """Loss of `pair.run` minus that of `pair.other` in a ranking, to four places; NaN if unknown."""
-    # by identity: a group of a pair may lack seeds that a group of the ranking has, or the other way
+    """Loss of `pair.run` minus loss of `pair.other` in a ranking, to four places; NaN if unknown."""
+    # matched by run, because a group may contain other seeds in the ranking than in the pair
     losses = [
         round(one.loss, 4)
         for group in (pair.run, pair.other)
@@ -210,14 +210,14 @@ def difference(pair: Parity, found: Ranking | None) -> float:
 
 
 def pair_text(pair: Parity, found: Ranking | None) -> str:
-    """The comparison in a sentence, and in another what a ranking at equal tokens says, if the opposite."""
+    """Describes the comparison, and adds a sentence if the ranking at equal tokens contradicts it."""
     return parity_text(pair) + opposite_text(pair, found)
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """A sentence if a ranking at equal tokens says the opposite of `pair.tokens`; empty otherwise."""
+    """Sentence if the ranking at equal tokens contradicts `pair.tokens`; empty otherwise."""
     lead = difference(pair, found)
-    # the same sign: fewer tokens to the same loss, and a lower loss at equal tokens
+    # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.tokens - 1) * lead < 0:
         return ""
     better = pair.other if lead > 0 else pair.run

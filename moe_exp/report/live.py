@@ -1,4 +1,4 @@
-"""Live view of runs in the terminal: one in detail, several as rows of a table."""
+"""Live terminal view of runs: one run in detail, or several as rows of a table."""
 
 import signal
 import threading
@@ -21,7 +21,7 @@ from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.run_data import distinct_names, run_problems
 
 _PLOT_RECORDS, _LAYERS = 500, 3
-_BETWEEN = 3  # characters between two columns
+_BETWEEN = 3  # characters between columns
 _NOTHING = "-"
 # Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -33,11 +33,11 @@ _STYLES = {
 
 
 def watch(paths: Sequence[Path], *, console: Console, once: bool = False, seconds: float = 2.0) -> None:
-    """Shows runs until all have ended; Ctrl-C is left to the caller. Waits for runs that do not exist yet.
+    """Shows runs until all have ended. Waits for runs that do not exist yet. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        paths: run folders, or their metrics.jsonl; duplicates are shown once. ConfigError if one is no run.
-        once: show one picture and return, as always if `console` is not a terminal.
+        paths: run folders or their metrics.jsonl, ConfigError if one is not; duplicates are shown once.
+        once: print the state once and return, as always if `console` is not a terminal.
         seconds: polling interval.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
@@ -50,6 +50,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
             problems += run_problems([folder])
     if problems:
         raise ConfigError(problems)
+    # by resolved path: a run named twice gets one row
     followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
     names = distinct_names([follower.folder.path for follower in followers])
     for follower, name in zip(followers, names, strict=True):
@@ -63,9 +64,9 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     if once:
         console.print(picture())
         return
-    # Set by Ctrl-C: a KeyboardInterrupt raised inside a `__del__` would be lost.
+    # Ctrl-C only sets an event: a KeyboardInterrupt raised inside a `__del__` would be lost.
     pressed = threading.Event()
-    # Python lets only the main thread handle signals.
+    # Only the main thread may handle signals.
     is_main = threading.current_thread() is threading.main_thread()
     handled = signals_handled(lambda *_: pressed.set(), signals=[signal.SIGINT] if is_main else [])
     with handled, Live(console=console, auto_refresh=False) as live:
@@ -78,7 +79,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
 
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
-    """Details of one run, the most important at the top for low terminals."""
+    """Details of one run, most important first because a terminal may be low."""
     watched, settings, kind = follower.watched, follower.settings(), ""
     if "use_moe" in settings:
         kind = _printable(str(settings.get("moe_type"))) if settings["use_moe"] else "dense"
@@ -114,11 +115,11 @@ def one_run(follower: Follower, console: Console) -> RenderableType:
 
 
 def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType:
-    """One row per run, with as many columns as fit."""
+    """Table with one row per run and as many columns as fit."""
     rows = [_cells(follower, console) for follower in followers]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     left = console.width
-    # in order of importance: a column that does not fit is left out, a narrower one after it may fit
+    # in order of importance: a column that does not fit is skipped, but a narrower one after it may fit
     for name in rows[0]:
         width = max(len(name), *(row[name].cell_len for row in rows))
         if name == "run":
@@ -134,7 +135,7 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
-    """Cells by column name, most important first."""
+    """Cells by column name, in order of importance."""
     watched, train = follower.watched, follower.watched.train
     losses, age = [value for _, value in watched.losses][-_PLOT_RECORDS:], follower.age_seconds()
     memory = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
@@ -177,9 +178,9 @@ def _iterations(follower: Follower) -> str:
 
 def _eta(follower: Follower) -> str:
     eta_seconds = number(follower.watched.train.get("eta_seconds"))
-    if eta_seconds is None or eta_seconds > 1e10 or follower.status():  # three centuries: a stall
+    if eta_seconds is None or eta_seconds > 1e10 or follower.status():  # 1e10 s: stalled
         return _NOTHING
-    # Counted down since it was written, but not while the run is late.
+    # Counts down since the record was written, but not while the run is late.
     passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0
     return str(timedelta(seconds=round(max(0.0, eta_seconds - passed))))
 
@@ -190,7 +191,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     known = [loss for loss in losses if loss is not None]
     if len(known) < 2:
         return []
-    caption = f"loss of iterations {shown[0][0]:,} to {shown[-1][0]:,}"
+    caption = f"loss from iteration {shown[0][0]:,} to {shown[-1][0]:,}"
     if missing := len(losses) - len(known):
         caption += f", {missing:,} not a number"
     if console.options.ascii_only:
@@ -198,7 +199,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
         return [Text(sparkline(losses, width, ascii_only=True)), Text(caption, style="dim")]
     height = max(3, min(8, console.height - 19))  # the other lines of the view
     lines = plot(losses, min(width, (len(losses) + 1) // 2), height)
-    # Approximate: the plot shows means of neighbors.
+    # Approximate, because the plot shows means of neighbors.
     labels = [f"{max(known):.4g}", *[""] * (height - 2), f"{min(known):.4g}"]
     pairs = zip(labels, lines, strict=True)
     rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in pairs]
@@ -216,9 +217,9 @@ def _values(follower: Follower, console: Console) -> RenderableType:
     known = ((number(train.get(key)), text) for key, text in speeds.items())
     throughput = ", ".join(text.format(value) for value, text in known if value is not None)
     troubles = (
-        (watched.num_not_finite, "records with a loss that is not a number"),
+        (watched.num_not_finite, "records without a finite loss"),
         (number(train.get("skipped_iterations")), "iterations skipped since the previous record"),
-        (watched.num_unreadable_lines, "lines of metrics.jsonl are no records"),
+        (watched.num_unreadable_lines, "invalid lines in metrics.jsonl"),
     )
     trouble = ", ".join(f"{count:,.0f} {what}" for count, what in troubles if count)
     validation = _NOTHING
@@ -250,7 +251,7 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
             number_text(layer.dropped, ".1%"),
             number_text(layer.entropy, ".3f"),
         )
-    head = f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers"
+    head = f"the {min(_LAYERS, len(layers))} least balanced of {len(layers)} MoE layers"
     return [Text(head, style="dim"), table]
 
 
@@ -266,20 +267,20 @@ def _age_line(follower: Follower) -> Text:
     elif usual is None:
         text = f"no train record yet; {last}"
     elif follower.is_late():
-        style, every = "bold yellow", f"usually there is a record every {duration(usual)}"
-        text = f"nothing new for {duration(age)}; {every}. Does it still run? See {follower.folder.log}"
+        style, every = "bold yellow", f"usual interval {duration(usual)}"
+        text = f"no record for {duration(age)} ({every}). Is it still running? See {follower.folder.log}"
     else:
-        text = f"{last}, usually there is one every {duration(usual)}"
+        text = f"{last} (usual interval {duration(usual)})"
     return Text(_printable(text), style=style)
 
 
 def _printable(text: str) -> str:
-    """Removes control characters: names come from files of others."""
+    """Replaces control characters, because names and texts come from files."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """At most `num_buckets` means of neighbors, ignoring None; None for an empty bucket."""
+    """Means of at most `num_buckets` groups of neighbors, ignoring None; None for an empty group."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
@@ -287,7 +288,7 @@ def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | No
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """One line of at most `width` characters, scaled from the lowest value to the highest."""
+    """Draws values in at most `width` characters, scaled from the lowest to the highest value."""
     means, ramp = buckets(values, width), "_.-=+*%#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = _range(means)
     steps = (mean if mean is None else round((mean - low) / (high - low) * (len(ramp) - 1)) for mean in means)
@@ -295,7 +296,7 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
 
 
 def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Braille plot: `height` lines of `width` characters of two by four dots, the highest value on top."""
+    """Draws a Braille plot: `height` lines of `width` characters with two by four dots each."""
     means, num_rows = buckets(values, 2 * width), 4 * height
     low, high = _range(means)
     cells, before = [[0] * width for _ in range(height)], None
@@ -304,7 +305,7 @@ def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
             before = None
             continue
         row = round((high - mean) / (high - low) * (num_rows - 1))
-        # Fill from the previous row, so that a steep curve stays connected.
+        # Fill from the previous row to keep steep curves connected.
         first, last = (row, row) if before is None else (min(row, before + 1), max(row, before - 1))
         for at in range(first, last + 1):
             cells[at // 4][column // 2] |= _DOTS[at % 4][column % 2]

@@ -1,4 +1,4 @@
-"""`moe-exp report`: run folders -> one HTML file that needs no network, or Markdown for a pull request."""
+"""Renders run folders as a single HTML file that needs no network, or as Markdown for a pull request."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ from moe_exp.report.run_data import (
 )
 from moe_exp.runs.curves import grouped_by_seed, marks_of
 
-# By these, an earlier report is known, which a new one may replace: in HTML, and in Markdown.
+# These mark a file as a report, which a new report may replace: in HTML and in Markdown.
 _GENERATOR, _MARKER = '<meta name="generator" content="moe-exp report">', "<!-- moe-exp report -->"
 MOST_BYTES = 5_000_000
 _SCRIPTS = (
@@ -55,7 +55,7 @@ _DRAWN = (
     "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
     "experts/router_entropy",
 )  # fmt: skip
-LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
+LOAD_SCALE = 256  # steps per fair share, so uint16 covers up to 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20
 
 
@@ -68,27 +68,27 @@ def write_report(
     loss: float | None = None,
     notes: str = "",
 ) -> list[str]:
-    """Writes the report of run folders, which may be unfinished or empty, to `out`, or prints it (None).
+    """Writes a report on run folders, which may be unfinished or empty.
 
     Args:
-        out: an earlier report is replaced, any other file is not.
+        out: file to write; None to print. Only an earlier report is replaced, not another file.
         kind: `html` or `md`.
-        title: heading; by default the names of the runs.
-        loss: at which costs are given; by default the lowest that all runs reach.
-        notes: a text under the heading.
+        title: heading (default: the names of the runs).
+        loss: loss for the cost comparison (default: the lowest that all runs reach).
+        notes: text below the heading.
 
     Returns:
-        Warnings to read before comparing, a sentence each.
+        Warnings about the comparison, one sentence each.
 
     Raises:
-        ConfigError: not a run folder, or `out` cannot be written; lists all problems, before any work.
+        ConfigError: a path is not a run folder, or `out` cannot be written; raised before any work.
     """
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
     runs = read_runs(paths)
     written = report_html if kind == "html" else report_markdown
     text = written(runs, title=title, loss=loss, notes=notes)
-    # folder names or events may not be valid UTF-8
+    # folder names and events may not be valid UTF-8
     text, *warnings = (one.encode(errors="replace").decode() for one in (text, *warnings_of(runs)))
     if out is None:
         print(text, end="")
@@ -98,26 +98,27 @@ def write_report(
 
 
 def check_out(out: Path | None) -> list[str]:
-    """Why no report can be written there: no folder, not a regular file, or not a report; a line each."""
+    """Problems with writing a report to `out`: missing folder, not a regular file, or not a report."""
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
-        # a link is written where it points to
-        rule = f"{folder if out.is_symlink() else out.parent} is no directory"
-        return [problem("out", out, rule, "make it, or name a file elsewhere")]
+        # a link's target is written, so its folder must exist
+        rule = f"folder {folder if out.is_symlink() else out.parent} not found"
+        return [problem("out", out, rule, "create it, or choose another file")]
     if not out.exists():
         return []
-    if not out.is_file():  # a directory, or a device such as /dev/stdout that a file would replace
-        return [problem("out", out, "is there and is no regular file", "name a file")]
+    if not out.is_file():  # a folder, or a device such as /dev/stdout that a rename would replace
+        return [problem("out", out, "must be a regular file", "choose another file")]
     with out.open("rb") as file:
         head = file.read(2000)
+    # an empty file may be replaced, for example one created by mktemp
     if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
-        return [problem("out", out, "is there and is no report", "name another file, or remove this one")]
+        return [problem("out", out, "exists and is not a report", "choose another file, or remove this one")]
     return []
 
 
 def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
-    """The runs in numbers, the loss that costs are given for, and its unit."""
+    """Returns the overview of each run, the loss for the cost comparison, and its unit."""
     found, unit = common_loss(runs)
     chosen = found if loss is None else loss
     window = window_of(runs)
@@ -125,18 +126,18 @@ def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overvie
 
 
 def title_of(runs: Sequence[RunRecords]) -> str:
-    """A heading for these runs."""
+    """Default heading for a report on these runs."""
     return f"{len(runs)} runs" if len(runs) > 3 else in_words([run.name for run in runs])
 
 
 def report_html(
     runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
-    """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
+    """Renders the report as HTML with less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
     speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
-    # anchor, heading, content and whether it is unfolded
+    # anchor, heading, content, whether it is unfolded
     sections = [
         ("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss"), True),
         ("numbers", "The runs in numbers", parts.overview_html(views), True),
@@ -152,7 +153,7 @@ def report_html(
     for name, heading, content, is_open in sections:
         if content:
             links += f'<li><a href="#{name}">{heading}</a></li>'
-            # the heading is the handle that folds it
+            # clicking the heading folds the section
             summary = f'<summary><h2 id="h-{name}">{heading}</h2></summary>'
             details = f'<details class="group"{" open" * is_open}>{summary}{content}</details>'
             shown += f'<section id="{name}" aria-labelledby="h-{name}">{details}</section>\n'
@@ -167,30 +168,29 @@ def report_html(
         "css": parts.asset_text("uplot/uPlot.min.css") + parts.asset_text("page.css"),
         "scripts": "".join(f"<script>{parts.asset_text(name)}</script>\n" for name in _SCRIPTS),
     }
-    # With many runs, the curves get fewer points until the page is small enough.
+    # With many runs, reduce the points of the curves until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
         fields["data"] = embedded(page_data(runs, loss, detail))
-        # in one pass, so that a run named like a placeholder stays text
+        # in one pass, so that a run named like a placeholder is not replaced
         text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], parts.asset_text("page.html"))
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
-    rule = f"their page would be larger than {MOST_BYTES:,} bytes"
-    raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
+    rule = f"the page would exceed {MOST_BYTES:,} bytes"
+    raise ValueError(problem("run", f"{len(runs)} folders", rule, "give fewer runs"))
 
 
 def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """The JSON value for the script; `loss` as in `write_report`, `detail` scales the number of points."""
-    # limits that keep the page far under 5 MB for any runs
+    """Data for the script as JSON values. `loss`: see `write_report`; `detail` scales the resolution."""
+    # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), loss_unit(runs)
     budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
-    found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
-        "loss": _rounded(found),
+        "loss": _rounded(common_loss(runs)[0] if loss is None else loss),
         "runs": [
             _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
         ],
@@ -198,9 +198,9 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
 
 
 def embedded(value: Any) -> str:
-    """`value` as JSON that is safe inside a script element."""
+    """Encodes `value` as JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # the last two end a line in JavaScript, though not in JSON
+    # the last two are line ends in JavaScript, but not in JSON
     return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
 
@@ -214,7 +214,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
     best = smoothed(run, unit, window)
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
     step = max(1, (num_valid := len(run.valid["iteration"])) // points)
-    every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
+    every = slice((num_valid - 1) % step, None, step)  # the offset keeps the latest validation
     axes = {key: train[key] for key in AXES}
     lows = [(max(0, index - 1), index) for index in new_minima(best, max(20, points // 3))]
     marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
@@ -231,12 +231,12 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
             **{key: _list(run.valid[key][every]) for key in AXES},
             **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
         },
-        # record of each new minimum of the loss, and the one before it: the page interpolates between them
+        # each new minimum of the loss and the previous record: the page interpolates between them
         "reach": {
             "loss": [[_rounded(best[at], digits=9) for at in pair] for pair in lows],
             **{key: [_list(values[at] for at in pair) for pair in lows] for key, values in axes.items()},
         },
-        # the newest stages of data and resumes, each at the record before it, or at the first record
+        # the latest data stages and resumes, each at the previous record, or at the first record
         "changes": {
             "text": [mark.text for mark in marks],
             "kind": [mark.kind for mark in marks],
@@ -250,7 +250,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices of new minima, where each loss was first reached; at most `most`, evenly spread."""
+    """Indices of new minima, where each loss was first reached; at most `most`, evenly spaced."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     before = np.concatenate([[np.inf], lowest[:-1]])
     indices = np.flatnonzero(lowest < before)
@@ -260,13 +260,13 @@ def new_minima(values: Floats, most: int = 400) -> list[int]:
 
 
 def bucket_starts(num_records: int, most: int) -> Floats:
-    """First index of each of at most `most` buckets of nearly equal size."""
+    """Start indices of at most `most` buckets of nearly equal size."""
     num = min(num_records, most)
     return np.floor(np.arange(num) * num_records / max(num, 1))
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean, minimum and maximum of each bucket's finite values, NaN without any, and number of others [B]."""
+    """Mean, minimum and maximum of each bucket's finite values (or NaN), and number of other values [B]."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -276,25 +276,25 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
+    """Mean of each bucket, buckets with gaps, and optionally the range if buckets contain several records."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)
     curve: dict[str, Any] = {"mean": _list(mean), "gaps": np.flatnonzero(num_missing).tolist()}
-    if len(starts) < len(values):  # else the page has every record
+    if len(starts) < len(values):  # otherwise the page contains every record
         curve["last"] = _rounded(values[np.isfinite(values)][-1])
-        # a spike of one record has to stay visible
+        # a spike in one record must remain visible
         curve |= {"low": _list(low), "high": _list(high)} if with_range else {}
     return curve
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Load [C, L, E] in 1/LOAD_SCALE of the fair share as little-endian uint16, and curves per layer."""
+    """Load [C, L, E] in units of 1/LOAD_SCALE fair shares (little-endian uint16), and curves per layer."""
     if not run.load:
         return None
     num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
     if not num_columns:
-        return None  # the tables show the latest state
+        return None  # the tables still show the latest state
     bounds, shares_CLE, means = run.load.columns(num_columns)
     steps = np.clip(np.round(shares_CLE * LOAD_SCALE), 0, 65535).astype("<u2")
     at = np.clip(np.searchsorted(run.train["iteration"], bounds[:, 1]), 0, run.num_records - 1)
@@ -324,7 +324,7 @@ def _rounded(value: float, digits: int = 6) -> float | int | None:
 def report_markdown(
     runs: Sequence[RunRecords], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
-    """The report as short Markdown with a final newline; its first line marks the file as a report."""
+    """Renders a short report as Markdown. Its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
     names, warnings = [run.name for run in runs], warnings_of(runs)
     rows = parts.overview_rows(views)
@@ -346,7 +346,7 @@ def report_markdown(
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """A Markdown table: first column left-aligned, numbers right."""
+    """Lines of a Markdown table, with the first column aligned left and the others right."""
     cells = [head, *([name, *values] for name, values in rows)]
     lines = [f"| {' | '.join(map(plain, one))} |" for one in cells]
     return [lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]]

@@ -1,4 +1,4 @@
-"""Parts of the page without script: tables, sentences, timeline. Text that runs contain is escaped here."""
+"""Renders the static parts of the page: tables, sentences, timeline. Escapes all text from runs."""
 
 import math
 import shlex
@@ -66,19 +66,19 @@ _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
 
 @cache
 def asset_text(name: str) -> str:
-    """A file in assets/."""
+    """Content of a file in assets/."""
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:
-    """Places of charts, which the script fills, and of the note about those that it hides."""
+    """Placeholders for charts and for the note about hidden charts, filled by the script."""
     css = {name: "chart wide" if name == wide else "chart" for name in names}
     boxes = "".join(f'<div class="{css[name]}" data-chart="{name}"></div>' for name in names)
     return f'<p class="note hidden-charts" hidden></p><div class="charts">{boxes}</div>'
 
 
 def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "scroll") -> str:
-    """A table that scrolls on its own, so that the page need not. `head` and `rows` are HTML."""
+    """Table that scrolls independently of the page. `head` and `rows` are HTML."""
     cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     return (
         f'<div class="{css}" role="region" tabindex="0" aria-label="{escape(label)}">'
@@ -87,25 +87,25 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
 
 
 def row_html(name: str, values: Sequence[str], css: str = "") -> str:
-    """A row of a table with a heading; `name` and `values` are text, `css` the class of each value."""
+    """Table row with a heading; `name` and `values` are text, `css` is the class attribute of each value."""
     cells = "".join(f"<td{css}>{escape(value)}</td>" for value in values)
     return f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
 
 
 def run_name(run: RunRecords, index: int) -> str:
-    """A run's name in its color; at most six lines, the full name on hover."""
+    """Run name with its color; truncated to six lines, with the full name on hover."""
     # page.css has eight colors
     name, swatch = escape(run.name), f'<i class="swatch" style="--c:var(--run-{index % 8})"></i>'
     return f'<span class="run" title="{name}">{swatch}{name}</span>'
 
 
 def how(rule: str) -> str:
-    """A rule that is shown on request. `rule` is text."""
+    """Foldable explanation. `rule` is text."""
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
 def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
-    """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
+    """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of the same loss."""
     text, about_seeds = headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
@@ -118,7 +118,7 @@ def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
     names, rows = list[str](), []
     for one in found.values():
         losses = {standing.group.name: standing.loss for standing in one.standings}
-        # groups stay in the order of the first row, by tokens
+        # columns keep the order of the first row, the ranking by tokens
         names = names or list(losses)
         css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
         cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
@@ -131,28 +131,27 @@ def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
 
 
 _PARITY_RULE = (
-    "Both are taken where their loss first comes to the lowest that both reach, on the straight line between"
-    " two points: the higher of their two lowest ones, rounded up to four places. The loss is that of"
-    " validation. If the two were validated on different data, or one has no validation above that loss, it"
-    " is the smoothed training loss: the mean of the last w tokens, in whole records, where w is 5% of the"
-    " tokens of the shortest run and at least 1% of those of the longest. Runs whose settings differ only in"
-    " SEED count as one, with the mean of their losses as far as all have come. FLOPs are the model's,"
-    " forward and backward; time is that of training, without evaluation and saving. A run that starts at"
-    " this loss or below is not compared. A share is green if the ranking at equal tokens, FLOPs or time"
-    " agrees."
+    "Both models are compared where they first reach the lowest loss that both reach (the higher of their two"
+    " minima, rounded up to four places), with linear interpolation. The loss is the validation loss. If the"
+    " two were validated on different data, or one has no validation above that loss, it is the smoothed"
+    " training loss: the mean over the last w tokens, in whole records, where w is 5% of the tokens of the"
+    " shortest run and at least 1% of the longest. Runs whose settings differ only in SEED count as one, with"
+    " the mean of their losses over their common range. FLOPs are model FLOPs, forward and backward; time is"
+    " training time, without evaluation and saving. A run that starts at or below this loss is not compared."
+    " A share is green if the ranking at equal tokens, FLOPs or time agrees."
 )
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """A card for each comparison at the same loss, or a table of many, and the definition."""
+    """One card for each comparison at the same loss, or a table of many, and the definition."""
     if not found:
         return ""
-    title = "What the same loss costs"
-    # more of them as a table
+    title = "Cost of the same loss"
+    # five or more fit better in a table
     if len(found) <= 4:
         cards = ""
         for one in found:
-            # a share is green only if the ranking at equal amounts does not say the opposite
+            # a share is green only if the ranking at equal amounts does not contradict it
             shares: list[tuple[float, Axis, str]] = [
                 (one.tokens, "consumed_tokens", "of the tokens"),
                 (one.flops, "consumed_flops", "of the FLOPs"),
@@ -178,26 +177,26 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
             texts = (loss, *(percent(share, 0) for share in (one.tokens, one.flops, one.seconds)))
             cells = "".join(f"<td>{text}</td>" for text in texts)
         rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
-    head = ["run", "loss that both reach", "of the tokens", "of the FLOPs", "of the time"]
+    head = ["run", "loss reached by both", "of the tokens", "of the FLOPs", "of the time"]
     return f"<h3>{title}</h3>{table(head, rows, title, css='scroll tall')}{opposite}{how(_PARITY_RULE)}"
 
 
 def overview_html(views: Sequence[Overview]) -> str:
-    """The runs in numbers, a column each."""
+    """Overview table with one column per run."""
     head = ["", *(run_name(view.run, index) for index, view in enumerate(views))]
     body = [row_html(name, values) for name, values in overview_rows(views)]
     return table(head, body, "The runs in numbers") + how(_STATE_RULE)
 
 
 _STATE_RULE = (
-    "The state is that of the last end event. A run that died wrote none: its state is then that of"
-    " summary.json, if this is not older than the metrics. Without either, a run counts as running if it"
-    " wrote something within the last ten minutes. Throughput is the median over the records."
+    "The state comes from the last end event. If a run died without one, it comes from summary.json, unless"
+    " that is older than the metrics. Without either, a run counts as running if it wrote something within"
+    " the last ten minutes. Throughput is the median over the records."
 )
 
 
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
-    """Rows of the overview as plain text, without rows that no run has a value for."""
+    """Rows of the overview as plain text, without rows that have no values."""
     rows: list[tuple[str, list[str]]] = [
         ("model", [view.run.kind for view in views]),
         ("state", [view.run.status for view in views]),
@@ -213,18 +212,18 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
         ("bits per byte", [loss_text(view.bits_per_byte) for view in views]),
         ("tokens per second", [rate_text(view.tokens_per_second) for view in views]),
         ("TFLOP/s per rank", [digits_text(view.tflops_per_gpu, 3) for view in views]),
-        ("peak memory of a rank", [bytes_text(view.peak_memory_bytes) for view in views]),
+        ("peak memory per rank", [bytes_text(view.peak_memory_bytes) for view in views]),
     ]
-    # a dash stands for what was not measured
+    # a dash is a missing measurement
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
 
 
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Cost of each run at `loss` (`is_common`: the default loss); the script updates it for other losses."""
+    """Cost of each run at `loss` (`is_common`: the default loss). The script updates it for other losses."""
     if unit is None:
-        note = "The tokenizers differ and bits per byte are not known, so there is no loss to compare at."
+        note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
         return f'<p class="note">{note}</p>'
     why = {view.run.name: why_not_compared(view.run, window_tokens) for view in views}
     reasons = [f"{name} {reason}" for name, reason in why.items() if reason]
@@ -235,7 +234,7 @@ def cost_html(
         return f'<p class="note">{note}</p>'
     rows = []
     for index, view in enumerate(views):
-        # by these attributes the script finds what it updates
+        # the script finds the cells to update by these attributes
         cells = zip([*AXES, "iteration"], cost_texts(view.cost), strict=True)
         values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
@@ -245,9 +244,9 @@ def cost_html(
     field = f'<input id="target-loss" type="number" step="{step}" value="{shown}">'
     choose = f'<p id="target" hidden><label>loss to reach, {unit} {field}</label></p>'
     rule = (
-        "What each run had used when its smoothed loss first was at or below that loss; the table starts"
-        f" with {shown} {unit}{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean"
-        f" over the last {count_text(window_tokens)} tokens, in whole records.{left_out}"
+        "Resources used until the smoothed loss of a run was first at or below this loss. The table starts"
+        f" with {shown} {unit}{', the lowest that all runs reach' if is_common else ''}. The smoothed loss is"
+        f" the mean over the last {count_text(window_tokens)} tokens, in whole records.{left_out}"
     )
     return choose + table(head, rows, "Cost of a loss") + how(rule)
 
@@ -260,9 +259,9 @@ def cost_texts(cost: Cost | None) -> list[str]:
 
 
 def settings_html(runs: Sequence[RunRecords], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The settings that differ, a column per run."""
+    """Table of the settings that differ, with one column per run."""
     if not rows:
-        note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
+        note = "There is only one run." if len(runs) == 1 else "No known setting differs."
         return f'<p class="note">{note}</p>'
     head = ["setting", *(run_name(run, index) for index, run in enumerate(runs))]
     return table(head, [row_html(name, values) for name, values in rows], "Settings that differ")
@@ -275,20 +274,20 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
-    """The frame of the heatmaps and expert curves, and a table of each run's layers."""
+    """Frame for the heatmaps and expert curves, and a table of layers for each run."""
     with_experts = [run for run in runs if run.load]
     if not with_experts:
-        return '<p class="note">None of the runs has recorded experts.</p>'
+        return '<p class="note">No run has records of expert load.</p>'
     head = [
-        "layer", "busiest / mean", "MaxVio of a batch", "dead experts", "dropped slots", "router entropy",
-        "of the largest", "weight of the first choice",
+        "layer", "busiest / mean", "MaxVio per batch", "dead experts", "dropped slots", "router entropy",
+        "of the maximum", "weight of the first choice",
     ]  # fmt: skip
     tables = ""
     for run in with_experts:
         bounds, _, means = run.load.columns()
         first, last = bounds[-1].astype(int)
         when = f"iteration {last}" if first == last else f"iterations {first} to {last}"
-        # the largest entropy is that of equal probabilities
+        # the entropy is largest for equal probabilities
         largest = math.log(run.load.num_experts) or float("nan")
         rows = []
         for index, layer in enumerate(run.load.layers):
@@ -301,16 +300,15 @@ def experts_html(runs: Sequence[RunRecords]) -> str:
             ]  # fmt: skip
             rows.append(row_html(str(layer), cells))
         title = f"{escape(run.name)}: layers at {when}"
-        shown = table(head, rows, f"Layers of {run.name}")
-        tables += f"<details><summary>{title}</summary>{shown}</details>"
-    charts = f"<summary>Curves of the experts</summary>{charts_html(_EXPERT_CHARTS)}"
+        tables += f"<details><summary>{title}</summary>{table(head, rows, f'Layers of {run.name}')}</details>"
+    charts = f"<summary>Expert curves</summary>{charts_html(_EXPERT_CHARTS)}"
     view = asset_text("experts.html").rstrip()
     return f'{view}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
 
 
 _DEAD_RULE = (
-    "The load of an expert is its tokens, divided by the tokens it would get if all experts of the layer got"
-    " the same number: 1 is the fair share. An expert below 0.01 counts as dead."
+    "The load of an expert is its number of tokens relative to the mean of its layer: 1 is the fair share. An"
+    " expert below 0.01 counts as dead."
 )
 
 
@@ -322,15 +320,15 @@ def spikes_html(runs: Sequence[RunRecords]) -> str:
         shown = ", ".join(map(str, found[:20])) + (", ..." if len(found) > 20 else "")
         items.append(f"{escape(run.name)}: {f'{len(found)} (iterations {shown})' if found else 'none'}")
     rule = f"A spike is more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it."
-    return f'<p class="note">Spikes of the gradient norm: {"; ".join(items)}.</p>{how(rule)}'
+    return f'<p class="note">Gradient norm spikes: {"; ".join(items)}.</p>{how(rule)}'
 
 
 def events_html(runs: Sequence[RunRecords]) -> str:
-    """A timeline per run since its own start, all on one scale, and the events as a table."""
+    """Timelines of all runs since their own start, on one scale, and a table of events."""
     timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
     if not any(timed):
-        return '<p class="note">No events are recorded.</p>'
-    # A run that is still running extends to its last record.
+        return '<p class="note">No events recorded.</p>'
+    # The timeline of a running run extends to its last record.
     spans = []
     for run, events in zip(runs, timed, strict=True):
         times = [when for when, _ in events] or [0.0]
@@ -363,7 +361,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
     shown = table(head, rows, "Events", css="scroll tall")
     title = f"All events ({len(rows)})"
     if left_out:
-        title = f"Events: {len(rows)}; left out are {escape(in_words(left_out))}"
+        title = f"Events: {len(rows)}; not shown: {escape(in_words(left_out))}"
     return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
 
 
@@ -389,12 +387,12 @@ def _track(
 
     parts = []
     starts = [at for at, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")]
-    for start, following in pairwise([*starts, len(events)]):  # each to the last event before the next
+    for start, following in pairwise([*starts, len(events)]):  # until the last event before the next start
         begin = events[start][0]
         end = max(span[1] if following == len(events) else events[following - 1][0], begin)
         style = f"--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"
         parts.append(f'<i class="active" style="{style}"></i>')
-    # Checkpoints are thinned out evenly, of the others the least informative go.
+    # Checkpoints are thinned out evenly; of other events, the least informative are dropped.
     times = {id(event): when for when, event in events}
     checkpoints = [event for _, event in events if is_checkpoint(event)]
     others = most_informative([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
@@ -404,7 +402,7 @@ def _track(
         css = "fault" if is_fault(event) else _MARKS.get(name, "")
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
         parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
-    label = "timeline; the table below has the events"
+    label = "timeline; the table below lists the events"
     return f'<div class="track" role="img" aria-label="{label}">{"".join(parts)}</div>'
 
 
@@ -415,13 +413,13 @@ def is_fault(event: dict[str, Any]) -> bool:
 
 
 def about_html(runs: Sequence[RunRecords]) -> str:
-    """Start time, machine, versions and commands of each run, and the notes of its folder."""
+    """Start time, machine, versions and commands of each run, and the notes in its folder."""
     about: list[dict[str, Any]] = []
     for run in runs:
         first, last = (run.starts[at] if run.starts else {} for at in (0, -1))
         versions, command, config = last.get("versions") or {}, last.get("command"), run.config
         again = ""
-        # not for a run of another version, or a damaged one
+        # not for a damaged run or one from another version
         if config and config.preset in PRESETS:
             base = Config(**(preset_values(config.preset) | {"preset": config.preset}))
             chosen = {
@@ -455,7 +453,7 @@ def about_html(runs: Sequence[RunRecords]) -> str:
 
 
 def samples_html(runs: Sequence[RunRecords]) -> str:
-    """Texts of `generated.jsonl` in the run folders, as `moe-exp generate --json` writes them."""
+    """Generated texts from `generated.jsonl` in the run folders, as written by `moe-exp generate --json`."""
     parts = []
     for index, run in enumerate(runs):
         for prompt, text in run.samples[:_MOST_SAMPLES]:

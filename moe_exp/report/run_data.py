@@ -1,8 +1,7 @@
-"""One run folder as the report sees it: settings, curves as arrays, events and the load of its experts over
-time, in a bounded number of columns.
+"""Reads a run folder for the report: settings, curves, events, and expert load over time.
 
-Reads files of any age and state: every key is optional, and an incomplete last line is skipped. A file of
-100,000 lines is read once, without keeping its records.
+Accepts files of any version and state: every key is optional, and an incomplete last line is skipped. Files
+are read once, without keeping the records in memory.
 """
 
 import math
@@ -29,11 +28,11 @@ from moe_exp.runs.run_folder import RunFolder
 Floats = NDArray[np.float64]
 
 NUM_COLUMNS = 120
-_CHUNK = 512  # records
-DEAD_BELOW = 0.01  # of the fair share
+_CHUNK = 512  # records per numpy call
+DEAD_BELOW = 0.01  # relative to the fair share
 SPIKE_FACTOR, SPIKE_WINDOW, _SPIKE_FEWEST = 3.0, 50, 10
 
-# Keys of one layer in metrics.jsonl; older files lack some.
+# Keys of a layer in metrics.jsonl; files of older versions lack some.
 LAYER_KEYS = (
     "max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight", "max_vio",
 )  # fmt: skip
@@ -49,7 +48,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURV
 
 
 class LoadHistory:
-    """Sums the `experts` of train records into columns of equal numbers of records, layer by layer."""
+    """Sums the expert load of train records by layer, in columns of equally many records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -62,7 +61,7 @@ class LoadHistory:
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Adds one record's `experts`; call `finish` after the last one."""
-        # a running job may have written more records than were counted: the last column gets the rest
+        # a running job may have written records since they were counted: the last column gets them
         column = min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1)
         self._waiting.append((column, iteration, experts))
         self._num_seen += 1
@@ -70,7 +69,7 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Sums what was added. Works in chunks, because numpy's cost per call would dominate."""
+        """Sums the added records. Chunks of records amortize the overhead of numpy calls."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # their shapes differ
@@ -85,7 +84,7 @@ class LoadHistory:
             counts = [[layer["tokens_per_expert"] for layer in experts] for experts in of_records]
             values = [[[layer.get(key) for layer in experts] for key in LAYER_KEYS] for experts in of_records]
             counts_RLE, values_RKL = np.array(counts, dtype=np.float64), np.array(values, dtype=np.float64)
-        # of another version, or damaged
+        # another version, or a damaged record
         except (AttributeError, KeyError, TypeError, ValueError):
             return False
         if counts_RLE.ndim != 3 or not counts_RLE.size or not np.isfinite(counts_RLE).all():
@@ -98,20 +97,20 @@ class LoadHistory:
         if any(row != self.layers for row in layers) or counts_RLE.shape[1:] != self._loads_CLE.shape[1:]:
             return False
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
-        # Older files lack the first two of LAYER_KEYS; compute them from the counts.
+        # Files of older versions lack the first two LAYER_KEYS: compute them from the counts.
         computed = (shares_RLE.max(axis=2), (shares_RLE < DEAD_BELOW).mean(axis=2))
         for index, from_counts_RL in enumerate(computed):
             missing = ~np.isfinite(values_RKL[:, index])
             values_RKL[:, index][missing] = from_counts_RL[missing]
         known_RKL = np.isfinite(values_RKL)
         sums_RKL = np.where(known_RKL, values_RKL, 0)
-        # `add.at` counts a column as often as it occurs, `+=` once
+        # `add.at` adds a repeated column every time, `+=` only once
         columns_R = np.array([column for column, _, _ in records])
         np.add.at(self._loads_CLE, columns_R, counts_RLE)
         np.add.at(self._sums_CKL, columns_R, sums_RKL)
         np.add.at(self._counts_CKL, columns_R, known_RKL)
         means_RK = _mean(sums_RKL.sum(axis=2), known_RKL.sum(axis=2))
-        # the first of LAYER_KEYS, max_over_mean, is that of the worst layer
+        # max_over_mean, the first of LAYER_KEYS, is the maximum over layers instead of the mean
         means_RK[:, 0] = np.fmax.reduce(values_RKL[:, 0], axis=1)
         self._means.append(means_RK)
         for column, iteration, _ in records:
@@ -134,8 +133,8 @@ class LoadHistory:
         """The history in at most `most` columns, oldest first.
 
         Returns:
-            First and last iteration [C, 2]; load relative to the fair share [C, L, E], 1 for an expert with
-            tokens*k/E of its layer; for each of LAYER_KEYS the mean over a column's records [C, L] or NaN.
+            First and last iteration [C, 2]; load relative to the fair share, tokens*k/E [C, L, E]; mean of
+            each of LAYER_KEYS over a column's records, or NaN [C, L].
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))
@@ -155,22 +154,22 @@ def _mean(sums: Floats, counts: Floats) -> Floats:
 
 @dataclass
 class RunRecords:
-    """Contents of one run folder. Curves are arrays [num_records] by key."""
+    """Contents of a run folder. Curves are arrays [num_records] by key."""
 
     name: str  # unique among the runs of a report
     path: Path
-    settings: dict[str, Any] = field(default_factory=dict)  # of the latest start; empty if unreadable
-    config: Config | None = None  # the same, validated; None if they are not valid in this version
+    settings: dict[str, Any] = field(default_factory=dict)  # from the latest start; empty if unreadable
+    config: Config | None = None  # validated settings; None if invalid in this version
     train: dict[str, Floats] = field(default_factory=dict)  # AXES, CURVES, means over layers `experts/<key>`
     valid: dict[str, Floats] = field(default_factory=dict)  # AXES and VALID_CURVES
     events: list[dict[str, Any]] = field(default_factory=list)
-    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without experts
-    notes: list[str] = field(default_factory=list)  # what could not be read, a sentence each
-    starts: list[dict[str, Any]] = field(default_factory=list)  # of provenance.json, oldest first
-    text: str = ""  # of notes.md
-    samples: list[tuple[str, str]] = field(default_factory=list)  # prompts and texts of generated.jsonl
-    written: datetime | None = None  # metrics.jsonl, last; with time zone
-    ended: str | None = None  # how the latest start ended; None if no end is recorded
+    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without expert records
+    notes: list[str] = field(default_factory=list)  # problems when reading, one sentence each
+    starts: list[dict[str, Any]] = field(default_factory=list)  # from provenance.json, oldest first
+    text: str = ""  # content of notes.md
+    samples: list[tuple[str, str]] = field(default_factory=list)  # prompts and texts in generated.jsonl
+    written: datetime | None = None  # modification time of metrics.jsonl, with time zone
+    ended: str | None = None  # status of the latest start; None without a recorded end
 
     @property
     def kind(self) -> str:
@@ -199,7 +198,7 @@ class RunRecords:
         return "running" if age < 600 else "no end recorded"  # wrote within ten minutes
 
     def last(self, key: str) -> float:
-        """The latest finite value of a train curve; NaN without one."""
+        """Last finite value of a train curve; NaN without one."""
         return latest(self.train[key])
 
 
@@ -214,9 +213,10 @@ def spikes(values: Floats) -> list[int]:
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
+    # shifted by one: a value is compared with the values before it, not with itself
     padded = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values[:-1]])
     windows = np.lib.stride_tricks.sliding_window_view(padded, SPIKE_WINDOW)
-    for start in range(0, len(values), 8192):  # the median copies its input
+    for start in range(0, len(values), 8192):  # in parts, because the median copies its input
         part = windows[start : start + 8192]
         enough = np.isfinite(part).sum(axis=1) >= _SPIKE_FEWEST
         limits = np.full(len(part), np.nan)
@@ -226,13 +226,13 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, duplicates once; first raises ConfigError for paths that are not, a line each."""
+    """Reads run folders, duplicates once. Raises ConfigError first if some paths are not run folders."""
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)
     metrics = [RunFolder(path).metrics for path in folders]
     total = sum(path.stat().st_size for path in metrics if path.exists())
-    # a bar only for files that take a while
+    # a progress bar only for large files
     shown = progress("reading metrics", total) if total >= 1 << 26 else nullcontext(lambda num_bytes: None)
     with shown as advance:
         runs = [read_run(path, advance) for path in folders]
@@ -242,13 +242,13 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
-    """A line for each path that is not a run folder; reads none of them."""
+    """Problems for paths that are not run folders, without reading any run."""
     found = []
     for path in dict.fromkeys(paths):
-        rule = "is no run folder: it has neither config.yaml nor metrics.jsonl"
-        fix = "give a run folder, RUN_DIR/RUN_NAME, that moe-exp train made"
+        rule = "is not a run folder: it contains neither config.yaml nor metrics.jsonl"
+        fix = "give a run folder, RUN_DIR/RUN_NAME, created by moe-exp train"
         if not path.is_dir():
-            rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
+            rule = "is a file, not a run folder" if path.exists() else "folder not found"
         elif RunFolder(path).config.exists() or RunFolder(path).metrics.exists():
             continue
         elif inside := sorted(child.parent.name for child in path.glob("*/metrics.jsonl")):
@@ -259,7 +259,7 @@ def run_problems(paths: Sequence[Path]) -> list[str]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names of run folders, with the parent folder where they are equal, and a number where still equal."""
+    """Unique names of run folders. Repeated names get their parent folder and, if necessary, a number."""
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
     names = [
@@ -276,7 +276,7 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
     follower = Follower(path, reader.add, advance)
     folder = follower.folder
     _read_settings(run, folder.config)
-    # Lines are counted first, as each record has to know its column.
+    # Count the lines first, because the column of a record depends on their number.
     if folder.metrics.exists():
         with regular(folder.metrics).open("rb") as file:
             num_lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
@@ -322,17 +322,17 @@ def _read_settings(run: RunRecords, path: Path) -> None:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
     if run.settings.get("attention_flops") == "full":
-        run.notes.append("its FLOPs and TFLOP/s count all scores of attention (ATTENTION_FLOPS=full)")
+        run.notes.append("its FLOPs and TFLOP/s include masked attention scores (ATTENTION_FLOPS=full)")
     try:
         run.config = Config(**known_settings(run.settings))
     except ValidationError as error:
         names = ", ".join(str(item["loc"][0]) for item in error.errors() if item["loc"])
-        why = names or "settings that do not go together"
-        run.notes.append(f"config.yaml is not of this version ({why}): parameters are unknown")
+        why = names or "incompatible settings"
+        run.notes.append(f"config.yaml is not valid in this version ({why}): parameters are unknown")
 
 
 class _Reader:
-    """Collects the records of one run."""
+    """Collects the records of a run."""
 
     def __init__(self, run: RunRecords):
         self.run = run
@@ -349,7 +349,7 @@ class _Reader:
         if kind != "train":
             return
         iteration = number(record.get("iteration"))
-        # curves need an increasing x
+        # curves require an increasing x
         if iteration is None or iteration <= self.last_iteration:
             self.num_out_of_order += 1
             return
@@ -360,7 +360,7 @@ class _Reader:
         self.train.append([record.get(key) for key in _TRAIN_COLUMNS])
 
     def finish(self) -> None:
-        """Writes the arrays to the run, with the axes that files of older versions lack."""
+        """Sets the run's arrays, and computes axes that are missing in files of older versions."""
         run = self.run
         run.train, run.valid = _arrays(self.train, _TRAIN_COLUMNS), _arrays(self.valid, _VALID_COLUMNS)
         run.load.finish()
@@ -369,7 +369,7 @@ class _Reader:
             values[self.with_experts] = means
             run.train[f"experts/{key}"] = values
         if self.num_out_of_order:
-            rule = f"{self.num_out_of_order} train records do not come after the one before"
+            rule = f"{self.num_out_of_order} train records are out of order"
             run.notes.append(f"metrics.jsonl: {rule} and are left out")
         train, valid = run.train, run.valid
         if run.config:
@@ -378,18 +378,18 @@ class _Reader:
             _fill(train["consumed_tokens"], train["consumed_samples"] * seq_len)
         milliseconds = train["elapsed_time_per_iteration_ms"]
         if np.isfinite(milliseconds).any():
-            # a record's time is the mean of the iterations since the record before it
+            # a record's time is the mean over the iterations since the previous record
             steps = np.diff(train["iteration"], prepend=0)
             complete = np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds))
             summed = np.cumsum(complete * steps) / 1e3
             _fill(train["training_seconds"], summed)
-            if (np.diff(train["training_seconds"]) < 0).any():  # started by an older version
+            if (np.diff(train["training_seconds"]) < 0).any():  # a run started by an older version
                 train["training_seconds"] = summed
         for key in AXES[1:]:
             known = np.isfinite(train[key])
             if known.any():
                 at, values = train["iteration"][known], train[key][known]
-                # what was used before the first record is not known
+                # usage before the first record is unknown
                 _fill(valid[key], np.interp(valid["iteration"], at, values, left=np.nan))
         _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
 

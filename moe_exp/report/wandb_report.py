@@ -1,7 +1,7 @@
-"""A wandb report on runs, dense against MoE, through wandb's report API (package wandb-workspaces).
+"""Writes a wandb report comparing dense and MoE runs, using wandb's report API (package wandb-workspaces).
 
-Curves come from wandb and stay up to date; the table and heatmaps come from metrics.jsonl at the time of
-writing. Keys are left to wandb: nothing here reads, prints or stores one.
+Curves come from wandb and stay up to date; the table and heatmaps show metrics.jsonl at the time of writing.
+API keys are left to wandb: nothing here prints or stores one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_exp.config import ConfigError, problem
 from moe_exp.report.follower import Follower, layers_by_load, number_text
 from moe_exp.runs.run_folder import RunFolder
 
-# Axes of every loss panel: end of the metric's name, title of the panel, label of the axis.
+# x axes of the loss panels: end of the metric's name, suffix of the panel's title, axis label.
 _AXES = (
     ("consumed_tokens", "by tokens", "tokens"),
     ("consumed_flops", "by FLOPs", "model FLOPs"),
@@ -44,17 +44,17 @@ _COLORS = {
     True: ("#d9541e", "#e9a03b", "#b5336b", "#8c6d1f"),
 }
 _MOST_COLUMNS, _PANEL_LINES = 24, 8  # of wandb's grid
-_LONGEST_TITLE = 128  # of wandb's own model of a report
+_LONGEST_TITLE = 128  # limit of wandb's report model
 _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 _MOST_SQUARES = 48
-# (upper limit, square); white was not measured.
+# (upper limit, square); white means not measured.
 _SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
 _MISSING = "⬜"
 
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run whose metrics are also in wandb, as a run with this id; `kind`: dense, or its MOE_TYPE."""
+    """A run that is also in wandb, with this id; `kind` is dense or its MOE_TYPE."""
 
     wandb_id: str
     kind: str
@@ -69,65 +69,65 @@ class MirroredRun:
 def wandb_report(
     paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE"
 ) -> str:
-    """Writes a new report of run folders into a wandb project; returns its URL.
+    """Writes a new report on run folders to a wandb project and returns its URL.
 
     Args:
-        project: wandb project of the runs and of the report.
-        entity: user or team that owns it; by default that of the key.
+        project: wandb project of the runs and the report.
+        entity: user or team that owns the project (default: the key's).
         title: at most 128 characters.
 
     Raises:
-        ConfigError: a run is not in wandb, a package or the key is missing, or wandb refuses the report.
+        ConfigError: a run is not in wandb, a package or key is missing, or wandb rejects the report.
     """
     runs = mirrored_runs(paths, project=project)
     _report_api()
     import wandb
 
-    # Checked before anything is built, so that a missing key is reported with its fix.
+    # Checked first, so that a missing key is reported with its fix.
     try:
         has_key = wandb.login(prompt=False, verify=False)
     except wandb.errors.Error as error:  # an invalid key, or unreadable key storage
         reason = " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY", "").strip():
+            # wandb's message may quote the key
             reason = reason.replace(key, "the key")
-        rule, fix = f"wandb does not take the key ({reason})", f"{_LOGIN} to the whole key"
+        rule, fix = f"wandb rejected the key ({reason})", f"{_LOGIN} to the complete key"
         raise ConfigError([problem("wandb_api_key", "...", rule, fix)]) from None
     if not has_key:
         raise ConfigError([problem("wandb_api_key", "", "wandb has no key", _LOGIN)])
     try:
         owner = entity or wandb.Api().default_entity
         if not owner:
-            raise ConfigError([problem("entity", "", "the key belongs to no user or team", "give --entity")])
-        report = build_report(runs, project=project, entity=owner, title=title)
-        return str(report.save().url)
+            raise ConfigError([problem("entity", "", "the key has no default user or team", "set --entity")])
+        return str(build_report(runs, project=project, entity=owner, title=title).save().url)
     except ConfigError:
         raise
-    # wandb's errors for a server that refuses or does not answer share no base class
+    # wandb's errors for a rejected request or unreachable server have no common base class
     except Exception as error:
-        rule = f"wandb did not take the report ({' '.join(str(error).split())})"
-        fix = "see whether the key may write there and the server is the right one (WANDB_BASE_URL)"
+        rule = f"wandb rejected the report ({' '.join(str(error).split())})"
+        fix = "check that the key has write access and that WANDB_BASE_URL is the right server"
         raise ConfigError([problem("project", project, rule, fix)]) from error
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads the runs, each metrics.jsonl once; ConfigError with a line for each that is not in `project`."""
+    """Reads the runs, each metrics.jsonl once; ConfigError for runs that are not in `project`."""
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
-    problems = [] if folders else [problem("run", "", "at least one is needed", "give run folders")]
+    problems = [] if folders else [problem("run", "", "at least one is required", "give run folders")]
     for folder in folders:
         path = shlex.quote(str(folder.path))
         was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
         offline = folder.wandb.glob("offline-run-*")
         unsent = sum(not any(run.glob("*.wandb.synced")) for run in offline)
-        # the first reason only, as the others follow from it
+        # only the first problem, because the others follow from it
         if not folder.metrics.exists():
-            rule, fix = "is no run folder: it has no metrics.jsonl", "give a run folder, such as runs/NAME"
+            rule, fix = "must be a run folder with a metrics.jsonl", "give a run folder, such as runs/NAME"
         elif not _wandb_id(folder):
             rule = "has no wandb run: WANDB_PROJECT was not set"
             fix = f"set WANDB_PROJECT={project} for the next run (WANDB_MODE=offline needs no network)"
             fix += ", or use `moe-exp report`"
         elif unsent:
             were = "was" if unsent == 1 else "were"
-            rule = f"wandb has not got all of it: {unsent} of its starts {were} offline"
+            rule = f"is not completely in wandb: {unsent} of its starts {were} offline"
             fix = f"wandb sync -p {shlex.quote(project)} {path}/wandb/offline-run-*"
         elif was_in != project and any(folder.wandb.glob("run-*")):
             rule = f"is in the wandb project {was_in}, not in {project}"
@@ -176,9 +176,9 @@ def _report_api() -> Any:
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """The report (wandb_workspaces.reports.v2.Report), unsent; arguments and errors of `wandb_report`."""
+    """Builds the unsent report (wandb_workspaces.reports.v2.Report); see `wandb_report`."""
     if len(title) > _LONGEST_TITLE:
-        rule, fix = f"has {len(title)} characters", f"give at most {_LONGEST_TITLE}"
+        rule, fix = f"must have at most {_LONGEST_TITLE} characters, not {len(title)}", "shorten it"
         raise ConfigError([problem("title", f"{title[:20]}...", rule, fix)])
     wr = _report_api()
 
@@ -193,10 +193,10 @@ def build_report(
             curve = {"x": f"{kind}/{axis}", "y": [f"{kind}/lm_loss"], "title_x": label}
             loss.append(wr.LinePlot(title=f"{text} {by}", **curve, **options))
     speed = [by_tokens(text, y=[name]) for name, text in _SPEED]
-    memory = by_tokens("peak memory of the fullest rank, bytes", y=["perf/peak_memory_bytes"])
+    memory = by_tokens("peak memory per rank (maximum), bytes", y=["perf/peak_memory_bytes"])
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
     health = [by_tokens(text, y=[name], log_y=name == "train/grad_norm") for name, text in _HEALTH]
-    # One line for every layer of every run.
+    # One curve for each layer of each run.
     load = [by_tokens(f"{text}, each layer", metric_regex=rf"moe/layer_\d+/{key}") for key, text in _EXPERTS]
     blocks = [
         wr.TableOfContents(),
@@ -211,22 +211,22 @@ def build_report(
         for run in moe:
             if text := run.squares.text():
                 squares += [wr.H3(run.follower.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
-        blocks[5:5] = [wr.H1("Load of the experts"), *squares, _grid(wr, moe, load, columns=2)]
+        blocks[5:5] = [wr.H1("Expert load"), *squares, _grid(wr, moe, load, columns=2)]
     what = f"{len(runs) - len(moe)} dense and {len(moe)} MoE runs"
-    about = {"title": title, "description": f"{what}: the same tokens, the same FLOPs, the same time."}
+    about = {"title": title, "description": f"{what} compared by tokens, FLOPs and time."}
     # Run sets without a project use the report's.
     return wr.Report(project=project, entity=entity, blocks=blocks, width="fluid", **about)
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
-    """Panels side by side, with switchable sets of dense and of MoE runs."""
+    """Panels side by side, with sets of dense and MoE runs that can be switched on and off."""
     from wandb_workspaces import expr
 
     width = _MOST_COLUMNS // columns
     for index, panel in enumerate(panels):
         x, y = index % columns * width, index // columns * _PANEL_LINES
         panel.layout = wr.Layout(x=x, y=y, w=width, h=_PANEL_LINES)
-    # a color for each run, dense and MoE ones from palettes of their own
+    # a color for each run, from separate palettes for dense and MoE runs
     sets, colors = [], dict[str, str]()
     for is_moe, name in ((False, "dense"), (True, "MoE")):
         ids = [run.wandb_id for run in runs if run.is_moe == is_moe]
@@ -258,14 +258,14 @@ def _markdown(text: str) -> str:
 
 
 class LoadSquares:
-    """Largest max over mean of each MoE layer over a run, as text: a report takes pictures only of curves."""
+    """Draws the largest max/mean load of each MoE layer as text: wandb reports can only embed curves."""
 
     def __init__(self) -> None:
-        self._peaks: dict[int, array[float]] = {}  # of each record by layer; 0: not measured
+        self._peaks: dict[int, array[float]] = {}  # of each record, by layer; 0: not measured
         self._num_records = self._last_iteration = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Adds the next record of metrics.jsonl; ignores all but train records of MoE models."""
+        """Adds the next record; ignores records other than train records of MoE models."""
         layers = layers_by_load(record) if record.get("kind") == "train" else []
         if layers and record["iteration"] <= self._last_iteration:
             self._peaks, self._num_records = {}, 0  # the file was rewritten
@@ -277,23 +277,23 @@ class LoadSquares:
             self._num_records, self._last_iteration = self._num_records + 1, record["iteration"]
 
     def text(self) -> str:
-        """The rows under a line that explains them; empty without MoE layers."""
+        """Rows of squares with a legend; empty without MoE layers."""
         layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
         if not layers:
             return ""
-        # records a square: a power of two, so that squares of a growing run keep their bounds
+        # records per square: a power of two keeps the bounds of squares while the run grows
         step = 1
         while -(-self._num_records // step) > _MOST_SQUARES:
             step *= 2
         *below, (_, largest) = _SQUARES
         limits = [f"{square} under {limit:g}" for limit, square in below]
         key = ", ".join([*limits, f"{largest} {below[-1][0]:g} and more"])
-        lines = [f"busiest expert over the mean: {key}"]
+        lines = [f"load of the busiest expert relative to the mean: {key}"]
         for layer in layers:
             squares = ""
             for start in range(0, self._num_records, step):
                 peak = max(self._peaks[layer][start : start + step], default=0.0)
                 squares += next(square for limit, square in _SQUARES if peak < limit) if peak else _MISSING
             lines.append(f"layer {layer:3d} {squares}")
-        foot = f"until iteration {self._last_iteration:,}, {step} records a square"
-        return "\n".join([*lines, foot])
+        lines.append(f"until iteration {self._last_iteration:,}, {step} records per square")
+        return "\n".join(lines)

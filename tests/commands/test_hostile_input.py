@@ -315,7 +315,7 @@ def test_a_name_that_is_not_utf8_is_named_in_one_line(tmp_path):
         found = answer(argv)
         assert (found.code, found.err.count("\n")) == (1, 1), (argv, found.err)
         assert "caf\\xe9.jsonl" in found.err or "caf\\udce9.jsonl" in found.err
-        assert "its name is not UTF-8. Fix: rename it" in found.err
+        assert "name must be UTF-8. Fix: rename it" in found.err
 
 
 @pytest.mark.parametrize("argv", ["plan search --config", "data prepare", "generate --prompt a --checkpoint"])

@@ -110,7 +110,7 @@ def test_places_that_a_report_does_not_take(tmp_path, capsys, kind):
     before = out.read_bytes() if out.is_file() else None
     assert report(dense, tmp_path / "nowhere", "--out", out) == 1
     error = capsys.readouterr().err
-    assert f"OUT={shown(out)}: " in error and "nowhere: there is no such folder" in error  # both at once
+    assert f"OUT={shown(out)}: " in error and "nowhere: folder not found" in error  # both at once
     assert (out.read_bytes() if out.is_file() else None) == before
 
 
@@ -151,14 +151,14 @@ def test_the_newest_of_many_events_and_all_faults_are_kept(tmp_path):
     records = [event("start", 0, "10:00:00"), event("checkpoint_failed", 0, "10:00:05"), *checkpoints]
     records.append(event("end", 400, "10:02:00"))
     page = report_html(read_runs([write_run(tmp_path / "x", records, use_moe=False)]))
-    assert "<summary>Events: 300; left out are 102 checkpoints of x</summary>" in page
+    assert "<summary>Events: 300; not shown: 102 checkpoints of x</summary>" in page
     iterations = re.findall(r'<td class="text">checkpoint</td><td class="text">(\d+)</td>', page)
     assert iterations == [str(number) for number in range(103, 400)]
     assert page.count('<tr class="fault">') == 1 and page.count('class="mark checkpoint"') == 133
     spikes = [event("spike", number, "10:00:10") for number in range(1, 400)]
     other = write_run(tmp_path / "y", [*records[:1], *spikes, *checkpoints], use_moe=False)
     page = report_html(read_runs([other]))
-    assert "left out are 399 checkpoints and 100 others of y" in page
+    assert "not shown: 399 checkpoints and 100 others of y" in page
     assert 'title="spike at iteration 399,' in page and 'title="spike at iteration 249,' not in page
 
 

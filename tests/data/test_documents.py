@@ -208,7 +208,7 @@ def test_a_fifo_among_the_files_of_a_folder_is_refused(tmp_path, suffix):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     fifo = tmp_path / f"b.{suffix}"
     os.mkfifo(fifo)
-    refusal = rf"input={re.escape(str(fifo))}: is not a regular file\. Fix: name files, or remove it"
+    refusal = rf"input={re.escape(str(fifo))}: must be a regular file\. Fix: give a file, or remove"
     with pytest.raises(ValueError, match=refusal):
         files_in(tmp_path)
     with pytest.raises(ValueError, match=refusal):

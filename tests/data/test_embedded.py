@@ -133,7 +133,7 @@ def test_damaged_folder_is_built_again_and_says_so(small_corpus, tmp_path, caplo
     caplog.clear()  # of the first build, which is told at INFO where an earlier test has asked for it
     with caplog.at_level(logging.WARNING):
         assert build(tmp_path) == corpus
-    assert caplog.messages == [f"embedded corpus: built again, as {folder / name} is missing"]
+    assert caplog.messages == [f"embedded corpus: rebuilding it because {folder / name} is missing"]
 
 
 def build_slowly(folder):
@@ -172,11 +172,11 @@ def test_progress_without_a_terminal_is_one_line_a_step(small_corpus, tmp_path, 
 
 def test_data_dir_that_cannot_be_used(small_corpus, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    rule = r"^DATA_DIR=\S+/file/data: the embedded corpus cannot be written there \(.+\)\. Fix: set DATA_DIR"
+    rule = r"^DATA_DIR=\S+/file/data: cannot write the embedded corpus \(.+\)\. Fix: set DATA_DIR"
     with pytest.raises(ValueError, match=rule):
         ensure_embedded_corpus(tmp_path / "file" / "data")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=199 * 10**6))
-    rule = r"^DATA_DIR=\S+: has 199 MB free, the embedded corpus needs 200 MB\. Fix: free some space"
+    rule = r"^DATA_DIR=\S+: has 199 MB free; the embedded corpus requires 200 MB\. Fix: free up space"
     with pytest.raises(ValueError, match=rule):
         ensure_embedded_corpus(tmp_path)
 

@@ -130,7 +130,7 @@ def test_damaged_files(tmp_path):
     for path, rule in (
         (tmp_path / "part", r"part\.bin is truncated: 100 bytes, by the sizes in its \.idx 240\. Fix: "),
         (tmp_path / "gone", r"gone\.bin is missing\. Fix: "),
-        (tmp_path, r"the folder has token files\. Fix: give their prefix, .*part\."),
+        (tmp_path, r"the folder contains token files\. Fix: give their prefix, .*part\."),
     ):
         with pytest.raises(ValueError, match=rule):
             inspect_path(path)
@@ -162,7 +162,7 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     prefix = write_tokens(tmp_path / "part", [encoding.ids for encoding in encoded])
     assert main(["data", "inspect", str(prefix), "--tokenizer", str(tokenizer), "--samples", "1"]) == 0
     printed = capsys.readouterr().out
-    rows = ("documents that end with EOD", "10", f"{EOD_ID} (the last token of most documents)", "█")
+    rows = ("documents ending with EOD", "10", f"{EOD_ID} (the last token of most documents)", "█")
     for text in (*rows, "[bold]a[/bold] text<|endoftext|>"):
         assert text in printed
     assert main(["data", "inspect", str(prefix), "--json"]) == 0
@@ -173,6 +173,6 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
     (tmp_path / "x" / "a.jsonl").write_text('{"text": "one", "id": 1}\n' * 3)
     assert main(["data", "inspect", str(tmp_path / "x")]) == 0
     printed = capsys.readouterr().out
-    lengths = "Lengths in bytes of text: min 3, median 3, mean 3, max 3"
+    lengths = "Lengths in text bytes: min 3, median 3, mean 3, max 3"
     for text in ("duplicates of another document", "id, text", lengths):
         assert text in printed

@@ -63,14 +63,14 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
     # While they are there, nothing is submitted twice, and nothing thrown away.
     assert convert(inputs, output, ConvertSettings(), execution) is None
     for where, start_over in ((execution, True), (Execution(workers=1), False)):
-        with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 101 102, or"):
+        with pytest.raises(ValueError, match=r"SLURM jobs are still using it\. Fix: scancel 100 101 102, or"):
             convert(inputs, output, ConvertSettings(), where, start_over=start_over)
     assert len(cluster.jobs()) == 3
 
     cluster.run(lost={("100", 1)})
     assert [(cluster.folder / f"{job}.end").read_text() for job in cluster.jobs()] == ["failed"] * 3
     assert not output.exists()
-    with pytest.raises(ValueError, match=r"x: was begun with tasks=2, now it is 1\. Fix: "):
+    with pytest.raises(ValueError, match=r"x: was started with tasks=2, not 1\. Fix: "):
         convert(inputs, output, ConvertSettings(tasks=1), execution)
 
     assert convert(inputs, output, ConvertSettings(), execution) is None
@@ -90,7 +90,7 @@ def test_jobs_are_submitted_once_resumed_and_published_by_the_last(tmp_path, clu
 def test_inside_a_job_nothing_is_submitted(tmp_path, cluster, monkeypatch):
     inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(ValueError, match=r"^executor=slurm: inside a job, and 2 tasks are not complete"):
+    with pytest.raises(ValueError, match=r"^executor=slurm: a job cannot resubmit its 2 remaining tasks"):
         convert(inputs, output, ConvertSettings(), slurm(output, inputs))
     assert not cluster.jobs()
 
@@ -110,7 +110,10 @@ def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
 
 def test_jobs_that_are_refused(tmp_path, cluster):
     inputs, output = make_inputs(tmp_path / "in"), tmp_path / "x"
-    for program, rule in (("exit 3", "exit code 3, its"), ("echo done", r"printed no job id: 'done\\n'")):
+    for program, rule in (
+        ("exit 3", "failed with exit code 3"),
+        ("echo done", r"printed no job id: 'done\\n'"),
+    ):
         cluster.replace("sbatch", program)
         with pytest.raises(ValueError, match=f"^sbatch: {rule}"):
             convert(inputs, output, ConvertSettings(), slurm(output, inputs))
@@ -137,7 +140,7 @@ def test_a_pass_does_not_begin_before_the_one_before_it_is_complete(tmp_path):
     done.mkdir(parents=True)
     for task in (0, 2):
         (done / f"{task:05d}").touch()
-    with pytest.raises(ValueError, match=r"^task 1 of the pass before is not complete, 1 in all\. Fix: see"):
+    with pytest.raises(ValueError, match=r"^1 tasks of the previous pass .* first is task 1\. Fix: see"):
         second.pipeline[0]()
     (done / "00001").touch()
     assert second.pipeline[0]() is None
@@ -157,7 +160,7 @@ def test_an_executor_that_is_not_there(executor, tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    fix = {"slurm": "call it on a login node", "ray": "pip install ray"}[executor]
+    fix = {"slurm": "run the command on a login node", "ray": "pip install ray"}[executor]
     with pytest.raises(ValueError, match=f"^executor={executor}: .*Fix: {fix}"):
         Execution(executor, partition="cpu")
 

@@ -134,9 +134,9 @@ def test_tables_that_cannot_be_read(tmp_path):
             with pytest.raises(BadDocument, match="the Arrow file is damaged or ends early"):
                 list(raw_lines(tmp_path / name))
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "n.parquet")
-    with pytest.raises(ValueError, match=r"n\.parquet: the column 'text' is int64, not text\. Fix: "):
+    with pytest.raises(ValueError, match=r"n\.parquet: the column 'text' contains int64, not text\. Fix: "):
         list(raw_lines(tmp_path / "n.parquet"))
-    with pytest.raises(ValueError, match=r"n\.parquet: there is no column 'body', but text\. Fix: "):
+    with pytest.raises(ValueError, match=r"n\.parquet: has no column 'body'; its columns are text\. Fix: "):
         list(raw_lines(tmp_path / "n.parquet", text_field="body"))
 
 
@@ -151,8 +151,8 @@ def test_tables_that_cannot_be_read(tmp_path):
          "left out 4 files, 830 bytes: 2 .pdf, 1 .json without a field 'text', 1 without an ending"
          " (c.pdf, d, deep/b.PDF, meta.json)"),
         ({"notes.txt": 10, "b.txt.gz": 20, "c.TEXT": 30}, 1,
-         "left out 3 files, 60 bytes: 1 .text beside records, 1 .txt beside records, 1 .txt.gz beside records"
-         " (b.txt.gz, c.TEXT, notes.txt)"),
+         "left out 3 files, 60 bytes: 1 .text next to records, 1 .txt next to records, 1 .txt.gz next to"
+         " records (b.txt.gz, c.TEXT, notes.txt)"),
         ({f"{number}.png": 10 for number in range(9)}, 1,
          "left out 9 files, 90 bytes: 9 .png (0.png, 1.png, 2.png, 3.png, 4.png and 4 more)"),
     ],
@@ -171,11 +171,11 @@ def test_what_a_folder_leaves_out_is_named_and_counted(tmp_path, caplog, beside,
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["a.png", "README.md"], "left out 1 file, 10 bytes: 1 .png .*: most of its bytes. Fix: "),
-        (["corpus.pdf", "b.txt"], "left out 1 file, 2 kB: 1 .pdf .*: most of its bytes. Fix: "),
-        (["b.txt", "a.jsonl"], r"1 \.txt beside records .*Fix: .* such as '.*/\*\*/\*\.jsonl'"),
-        (["corpus.json", "README.md"], "1 .json without a field 'text' .* Fix: name the field .*TEXT_FIELD"),
-        (["corpus.json"], "its .json files have no field 'text'. Fix: name the field .*TEXT_FIELD"),
+        (["a.png", "README.md"], "left out 1 file, 10 bytes: 1 .png .*, which is most of the data. Fix: "),
+        (["corpus.pdf", "b.txt"], "left out 1 file, 2 kB: 1 .pdf .*, which is most of the data. Fix: "),
+        (["b.txt", "a.jsonl"], r"1 \.txt next to records .*Fix: .* such as '.*/\*\*/\*\.jsonl'"),
+        (["corpus.json", "README.md"], "1 .json without a field 'text' .* Fix: name the text field"),
+        (["corpus.json"], "its .json files have no field 'text'. Fix: name the text field .*TEXT_FIELD"),
     ],
 )  # fmt: skip
 def test_a_folder_that_would_lose_most_bytes_is_refused(tmp_path, names, match):

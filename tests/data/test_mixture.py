@@ -31,7 +31,7 @@ def test_weights_with_limits(weights, tokens, epochs, total, expected):
 
 
 def test_sources_that_are_too_few():
-    with pytest.raises(ValueError, match=r"total_tokens=100: the sources .* give 70\. Fix: "):
+    with pytest.raises(ValueError, match=r"total_tokens=100: the sources .* only 70 .* Fix: "):
         effective_weights([1, 1], [30, 40], [1, 1], 100)
 
 
@@ -41,15 +41,15 @@ SOURCE = "{tokenizer: x, sources: [{source: a, %s}]}"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", r"must be settings with a list of sources"),
+        ("[]", r"must contain settings with a list of sources"),
         ("{tokenizer: x}", r"sources: is missing"),
         ("{tokenizer: x, sources: []}", r"sources=\[\]: List should have at least 1 item"),
-        ("{sources: [{source: a, weight: 1}]}", r"settings: either tokenizer or vocab_size must be given"),
+        ("{sources: [{source: a, weight: 1}]}", r"settings: requires either tokenizer or vocab_size"),
         ("{tokenizer: x, sources: [{source: a}]}", r"sources\.0\.weight: is missing"),
         (SOURCE % "weight: 0", r"sources\.0\.weight=0: must be greater than 0"),
         (SOURCE % "weight: 1, heft: 2", r"sources\.0\.heft=2: is not a setting"),
-        (SOURCE % "weight: 1, name: a/b", r"sources\.0\.name=a/b: must be letters"),
-        (SOURCE % "weight: 1, max_epochs: 2", r"settings: max_epochs needs total_tokens"),
+        (SOURCE % "weight: 1, name: a/b", r"sources\.0\.name=a/b: must consist of letters"),
+        (SOURCE % "weight: 1, max_epochs: 2", r"settings: max_epochs requires total_tokens"),
     ],
 )
 def test_settings_that_are_wrong_are_named(tmp_path, text, message):
@@ -102,8 +102,8 @@ def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
     assert weights[1] == pytest.approx(2 * tokens[1] / 50_000, rel=1e-5) and sum(weights) == pytest.approx(1)
     sheet = (folder / "datasheet.md").read_text()
     epochs = weights[0] * 50_000 / tokens[0]  # books has max_epochs
-    assert [one for one in caplog.messages if "no max_epochs" in one] == [
-        f"web: read {epochs:.2f} times in total_tokens=5e+04, and it has no max_epochs"
+    assert [one for one in caplog.messages if "max_epochs is not set" in one] == [
+        f"web: read for {epochs:.2f} epochs with total_tokens=5e+04; max_epochs is not set"
     ]
     row = next(line for line in sheet.splitlines() if line.startswith("| books |"))
     assert row.endswith(f"| {tokens[1]:,} | 75.00% | {weights[1]:.2%} | 2.00 |")
@@ -167,13 +167,13 @@ def test_a_change_of_one_source_makes_no_other_again(mixture, capsys):
     # another filter: this source again, if it is asked for
     (mixture / "mine.yaml").write_text(skipping.replace("dedup: true", "max_chars: 60"))
     assert main("mix", MIX) == 1
-    assert "Fix: give --start-over-source books to make it again" in capsys.readouterr().err
+    assert "Fix: use --start-over-source books to recreate it" in capsys.readouterr().err
     books = made_at(mixture, "books")
     assert main("mix", [*MIX, "--start-over-source", "books"]) == 0
     assert made_at(mixture, "web") == web
     assert not set(made_at(mixture, "books")) & set(books)
     assert main("mix", [*MIX, "--start-over-source", "boks"]) == 1
-    assert "start_over_source=boks: is not a source of mine. Fix: " in capsys.readouterr().err
+    assert "start_over_source=boks: must be a source of mine. Fix: " in capsys.readouterr().err
 
 
 def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
@@ -192,7 +192,7 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
     [
         (("source: books", "source: gone/"), "sources.1: source=gone/: there is no such file"),
         (("source: books", "source: data"), "sources.1: "),
-        (("source: books", "source: web"), "sources.1: name=web: is there twice. Fix: give it a name"),
+        (("source: books", "source: web"), "sources.1: name=web: must be unique. Fix: give this source"),
         (("filters: [pii]", "filters: [nothing]"), "sources.0: filter=nothing: must be one of"),
         (("filters: [pii]", "near_dedup: {rows: 2}"), "sources.0: near_dedup="),
         (("vocab_size: 400", "tokenizer: gone/"), "gone"),

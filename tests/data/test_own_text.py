@@ -69,7 +69,7 @@ def test_text_is_prepared_once_and_found_again(place, caplog):
     made_at = Path(f"{used.train_data}.bin").stat().st_mtime_ns
     caplog.clear()
     assert with_prepared_text(settings()) == used == find_prepared_text(settings())
-    assert "prepared before" in caplog.text and Path(f"{used.train_data}.bin").stat().st_mtime_ns == made_at
+    assert "already prepared" in caplog.text and Path(f"{used.train_data}.bin").stat().st_mtime_ns == made_at
     # the same content under another time
     os.utime(place / "text/0.txt", (1, 1))
     assert with_prepared_text(settings()) == used
@@ -90,7 +90,7 @@ def test_a_changed_file_is_noticed(place, caplog):
     (place / "text/2.txt").unlink()
     again = with_prepared_text(settings())
     assert again.train_data != used.train_data
-    why = "text: prepared again, files differ from those of "
+    why = "text: preparing again because files differ from those in "
     assert [one for one in caplog.messages if one.startswith(why)]
     assert "1 changed (0.txt); 1 new (more.txt); 1 gone (2.txt)" in caplog.text
     assert abs(TokenFiles(again.valid_data).num_documents - held_out) <= 3
@@ -165,7 +165,7 @@ def test_a_stage_of_some_files_of_a_text(name, place):
     (place / "more/2.txt").write_text(some_text(50))
     given = {"tokenizer": tokenizer_of(place)}
     given |= {"data_stages": json.dumps([{"from_samples": 64, "train_data": name}])}
-    rule = f"DATA_STAGES={name}: has some of the files of TRAIN_DATA=text, of which documents are held out."
+    rule = f"DATA_STAGES={name}: shares only some files with TRAIN_DATA=text, which holds out documents."
     for held_out in ({}, {"split": "9,1"}):
         (line,) = text_problems(settings(**given, **held_out))
         assert line.startswith(f"{rule} Fix: ")
@@ -178,7 +178,7 @@ def test_a_stage_of_some_files_of_a_text(name, place):
 def test_validation_on_text_that_is_trained_on(place):
     given = {"tokenizer": tokenizer_of(place), "eval_interval": 1}
     (line,) = data_warnings(settings(**given, valid_data=str(place / "text/deep")))
-    assert line.startswith(f"VALID_DATA={place}/text/deep: has files of TRAIN_DATA=text: ")
+    assert line.startswith(f"VALID_DATA={place}/text/deep: shares files with TRAIN_DATA=text, ")
     (place / "other.txt").write_text(some_text(60))
     assert data_warnings(settings(**given, valid_data="other.txt")) == []
 
@@ -219,29 +219,29 @@ def test_vocabulary_that_fits(place):
 def test_plan_writes_nothing(place):
     assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
-    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer of 300 tokens, trained on it" in line
+    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer with 300 tokens, trained" in line
     (place / "other.txt").write_text(some_text(50))
     stages = json.dumps([{"from_samples": 64, "train_data": "other.txt"}])
     (_, line) = plan_text(settings(data_stages=stages, tokenizer=tokenizer_of(place)))
     assert line.startswith("DATA_STAGES: 1 files, ")
     assert not (place / "data").exists()
     used = with_prepared_text(settings())
-    assert plan_text(settings())[0].endswith(f"prepared already in {Path(used.train_data).parent}")
+    assert plan_text(settings())[0].endswith(f"already prepared in {Path(used.train_data).parent}")
 
 
 BAD = {
-    "none.txt": (None, r"TRAIN_DATA=none\.txt: there is no such file\. Fix: check the path"),
-    "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: has only empty files\. Fix: give files with text"),
-    "a.docx": (b"PK", r"TRAIN_DATA=a\.docx: does not end with .* Fix: save it as a\.txt, in UTF-8"),
-    "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: does not end with .* Fix: convert it to a\.jsonl"),
-    "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: leave"),
+    "none.txt": (None, r"TRAIN_DATA=none\.txt: not found\. Fix: check the path"),
+    "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: contains only empty files\. Fix: give files with text"),
+    "a.docx": (b"PK", r"TRAIN_DATA=a\.docx: must end with .* Fix: save it as a\.txt, in UTF-8"),
+    "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: must end with .* Fix: convert it to a\.jsonl"),
+    "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: remove"),
     "latin.txt": (b"caf\xe9\n", r"TRAIN_DATA=latin\.txt: latin\.txt, line 1: .* not UTF-8 text\. .*iconv"),
     "x.jsonl": (
         b'{"content": "a", "id": 1}\n',
         r"TRAIN_DATA=x\.jsonl: x\.jsonl has no field .*content, id\. Fix: ",
     ),
     "*.md": (None, r"TRAIN_DATA=\*\.md: no file matches the pattern\. Fix: check the path"),
-    "1.0 text 2.0 text/deep": (None, r"is a blend with text, which needs one tokenizer\. Fix: set TOKENIZER"),
+    "1.0 text 2.0 text/deep": (None, r"is a blend with text, which requires TOKENIZER\. Fix: set TOKENIZER"),
 }
 
 
@@ -259,16 +259,18 @@ def test_folders_that_cannot_be_used(place):
     (place / "images").mkdir()
     (place / "images/a.png").touch()
     (line,) = text_problems(settings(train_data="images"))
-    assert "TRAIN_DATA=images: the folder has no file that ends with .jsonl, " in line and "only .png" in line
+    assert "TRAIN_DATA=images: the folder contains no file ending" in line and "only .png" in line
     used = with_prepared_text(settings())
     folder = Path(used.train_data).parent
     (line,) = text_problems(settings(train_data=str(folder)))
-    assert line.endswith(f"the folder has token files. Fix: give their prefix, {folder}/train.")
+    assert line.endswith(f"the folder contains token files. Fix: give their prefix, {folder}/train.")
 
 
 def test_text_that_is_found_wrong_while_it_is_read(place):
     (place / "one.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
-    with pytest.raises(ConfigError, match=r"^TRAIN_DATA=one\.jsonl: has one document, .* Fix: add more text"):
+    with pytest.raises(
+        ConfigError, match=r"^TRAIN_DATA=one\.jsonl: contains only one document, .* Fix: add more text"
+    ):
         with_prepared_text(settings(train_data="one.jsonl"))
     (place / "text/z.txt").write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match=r"^TRAIN_DATA=text: z\.txt, line 1: .* Fix: convert it"):
@@ -296,7 +298,7 @@ def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
     assert find_prepared_text(config, trained) == used
     plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
     assert [one.prefix for one in plan.sources] == [used.valid_data]
-    with pytest.raises(ValueError, match="is text, and what was made of it"):
+    with pytest.raises(ValueError, match="is text, and its token files were not found"):
         find_prepared_text(config, "0123456789abcdef")
     (tmp_path / "text").rename(tmp_path / "gone")
     plan = plan_evaluation(EvalRequest(str(ended.folder.path)))

@@ -60,9 +60,9 @@ def test_changed_settings_are_refused_unless_told_to_start_over(tmp_path, capsys
     command = [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), "--nchunks", "2", *SMALL]
     assert main("prepare", command) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
-    for flag, value, what in (("--min_score", "2", "None, now it is 2.0"), ("--seed", "1", "0, now it is 1")):
+    for flag, value, what in (("--min_score", "2", "None, not 2.0"), ("--seed", "1", "0, not 1")):
         assert main("prepare", [*command, flag, value]) == 1
-        assert f"was made with {flag[2:]}={what}. Fix: give --start-over" in capsys.readouterr().err
+        assert f"was made with {flag[2:]}={what}. Fix: use --start-over" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "data").rglob("*.jsonl")}
     assert main("prepare", [*command, "--min_score", "2", "--start-over"]) == 0
     assert len(read_texts(*(tmp_path / "data/pages_shuffled").glob("*.jsonl"))) == 2 * 30
@@ -95,7 +95,7 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
         made.append({one: one.stat().st_mtime_ns for one in (tmp_path / "data").rglob("manifest.json")})
     assert made[0] == made[1]
     assert main("prepare", command) == 1  # what was skipped is an error without the flag
-    assert "was made with skip_bad=True, now it is False" in capsys.readouterr().err
+    assert "was made with skip_bad=True, not False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -138,14 +138,14 @@ def test_the_source_is_not_where_the_outputs_come(tmp_path, capsys, monkeypatch,
     before = {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
     assert main("prepare", [source, "--data-dir", data_dir, *SMALL, *flags]) == 1
     error = capsys.readouterr().err
-    assert re.match(r"moe-exp data: output=\S+: .*the input \S+.* Fix: another output folder\.\n", error)
+    assert re.match(r"moe-exp data: output=\S+: .*the input \S+.* Fix: choose another", error)
     assert before == {path: path.read_bytes() for path in Path("dd").rglob("*.jsonl")}
 
 
 def test_convert_refuses_an_input_or_benchmarks_in_its_output(tmp_path):
     made, other = (write_jsonl(tmp_path / name / "a.jsonl", [{"text": "a"}]) for name in ("out", "in"))
     for path, decontaminate in ((made, ()), (other, benchmarks_of(made))):
-        with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
+        with pytest.raises(ValueError, match=r"output=.*out: contains the input .*out/a.jsonl"):
             convert([path], tmp_path / "out", ConvertSettings(decontaminate=decontaminate), start_over=True)
     assert made.is_file()
 
@@ -179,9 +179,9 @@ def test_python_stdlib(tmp_path):
     [
         (["--nchunks", "0"], "num_shards=0: must be at least 1. Fix: "),
         (["--memory", "15MB"], "must be at least 16 MB. Fix: "),
-        (["--tasks", "3"], "tasks=3: there are 2 input files"),
-        (["--executor", "slurm"], "partition=: executor=slurm needs"),
-        (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: there is no such file"),
+        (["--tasks", "3"], "tasks=3: must be at most the number of input files (2)"),
+        (["--executor", "slurm"], "partition=: required by executor=slurm"),
+        (["--decontaminate", "missing.jsonl"], "decontaminate=missing.jsonl: file not found"),
         (["--pattern", "*.parquet"], "pattern=*.parquet: matches no file"),
     ],
 )
@@ -198,7 +198,7 @@ def test_disk_too_small_is_known_before(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(prepare, "expected_bytes", lambda _: 10**18)
     assert main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL]) == 1
-    assert "converting and shuffling needs 3.1 EB. Fix: free some space" in capsys.readouterr().err
+    assert "converting and shuffling requires 3.1 EB. Fix: free up space" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
 
 

@@ -93,16 +93,16 @@ class TestBothKinds:
 
     @pytest.mark.parametrize("stop", [True, False])
     def test_refuses_other_settings_and_inputs(self, tmp_path, source, is_folder, stop):
-        output, verb = tmp_path / "out", "was begun" if stop else "was made"
+        output, verb = tmp_path / "out", "was started" if stop else "was made"
         (begin if stop else make)(output, source, is_folder=is_folder)
-        for settings, rule in (({"a": 2}, "a=1, now it is 2"), ({"a": 1, "b": 3}, "b=None, now it is 3")):
-            rule = rf"out: {verb} with {rule}\. Fix: give --start-over to make it again, or choose another"
+        for settings, rule in (({"a": 2}, "a=1, not 2"), ({"a": 1, "b": 3}, "b=None, not 3")):
+            rule = rf"out: {verb} with {rule}\. Fix: use --start-over to recreate it, or choose another"
             refused(rule, output, source, settings=settings, is_folder=is_folder)
         source.write_text("Input\n")
-        rule = rf"out: {verb} from other inputs \(in.jsonl is not what it was\)"
+        rule = rf"out: {verb} from other inputs \(in.jsonl has changed\)"
         refused(rule, output, source, is_folder=is_folder)
         source.write_text("input\n")
-        with pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. Fix: give --start"):
+        with pytest.raises(ValueError, match=rf"out: {verb} by the step test, not other\. Fix: use --start"):
             run_other(output, source, is_folder=is_folder)
 
     def test_a_finished_step_whose_files_are_gone_is_not_finished(self, tmp_path, source, is_folder):
@@ -111,7 +111,7 @@ class TestBothKinds:
         damages = {"has 3 bytes": lambda path: path.write_text("mad"), "is missing": Path.unlink}
         for found, damage in damages.items():
             damage(made_file(output, is_folder))
-            rule = rf"out.out: {found}, .* says 4 bytes. Fix: give --start-over"
+            rule = rf"out.out: {found}; .* lists 4 bytes. Fix: use --start-over"
             refused(rule, output, source, is_folder=is_folder)
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"
@@ -168,7 +168,7 @@ def ending(function, dies):
 
 
 def test_a_second_process_is_refused(tmp_path, source):
-    rule = r"out: another process is working on it\. Fix: wait for it"
+    rule = r"out: in use by another process\. Fix: wait until it"
     first = run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source])
     with first, pytest.raises(RankError, match=rule):
         run_on_ranks(1, make, tmp_path / "out", source, join=False)
@@ -179,7 +179,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
     output = tmp_path / "out"
     output.mkdir()
     (output / "precious").write_text("data")
-    rule = r"out: is there, without a manifest.json of this program. Fix: choose another folder"
+    rule = r"out: already exists without a manifest.json of moe-exp. Fix: choose another folder"
     for start_over in (False, True):
         refused(rule, output, source, start_over=start_over)
     assert (output / "precious").read_text() == "data"
@@ -188,7 +188,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, source):
 
 
 def test_damage_is_an_error_not_a_fresh_start(tmp_path, source):
-    output, rule = tmp_path / "out", r"is damaged \(.*\). Fix: remove it, or give --start-over."
+    output, rule = tmp_path / "out", r"is damaged \(.*\). Fix: remove it, or use --start-over."
     make(output, source)
     (output / "manifest.json").write_text('{"stage": "te')
     refused(rf"manifest.json: {rule}", output, source)
@@ -211,9 +211,9 @@ def test_the_order_of_inputs_counts(tmp_path, source):
 
     run([source, other])
     assert run([source, other]) is True
-    with pytest.raises(ValueError, match=r"was made from other inputs \(their order is another\)"):
+    with pytest.raises(ValueError, match=r"was made from other inputs \(in another order\)"):
         run([other, source])
-    with pytest.raises(ValueError, match=r"was made from other inputs \(other.jsonl is not what it was\)"):
+    with pytest.raises(ValueError, match=r"was made from other inputs \(other.jsonl has changed\)"):
         run([source])
 
 
@@ -269,7 +269,7 @@ def test_json_is_written_whole(tmp_path):
 def test_free_disk(tmp_path):
     folder = tmp_path / "not/there/yet"
     check_free_disk(folder, 1000, "the test")
-    with pytest.raises(ValueError, match=r"yet: has [\d.]+ [GT]B free, the test needs 1 EB. Fix: free some"):
+    with pytest.raises(ValueError, match=r"yet: has [\d.]+ [GT]B free; the test requires 1 EB. Fix: free up"):
         check_free_disk(folder, 10**18, "the test")
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000
 
@@ -287,7 +287,7 @@ def test_a_start_over_goes_on_without_the_flag(tmp_path, source, is_folder):
         assert make(output, source, settings=settings, is_folder=is_folder)[1] is True
     begin(output, source, "half ", settings={"a": 3}, start_over=True, is_folder=is_folder)
     assert make(output, source, settings={"a": 2}, is_folder=is_folder)[1] is True  # finds the old output
-    refused("was made with a=2, now it is 4", output, source, settings={"a": 4}, is_folder=is_folder)
+    refused("was made with a=2, not 4", output, source, settings={"a": 4}, is_folder=is_folder)
     # with the flag it begins anew
     made, _ = make(output, source, "whole", settings={"a": 3}, start_over=True, is_folder=is_folder)
     assert made_file(output, is_folder).read_text() == "whole"
@@ -296,7 +296,7 @@ def test_a_start_over_goes_on_without_the_flag(tmp_path, source, is_folder):
 
 @BOTH_KINDS
 def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
-    rule = r"in.jsonl: changed while test read it. Fix: leave it alone, and give --start-over."
+    rule = r"in.jsonl: changed while test was reading it. Fix: repeat the command with --start-over"
     options = {"settings": {}, "inputs": [source], "is_folder": is_folder}
     with pytest.raises(ValueError, match=rule), run_stage("test", tmp_path / "out", **options) as stage:
         source.write_text("inp\n")
@@ -307,7 +307,7 @@ def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
 def test_files_of_others_are_left_alone(tmp_path, source):
     theirs = tmp_path / "out.bin"
     theirs.write_text("precious")
-    rule = r"out.bin: is there, without a manifest of this program. Fix: choose another name, or give --start"
+    rule = r"out.bin: already exists without a manifest of moe-exp. Fix: choose another name, or use --start"
     refused(rule, tmp_path / "out", source, is_folder=False, suffixes=(".bin",))
     assert theirs.read_text() == "precious" and not partial(tmp_path / "out").exists()
     make(tmp_path / "out", source, is_folder=False, suffixes=(".bin",), start_over=True)
@@ -325,7 +325,7 @@ def test_an_output_that_is_a_link(tmp_path, source):
 def test_what_another_version_has_begun_is_not_resumed(tmp_path, source, monkeypatch):
     begin(tmp_path / "out", source)
     monkeypatch.setattr(stage_module, "_FORMAT", stage_module._FORMAT + 1)
-    rule = r"out: was begun by another version of moe_exp. Fix: give --start-over"
+    rule = r"out: was started by another version of moe_exp. Fix: use --start-over"
     refused(rule, tmp_path / "out", source)
     make(tmp_path / "out", source, "new", start_over=True)
     assert make(tmp_path / "out", source)[1] is True  # what is finished is finished
@@ -344,7 +344,7 @@ def test_stale(tmp_path, source):
 
 def test_another_step_is_never_replaced(tmp_path, source):
     make(tmp_path / "out", source, "precious")
-    rule = r"out: is the work of the step test, which other does not replace. Fix: choose another output"
+    rule = r"out: was created by the step test and is not replaced by other. Fix: choose another output"
     with pytest.raises(ValueError, match=rule):
         run_other(tmp_path / "out", source, start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "precious"

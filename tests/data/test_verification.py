@@ -70,7 +70,7 @@ def test_nothing_is_wrong(texts, tmp_path):
     names = ["c.chunk.00.jsonl", "c.chunk.01.jsonl", "c.val.jsonl"]
     assert [finding.name for finding in findings[:3]] == names
     assert findings[-2].facts == f"60, text hash {tally_of(texts).text_hash:032x}"
-    assert findings[-1].facts == "none of 10 is in training"
+    assert findings[-1].facts == "none of 10 is a training document"
     assert problems(folder / "manifest.json") == problems(folder / "c.val.jsonl") == {}
 
 
@@ -81,11 +81,12 @@ def test_every_kind_of_damage(texts, tmp_path):
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     shard.write_bytes(flipped)
-    assert problems(folder) == {shard.name: "has other content than when it was made: its hash differs"}
+    assert problems(folder) == {shard.name: "has changed since it was created: its hash differs"}
     assert problems(shard) == problems(folder)
     assert problems(folder / "c.val.jsonl") == {}
     shard.write_bytes(whole[:-5])
-    assert problems(folder) == {shard.name: f"has {len(whole) - 5:,} bytes, the manifest says {len(whole):,}"}
+    rule = f"has {len(whole) - 5:,} bytes, the manifest lists {len(whole):,}"
+    assert problems(folder) == {shard.name: rule}
     shard.unlink()
     assert problems(folder) == {shard.name: "is missing"}
     shard.write_bytes(whole)
@@ -100,15 +101,15 @@ def test_step_that_lost_or_doubled_a_document(texts, tmp_path):
     lost = shuffled_folder(tmp_path / "lost", texts[:49], texts[50:], expected)
     ((name, problem),) = problems(lost).items()
     assert name == "all documents"
-    assert problem.startswith("num_documents is 59, the manifest says 60; num_text_bytes is ")
+    assert problem.startswith("num_documents is 59, the manifest lists 60; num_text_bytes is ")
     doubled = shuffled_folder(tmp_path / "doubled", [*texts[:49], texts[0]], texts[50:], expected)
     assert "text_hash is " in problems(doubled)["all documents"]
     assert "num_documents" not in problems(doubled)["all documents"]
     counts = {"c.chunk.00.jsonl": 26, "c.chunk.01.jsonl": 24, "c.val.jsonl": 10}
     moved = shuffled_folder(tmp_path / "moved", texts[:50], texts[50:], {"num_documents": counts})
     assert problems(moved) == {
-        "c.chunk.00.jsonl": "has 25 documents, the manifest says 26",
-        "c.chunk.01.jsonl": "has 25 documents, the manifest says 24",
+        "c.chunk.00.jsonl": "has 25 documents, the manifest lists 26",
+        "c.chunk.01.jsonl": "has 25 documents, the manifest lists 24",
     }
 
 
@@ -116,7 +117,7 @@ def test_step_that_lost_or_doubled_a_document(texts, tmp_path):
 def test_validation_and_training_share_documents(at_once, texts, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_exp.data.verification._HASHES_AT_ONCE", at_once)
     folder = shuffled_folder(tmp_path / "x", texts[:50], [*texts[48:60], texts[7]])
-    rule = "3 training documents are equal to one for validation"
+    rule = "3 training documents are also validation documents"
     assert problems(folder) == {"validation against training": rule}
 
 
@@ -144,7 +145,7 @@ def test_manifests_of_other_steps(texts, tmp_path):
     path = tmp_path / "written" / "merged.jsonl"
     content["outputs"][0] |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
     manifest.write_text(json.dumps(content))
-    assert "num_documents is 51, the manifest says 50" in problems(manifest)["all documents"]
+    assert "num_documents is 51, the manifest lists 50" in problems(manifest)["all documents"]
 
 
 def test_token_files(tmp_path):
@@ -156,20 +157,20 @@ def test_token_files(tmp_path):
     assert [finding.facts for finding in verify(prefix)] == facts
     assert problems(Path(f"{prefix}.bin")) == {}
     wrong = token_files(tmp_path / "b" / "x_text_document", documents, num_documents=4, num_tokens=8)
-    rule = "has 3 documents, the manifest says 4; has 7 tokens, the manifest says 8"
+    rule = "has 3 documents, the manifest lists 4; has 7 tokens, the manifest lists 8"
     assert problems(wrong) == {"x_text_document": rule}
     Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-2])
-    assert problems(prefix) == {"x_text_document.bin": "has 12 bytes, the manifest says 14"}
+    assert problems(prefix) == {"x_text_document.bin": "has 12 bytes, the manifest lists 14"}
 
 
 def test_no_manifest(texts, tmp_path):
     (tmp_path / "x.jsonl").write_text(lines(texts[:3]))
     for path in (tmp_path, tmp_path / "x.jsonl", tmp_path / "gone"):
-        with pytest.raises(ValueError, match=rf"^{path}: has no manifest\.json, and no manifest\.json lists"):
+        with pytest.raises(ValueError, match=rf"^{path}: no manifest found"):
             find_manifest(path)
     for text in ("{", '{"stage": "x"}', '{"outputs": {}}', "[]"):
         (tmp_path / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match=r"manifest\.json: is no manifest with a list of outputs"):
+        with pytest.raises(ValueError, match=r"manifest\.json: must be a manifest with a list of outputs"):
             find_manifest(tmp_path)
 
 
@@ -179,7 +180,7 @@ def test_compare_files_in_other_order(texts, tmp_path):
     assert compare(folder, tmp_path / "all.jsonl").problem == ""
     (tmp_path / "all.jsonl").write_text(lines([*texts[:57], texts[0], "new"]))
     found = compare(folder, tmp_path / "all.jsonl").problem
-    assert found == f"3 documents are not in {tmp_path}/all.jsonl, 2 of it are not here"
+    assert found == f"3 documents are missing from {tmp_path}/all.jsonl, which has 2 others"
 
 
 def test_compare_token_files(tmp_path):
@@ -191,8 +192,8 @@ def test_compare_token_files(tmp_path):
     builder.finalize(str(tmp_path / "b.idx"))
     assert compare(prefix, tmp_path / "b.bin").problem == ""
     other = token_files(tmp_path / "c", documents[:2])
-    assert compare(prefix, other).problem == f"1 documents are not in {other}, 0 of it are not here"
-    with pytest.raises(ValueError, match=r"can only be compared with the same kind"):
+    assert compare(prefix, other).problem == f"1 documents are missing from {other}, which has 0 others"
+    with pytest.raises(ValueError, match=r"must be of the same kind as"):
         compare(prefix, tmp_path)
 
 
@@ -213,12 +214,12 @@ def test_difference_of_multisets(one, other):
 def test_command(texts, tmp_path, capsys):
     folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
     assert main(["data", "verify", str(folder)]) == 0
-    assert "validation against training: ok, none of 10 is in training\n" in capsys.readouterr().out
+    assert "validation against training: ok, none of 10 is a training document\n" in capsys.readouterr().out
     valid = folder / "c.val.jsonl"
     assert main(["data", "verify", str(folder), "--against", str(valid)]) == 1
-    assert f"{folder} against {valid}: 50 documents are not in " in capsys.readouterr().out
+    assert f"{folder} against {valid}: 50 documents are missing from " in capsys.readouterr().out
     (folder / "c.val.jsonl").unlink()
     assert main(["data", "verify", str(folder)]) == 1
     assert capsys.readouterr().out.splitlines()[2] == "c.val.jsonl: is missing"
     assert main(["data", "verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"moe-exp data: {tmp_path}: has no manifest.json")
+    assert capsys.readouterr().err.startswith(f"moe-exp data: {tmp_path}: no manifest found")

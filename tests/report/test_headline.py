@@ -82,7 +82,7 @@ def test_runs_that_are_level(tmp_path):
 def test_the_best_of_three_and_a_single_run(tmp_path):
     ends = {"a": 3.0, "b": 2.0, "c": 2.5}
     paths = [run_of(tmp_path / name, [5, end], lr=end / 1000, **MOE) for name, end in ends.items()]
-    text = "b is the best of 3 by 0.5000 at equal tokens, before c: training loss 2.0000 against 2.5000"
+    text = "b is the best of 3 by 0.5000 at equal tokens, ahead of c: training loss 2.0000 against 2.5000"
     assert headline(read_runs(paths))[0].startswith(text)
     text = "a has a training loss of 3.0000 nats per token after 1.024K tokens."
     assert headline(read_runs(paths[:1]))[0] == text
@@ -141,7 +141,7 @@ def test_what_a_loss_costs_never_says_the_opposite_of_the_headline(case, tmp_pat
     assert found.what == pair.what == "validation loss"
     assert sign * (losses["dmoe"] - losses["dense"]) > 0 and sign * (pair.tokens - 1) > 0
     assert ('<b class="less">' in report_html(runs)) == (sign < 0)
-    left_out = "Without a validation, and left out: moe2." if case.endswith("no validation") else ""
+    left_out = "Left out because they have no validation: moe2." if case.endswith("no validation") else ""
     assert left_out in headline(runs)[1]
 
 

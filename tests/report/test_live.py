@@ -79,10 +79,10 @@ def test_picture_of_one_run(tmp_path: Path) -> None:
     text = picture(make_run(tmp_path / "a run", *records))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "a run dmoe running"
-    assert re.fullmatch("the last record is .* old, usually there is one every 0.5 s", lines[1])
+    assert re.fullmatch("the last record is .* old .usual interval 0.5 s.", lines[1])
     assert re.fullmatch("iteration 20/40 .* eta 1:02:0[345]", lines[2])
     expected = [
-        "loss of iterations 1 to 20", "loss 6.0000", "validation 3.5000 (perplexity 33.25) at iteration 20",
+        "loss from iteration 1 to 20", "loss 6.0000", "validation 3.5000 (perplexity 33.25) at iteration 20",
         "learning rate 2.500e-04", "grad norm 1.75",
         "throughput 12,346 tokens/s, 500.0 ms per iteration, 82.4 TFLOP/s per rank", "memory 2.5 GB",
         "3 2.00 1 of 2 12.5% 0.500", "1 1.06 0 of 2 0.0% 0.690", "10:00:00 start iteration 0",
@@ -107,7 +107,7 @@ def test_a_checkpoint_saved_in_the_background_does_not_take_the_run_back(tmp_pat
 def test_dense_run_with_gaps(tmp_path: Path) -> None:
     records = [train(1 + index, loss, experts=[]) for index, loss in enumerate((5.0, None, None, 5.0))]
     text = picture(make_run(tmp_path / "a", START, *records, use_moe=False))
-    parts = ("a  dense  running", "4, 2 not a number", "2 records with a loss that is not a number")
+    parts = ("a  dense  running", "4, 2 not a number", "2 records without a finite loss")
     assert all(part in text for part in parts) and "MoE layers" not in text
     text = picture(make_run(tmp_path / "b", START, train(1, None), use_moe=False))
     assert "loss           not a number" in text
@@ -232,7 +232,7 @@ def test_lines_that_are_no_records_are_counted(tmp_path: Path) -> None:
     watched = fresh(run).watched
     assert (watched.num_unreadable_lines, watched.num_train) == (4, 2)
     assert (watched.iteration, watched.num_not_finite) == (3, 1)
-    assert "4 lines of metrics.jsonl are no records" in picture(run)
+    assert "4 invalid lines in metrics.jsonl" in picture(run)
 
 
 def test_usual_interval_is_that_between_records(tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_late(tmp_path: Path, ms: float, age: float, is_late: bool) -> None:
     run = make_run(tmp_path / "a", START, train(1, elapsed_time_per_iteration_ms=ms))
     set_age(run / "metrics.jsonl", age)
     text = picture(run)
-    assert ("nothing new for" in text, "a  dmoe  late" in text) == (is_late, is_late)
-    assert ("a: nothing new for" in picture(run, make_run(tmp_path / "b", START))) == is_late
+    assert ("no record for" in text, "a  dmoe  late" in text) == (is_late, is_late)
+    assert ("a: no record for" in picture(run, make_run(tmp_path / "b", START))) == is_late
     append(run, END)
     set_age(run / "metrics.jsonl", age)
     assert "the run has ended" in picture(run)
@@ -305,8 +305,8 @@ def test_bad_input_is_told_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         picture(tmp_path / "runs", tmp_path / "none")
     runs, none = str(error.value).splitlines()
-    assert runs.startswith(f"RUN={tmp_path}/runs: is no run folder") and "run folders in it: b" in runs
-    assert none.startswith(f"RUN={tmp_path}/none: there is no such folder")
+    assert runs.startswith(f"RUN={tmp_path}/runs: is not a run folder") and "run folders in it: b" in runs
+    assert none.startswith(f"RUN={tmp_path}/none: folder not found")
     assert "running" in picture(tmp_path / "runs" / "b" / "metrics.jsonl")
 
 

@@ -63,13 +63,13 @@ def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
     unfold(browser)
     shown = charts(browser)
     assert shown[LOSS].startswith("latest")
-    names = {"Validation perplexity", "Gradient norm before clipping", "Training loss minus that of dense"}
-    assert names | {"Dead experts (under 1% of the fair share), mean of the layers"} <= set(shown)
+    names = {"Validation perplexity", "Gradient norm before clipping", "Training loss relative to dense"}
+    assert names | {"Dead experts (below 1% of the fair share), mean over layers"} <= set(shown)
     assert "Router weight of the first choice by layer" not in shown  # not recorded
     note = "document.querySelector('#training .hidden-charts')"
     assert "4 constant charts hidden: Learning rate (0.001), " in browser(f"{note}.textContent")
     browser(f"{note}.querySelector('button').click()")
-    assert {"Learning rate", "Peak memory of a rank"} <= set(charts(browser))
+    assert {"Learning rate", "Peak memory per rank"} <= set(charts(browser))
     assert all(colored(browser, f'[data-chart="{name}"] canvas') > 5 for name in ("loss", "ppl", "grad_norm"))
 
 
@@ -142,7 +142,7 @@ def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
     minus = browser("Report.charts.find(c => c.box.dataset.chart == 'minus').series().map(one => one.y)")
     assert minus == [[2, 2], [-1, -2], [-1, -1]]
     choose(browser, "baseline", 3, "change")
-    assert "Training loss minus that of moe_2" in charts(browser)
+    assert "Training loss relative to moe_2" in charts(browser)
     # Records of the baseline at other places: 3 lies halfway between 4 and 2.
     assert browser("Report.interpolated([2, 4], [4, 2], [1, 2, 3, 4, 5])") == [None, 4, 3, 2, None]
     assert browser.problems == []

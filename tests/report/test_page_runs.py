@@ -84,7 +84,7 @@ def test_lines_that_are_no_records(tmp_path):
     assert run.train["lm_loss"][0] == 5 and np.isnan(run.train["lm_loss"][1:]).all()
     assert run.notes == [
         "metrics.jsonl: 2 lines are not records and are left out",
-        "metrics.jsonl: 1 train records do not come after the one before and are left out",
+        "metrics.jsonl: 1 train records are out of order and are left out",
     ]
 
 
@@ -97,7 +97,7 @@ def test_runs_with_nothing_yet_and_without_settings(tmp_path):
     runs = read_runs([empty, bare, broken])
     assert [run.status for run in runs] == ["no records", "running", "running"]
     assert [run.kind for run in runs] == ["dmoe", "MoE", "dense"]
-    assert "config.yaml is missing" in runs[1].notes[0] and "not of this version (gbsz)" in runs[2].notes[0]
+    assert "config.yaml is missing" in runs[1].notes[0] and "this version (gbsz)" in runs[2].notes[0]
     assert math.isnan(runs[0].last("lm_loss"))
 
 
@@ -107,8 +107,8 @@ def test_folders_that_are_no_run_are_named_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_runs([dense, tmp_path / "other", tmp_path / "nowhere", tmp_path / "runs", dense / "config.yaml"])
     rules = [line.partition(": ")[2].partition(". Fix: ")[0] for line in error.value.problems]
-    no_run = "is no run folder: it has neither config.yaml nor metrics.jsonl"
-    assert rules == [no_run, "there is no such folder", no_run, "is a file, not a run folder"]
+    no_run = "is not a run folder: it contains neither config.yaml nor metrics.jsonl"
+    assert rules == [no_run, "folder not found", no_run, "is a file, not a run folder"]
     assert "give the run folders in it: dense, experts" in error.value.problems[2]
 
 

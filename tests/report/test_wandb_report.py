@@ -121,8 +121,8 @@ def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
     name, numbers = "&#60;script&#62;&#124;&#96;x&#96;&#95;y", "2,000 | 4.2500 | 4.5000 | 2,000 | 2.50 GB"
     assert rows[2] == f"| {name} | dense | 2 | {numbers} |"
     assert rows[3].startswith("| moe | dmoe | 2 | ") and len(rows) == 4
-    assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records a square" in heatmap
-    with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: has 129 characters\. Fix: give at most 128"):
+    assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records per square" in heatmap
+    with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: must have at most 128 characters"):
         spec_of([tmp_path / "moe"], title="x" * 129)
 
 
@@ -137,12 +137,12 @@ def test_runs_that_wandb_does_not_have(tmp_path: Path) -> None:
     lines = str(error.value).splitlines()
     starts = [
         f"RUN={without}: has no wandb run: WANDB_PROJECT was not set. Fix: set WANDB_PROJECT=p for the",
-        f"RUN={offline}: wandb has not got all of it: 1 of its starts was offline. Fix: wandb sync -p p '",
+        f"RUN={offline}: is not completely in wandb: 1 of its starts was offline. Fix: wandb sync -p p '",
         f"RUN={elsewhere}: is in the wandb project q, not in p. Fix: give --project q.",
-        f"RUN={nothing}: is no run folder: it has no metrics.jsonl. Fix: give a run folder",
+        f"RUN={nothing}: must be a run folder with a metrics.jsonl. Fix: give a run folder",
     ]
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
-    with pytest.raises(ValueError, match=r"^RUN=: at least one is needed\."):
+    with pytest.raises(ValueError, match=r"^RUN=: at least one is required\."):
         mirrored_runs([], project="p")
     # `wandb sync` leaves this mark; a run that was synced may be in any project.
     (next((offline / "wandb").glob("offline-run-*")) / "run-abc12345.wandb.synced").touch()
@@ -226,7 +226,7 @@ def report_in_a_process(home: Path, run: Path, **environ: str) -> subprocess.Com
     ("environ", "line"),
     [
         ({}, "WANDB_API_KEY=: wandb has no key. Fix: run `wandb login`, or set WANDB_API_KEY."),
-        ({"WANDB_API_KEY": "shortsecretkey"}, "WANDB_API_KEY=...: wandb does not take the key ("),
+        ({"WANDB_API_KEY": "shortsecretkey"}, "WANDB_API_KEY=...: wandb rejected the key ("),
     ],
     ids=["none", "invalid"],
 )
@@ -245,7 +245,7 @@ def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, ser
     done = report_in_a_process(tmp_path, make_run(tmp_path / "a"), WANDB_BASE_URL=address, WANDB_API_KEY=KEY)
     if forbidden:
         assert done.returncode == 1 and handler.saved == [] and "Traceback" not in done.stderr
-        assert "moe-exp report: PROJECT=p: wandb did not take the report (" in done.stderr.splitlines()[-1]
+        assert "moe-exp report: PROJECT=p: wandb rejected the report (" in done.stderr.splitlines()[-1]
     else:
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{address}/me/p/reports/Dense-against-MoE--Vmlldzox\n"
@@ -266,8 +266,8 @@ def test_squares_of_a_long_run_stay_few() -> None:
         squares.take(train(iteration, experts=layers))
     head, row, foot = squares.text().splitlines()
     assert "🟦 under 1.25, " in head and "🟥 3 and more" in head
-    assert foot == "until iteration 1,000, 32 records a square"
+    assert foot == "until iteration 1,000, 32 records per square"
     assert row == "layer   7 " + "🟦" * 21 + "🟥" + "🟦" * 10  # iteration 700 is in the 22nd stretch of 32
     squares.take(train(1, num_layers=1))  # the file begins anew
-    assert squares.text().splitlines()[1:] == ["layer   1 🟨", "until iteration 1, 1 records a square"]
+    assert squares.text().splitlines()[1:] == ["layer   1 🟨", "until iteration 1, 1 records per square"]
     assert LoadSquares().text() == ""

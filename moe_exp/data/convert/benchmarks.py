@@ -1,4 +1,4 @@
-"""Documents that share words with a benchmark: n-grams of its texts, found by datatrove's own block."""
+"""Finds documents that share word n-grams with benchmark texts, using datatrove's filter."""
 
 import logging
 import re
@@ -20,23 +20,23 @@ NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, a
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of that package."""
+    """A JSONL file of benchmark texts, or `lm-eval:TASK` with a task, group or YAML file of lm-eval."""
 
     given: str
 
     def __post_init__(self) -> None:
         if not all(path.is_file() for path in self.files):
             fix = "give a JSONL file of benchmark texts, or lm-eval:TASK"
-            raise input_error(f"decontaminate={self.given}", "there is no such file", fix)
+            raise input_error(f"decontaminate={self.given}", "file not found", fix)
 
     @property
     def task(self) -> str:
-        """Task of lm-evaluation-harness; empty for a file."""
+        """Task name in lm-evaluation-harness; empty for a file."""
         return self.given.removeprefix("lm-eval:") if self.given.startswith("lm-eval:") else ""
 
     @property
     def files(self) -> list[Path]:
-        """Files that it is read from, as far as they are known."""
+        """Files that the texts are read from, if known."""
         is_file = not self.task or self.task.endswith((".yaml", ".yml"))
         return [expanded(self.task or self.given)] if is_file else []
 
@@ -47,12 +47,7 @@ class Benchmark:
         return {"lm_eval": self.task} | ({"yaml": found[0]} if found else {})
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Name of the task and a text, for every text.
-
-        Raises:
-            BadDocument: a line of the file is no document.
-            ValueError: lm-evaluation-harness has no such task, or not its data.
-        """
+        """Yields (task name, text). ValueError for an invalid line, an unknown task or missing task data."""
         if not self.task:
             (path,) = self.files
             for _, text in read_documents(path, Tally()):
@@ -66,20 +61,20 @@ class Benchmark:
                 for document in task.eval_docs:
                     for text in _questions_with_answers(task, document):
                         yield name, text
-        # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
+        # lm-eval and datasets raise many types of exceptions for missing tasks and data
         except Exception as error:
             if isinstance(error, ModuleNotFoundError):
-                rule, fix = f"needs the package {error.name}", "pip install lm-eval"
+                rule, fix = f"requires the package {error.name}", "pip install lm-eval"
             else:
                 rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
-                fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
+                fix = "check the name (lm-eval ls tasks), and load its data once with network access"
             raise input_error(f"decontaminate={self.given}", rule, fix) from error
 
 
 def _questions_with_answers(task: Any, document: Any) -> list[str]:
-    """The question with each right answer."""
+    """Returns the question with each correct answer."""
     text, target = task.doc_to_text(document), task.doc_to_target(document)
-    chooses_question = isinstance(text, int)  # as in winogrande, whose choices come before the answer
+    chooses_question = isinstance(text, int)  # as in winogrande, where the choices precede the answer
     question = task.doc_to_choice(document)[text] if chooses_question else text
     has_choices = task.OUTPUT_TYPE == "multiple_choice" and not chooses_question
     choices = task.doc_to_choice(document) if has_choices else []
@@ -89,19 +84,19 @@ def _questions_with_answers(task: Any, document: Any) -> list[str]:
 
 @dataclass
 class ContaminationFilter(Filter):
-    """A filter by `contamination_block` whose samples show the words that a document shares."""
+    """Filter with a `contamination_block`. Its samples show the words shared with a benchmark."""
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
         return {"words": document.metadata["contaminated_ngram"]}
 
 
 def contamination_block(index_folder: Path) -> Any:
-    """NGramsDecontFilter: drops documents that share words with a benchmark, whose name is the reason."""
+    """NGramsDecontFilter that drops contaminated documents, with the benchmark's name as the reason."""
     from datatrove.pipeline.decont import NGramsDecontFilter
     from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
     from datatrove.utils.hashing import HashConfig
 
-    # datatrove gives its n-grams to the hash as str, which newer xxhash does not take.
+    # datatrove hashes n-grams as str, which newer versions of xxhash do not accept.
     config = NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
     block = NGramsDecontFilter(str(index_folder), config, language=word_tokenizer())
     decide = block.filter
@@ -115,16 +110,15 @@ def contamination_block(index_folder: Path) -> Any:
 
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
-    """Writes the n-grams of benchmarks as NGramsDecontIndexer does, which needs lighteval: a file per task.
-    An index that is there stays: tasks may be reading it, and a node may have no network.
+    """Writes the n-grams of benchmarks, one file per task, like NGramsDecontIndexer but without lighteval.
+    An existing index is kept: tasks may be reading it, and a node may have no network.
 
     Returns:
-        `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be
-            found; and `tasks`, the same for each.
+        `num_texts`, `num_ngrams`, and `num_short` (texts shorter than NGRAM_WORDS, which cannot be found), in
+        total and for each task in `tasks`.
 
     Raises:
-        ValueError: no text of a benchmark is long enough; see `Benchmark.texts`.
-        BadDocument: a line is no document.
+        ValueError: a benchmark has no text that is long enough; see also `Benchmark.texts`.
     """
     import numpy as np
     from datatrove.utils.text import ngrams, simplify_text
@@ -144,27 +138,27 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
             counts["num_short"] += len(words) < NGRAM_WORDS
             found = hashes.setdefault(task, set())
             found.update(block.hash_func(" ".join(ngram)) for ngram in ngrams(words, NGRAM_WORDS))
-        # a benchmark that finds nothing would look like a clean corpus
+        # without any n-gram, every corpus would look clean
         if not any(hashes[task] for task in read):
             num_texts = sum(counts["num_texts"] for counts in read.values())
-            rule = f"of its {num_texts} texts none has {NGRAM_WORDS} words or more"
-            fix = "write question and answer into one text"
+            rule = f"none of its {num_texts} texts has {NGRAM_WORDS} words or more"
+            fix = "combine question and answer in one text"
             raise input_error(f"decontaminate={benchmark.given}", rule, fix)
     folder.mkdir(parents=True, exist_ok=True)
     for number, (task, found) in enumerate(hashes.items()):
         tasks[task]["num_ngrams"] = len(found)
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", task)  # which others may have as well
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", task)  # may not be unique
         path = folder / f"{name if name == task else f'{name}_{number}'}.index.hashes"
         np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
     totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
     totals["num_ngrams"] = len(set().union(*hashes.values()))
-    # last: with it the index is complete
+    # last: this file marks the index as complete
     write_json(summary, facts := {**totals, "tasks": tasks})
     return facts
 
 
 def benchmarks_of(given: str | Path | Sequence[str | Path]) -> tuple[Benchmark, ...]:
-    """The benchmarks that a setting names; ValueError if a file does not exist, or is given twice."""
+    """Benchmarks named in a setting; ValueError if a file does not exist or is given twice."""
     names = [str(one) for one in ([given] if isinstance(given, str | Path) else given)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise input_error(f"decontaminate={twice[0]}", "is given twice", "give it once")

@@ -1,8 +1,8 @@
-"""Files of documents to JSONL chunks: filtered, deduplicated if wished, every document accounted for.
+"""Converts data files to JSONL chunks, with optional filters and deduplication. Accounts for every document.
 
-`OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
-`OUTPUT/datatrove/` has what datatrove reports: completions, logs, stats, executor.json, and counts/ of each
-task. An output can only be resumed with the same number of tasks and list of files.
+Task 3 of a datatrove pipeline reads every num_tasks-th input file and writes
+`OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
+executor.json, and each task's counts/. Resuming requires the same number of tasks and list of files.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ from moe_exp.host.progress import progress_of
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = "temporary"
-MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
-_MOST_FINDERS = 64  # each has a file of every task
+MAX_DEFAULT_TASKS = 64  # chosen for compatibility: data prepared before this package existed has 64 chunks
+_MOST_FINDERS = 64  # each opens a file of every task
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Filters of a conversion. A document without the metadata field of a filter is an error.
+    """Settings of a conversion. A document without the metadata field that a filter needs is an error.
 
     Args:
-        tasks: number of chunks, at most that of input files; default: one per file, at most 64.
-        languages: kept values of the field `language`; empty for all.
-        min_language_score: of the field `language_score`, 0 to 1.
-        min_score: of the field `score`.
-        min_chars, max_chars: length of kept texts, characters.
-        limit: documents to read of all tasks together, dealt evenly; None for all.
-        skip_bad: skip and count what is no document instead of stopping.
-        filters: filters by name, in this order, after those above.
-        dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
-        near_dedup: keep one of texts that are alike; None for all.
-        decontaminate: benchmarks: documents that share 12 words in a row with a text of one are dropped.
+        tasks: number of chunks, at most the number of input files (default: one per file, at most 64).
+        languages: values of the field `language` to keep; empty for all.
+        min_language_score: minimum of the field `language_score`, 0 to 1.
+        min_score: minimum of the field `score`.
+        min_chars, max_chars: length limits of kept texts (characters).
+        limit: documents to read, divided evenly among the tasks; None for all.
+        skip_bad: skip and count invalid lines instead of stopping.
+        filters: named filters, applied in this order after the ones above.
+        dedup: keep one copy of each text; its metadata field `duplicate_count` counts the removed copies.
+        near_dedup: keep one of several similar texts; None to keep all.
+        decontaminate: drop documents that share 12 consecutive words with a text of these benchmarks.
     """
 
     tasks: int | None = None
@@ -99,13 +99,13 @@ class ConvertSettings:
         for name in ("tasks", "limit", "max_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise input_error(f"{name}={value}", "must be at least 1", "omit it, or give a larger one")
+                raise input_error(f"{name}={value}", "must be at least 1", "omit it, or give a larger value")
         if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
-            rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
-            raise input_error(f"max_chars={self.max_chars}", rule, "swap them")
+            rule = f"must not be less than min_chars={self.min_chars}"
+            raise input_error(f"max_chars={self.max_chars}", rule, "raise max_chars or lower min_chars")
         if (score := self.min_language_score) is not None and not 0 <= score <= 1:
-            fix = "0.65 is what FineWeb used"
-            raise input_error(f"min_language_score={score}", "must be from 0 to 1", fix)
+            fix = "use, for example, 0.65 as FineWeb does"
+            raise input_error(f"min_language_score={score}", "must be between 0 and 1", fix)
         names = [one.name for one in self.filters]
         if twice := [name for name in names if names.count(name) > 1]:
             raise input_error(f"filter={twice[0]}", "is given twice", "give it once")
@@ -114,7 +114,7 @@ class ConvertSettings:
     def of(
         cls, given: Any, languages: Sequence[str], filters: Sequence[Any], tasks: int | None
     ) -> ConvertSettings:
-        """From options of a command line or a mixture.yaml; ValueError if one is wrong."""
+        """Creates settings from command-line options or mixture.yaml; ValueError if one is invalid."""
         same = ("min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup")
         return cls(
             tasks,
@@ -138,29 +138,29 @@ def convert(
     *,
     start_over: bool = False,
 ) -> dict[str, Any] | None:
-    """Converts files, or resumes a stopped call with the same settings.
+    """Converts files, or resumes an interrupted call with the same settings.
 
     Args:
-        inputs: files of the kinds of `moe_exp.data.kinds`; their order does not matter.
-        output: folder to make; its name is that of the chunks.
-        execution: where it runs; default: this machine.
-        start_over: throw away what another call has made or begun.
+        inputs: files of the kinds in `moe_exp.data.kinds`, in any order.
+        output: output folder; the chunks are named after it.
+        execution: where the tasks run (default: this machine).
+        start_over: discard the results of earlier calls.
 
     Returns:
-        The manifest; None while SLURM jobs are on their way. Call again to see how far they are, and to
-        publish what they have made, unless their last job did.
+        The manifest; None while SLURM jobs are active. Call again to check their progress and to publish
+        their output, unless their last job has published it.
 
     Raises:
-        ValueError: settings that cannot be, or other ones than those the output was made or begun with; an
-            input or the benchmarks in the output folder; counts that do not agree.
-        BadDocument: an input that is no document, without `skip_bad`.
+        ValueError: invalid settings, or settings that differ from those of an existing output; an input or
+            benchmark in the output folder; counts that do not agree.
+        BadDocument: invalid line, without `skip_bad`.
         ChildProcessError: a task's process died.
     """
     execution = execution or Execution()
     inputs = sort_inputs(inputs)
     check_apart([*inputs, *settings.benchmark_files()], output)
     if settings.tasks is not None and settings.tasks > len(inputs):
-        rule = f"there are {len(inputs)} input files, and a task reads whole files"
+        rule = f"must be at most the number of input files ({len(inputs)}), because a task reads whole files"
         raise input_error(f"tasks={settings.tasks}", rule, f"give at most {len(inputs)}")
     num_tasks = settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
     _check_limits(output, settings, num_tasks)
@@ -168,10 +168,10 @@ def convert(
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = [one.facts() for one in settings.decontaminate]
     key = {**asdict(settings), "tasks": num_tasks, **settings.rule.facts()}
-    # as before there could be several
+    # a single benchmark is not a list, as in manifests written before several were allowed
     key["decontaminate"] = benchmarks if len(benchmarks) > 1 else next(iter(benchmarks), None)
     key["filters"] = [one.facts() for one in settings.filters] or None
-    # `TextRule.facts` has what differs from the default
+    # `TextRule.facts` has added the values that differ from the default
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
@@ -183,12 +183,12 @@ def convert(
             facts["benchmarks"] = write_contamination_index(settings.decontaminate, index)
             for task, counts in facts["benchmarks"]["tasks"].items():
                 if counts["num_short"]:
-                    what = "%s: %d of %d texts are too short to be found"
+                    what = "%s: %d of %d texts are too short to be detected"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
-        # a bar over the input bytes of all passes that read, from the files that the tasks write them into
+        # a progress bar over the input bytes of all passes that read, from the files written by their tasks
         firsts = [one.pipeline[0] for one in passes]
         reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
-        total = len(reading) * total_bytes(inputs)  # about: what is filtered is smaller
+        total = len(reading) * total_bytes(inputs)  # approximate: later passes may read filtered files
         bar = progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
         with nullcontext() if execution.executor == "slurm" else bar:
             done = run_passes(passes, execution, name=stage.output.name)
@@ -196,36 +196,38 @@ def convert(
 
 
 def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """In the order in which they are dealt to tasks; ValueError if one is there twice or of another kind."""
+    """Sorts files in the order of the tasks; ValueError for duplicates and unsupported files."""
     if not inputs:
-        raise input_error("inputs=", "there is no file to convert", "give at least one")
+        raise input_error("inputs=", "no files to convert", "give at least one file")
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
         if not ending(path):
-            raise input_error(path, f"does not end with {KINDS}", "omit it, or rename it")
+            raise input_error(path, f"must end with {KINDS}", "omit it, or rename it")
         if path == following:
-            raise input_error(path, "is there twice", "give it once")
+            raise input_error(path, "is given twice", "give it once")
     return ordered
 
 
 def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> None:
-    """Limits of steps that read what all tasks have written."""
+    """Checks the requirements of steps that read the output of all tasks."""
     if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
-        rule = "datatrove takes *, ? and [ for a pattern, and would find none of its own files"
+        rule = "must not contain *, ? or [, which datatrove would interpret as a pattern"
         raise input_error(f"output={output}", rule, "give another folder")
-    # checked before hours of work, not when the finder runs out of them
-    needed = 3 * num_tasks + 64  # open in a finder: of each task a signature file, two of duplicates
+    # checked before hours of work, not when the finder runs out of file descriptors
+    needed = (
+        3 * num_tasks + 64
+    )  # open files in a finder: for each task a signature file and two of duplicates
     if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
-        rule = f"a task that compares their signatures has {needed} files open, and may have {most} here"
-        fix = "give fewer, or raise the hard limit of open files (ulimit -Hn)"
+        rule = f"comparing signatures requires {needed} open files, but the limit is {most}"
+        fix = "use fewer tasks, or raise the hard limit of open files (ulimit -Hn)"
         raise input_error(f"tasks={num_tasks}", rule, fix)
 
 
 def _passes(
     stage: CorpusStage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
-    """The pipelines, and the folders of the counts of those that write documents."""
+    """Returns the passes, and the counts/ folder of each pass that writes documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
 
@@ -240,7 +242,7 @@ def _passes(
         pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
         passes.append(Pass(pipeline, num_tasks, logs))
 
-    # written first, as named filters are slower than reading their result again in each pass below
+    # named filters are slow: write their result once, and read it in each of the passes below
     if settings.filters and (settings.dedup or settings.near_dedup):
         write(temporary / "filtered", "filtered", logs / "filter", filters)
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
@@ -260,7 +262,7 @@ def _passes(
         passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
         pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
         passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
-        # one task: clusters go across all documents
+        # one task, because clusters span all documents
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
@@ -271,7 +273,7 @@ def _passes(
 
 
 def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
-    """The folder of all files, and their paths in it."""
+    """Returns the common folder of the files and their relative paths."""
     root = os.path.commonpath([path.parent for path in inputs])
     return root, [path.relative_to(root).as_posix() for path in inputs]
 
@@ -287,7 +289,7 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
     if shortest is not None or longest is not None:
         rules["length"] = partial(has_length, min_chars=shortest or 0, max_chars=longest)
     by_rule = [Filter(name, partial(filter_by, keeps)) for name, keeps in rules.items()]
-    # a name in the manifest that no filter by a field of the documents has
+    # in the manifest, "language" already is the filter by the documents' field
     names = {LANGUAGE: "identified language"}
     return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
@@ -295,24 +297,25 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
+    """Checks the counts of all tasks against each other, the inputs and the disk; publishes the folder."""
+    # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]
     outputs = [stage.folder / f"{stage.output.name}.chunk.{name}l" for name in names]
-    fix = "Fix: call it again with --start-over, and check the disk."
+    fix = "Fix: repeat the command with --start-over, and check the disk."
     if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
-        raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
+        raise ValueError(f"{stage.folder}: the tasks did not read each input file exactly once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
-        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
+        raise ValueError(f"{stage.folder}: must contain the chunks of tasks 0 to {len(outputs) - 1}. {fix}")
     for path, passes in zip(outputs, of_tasks, strict=True):
         found, written = path.stat().st_size, passes[-1]["bytes"]
         if found != written:
-            raise ValueError(f"{path}: has {found} bytes, its task wrote {written}. {fix}")
+            raise ValueError(f"{path}: has {found} bytes, but its task wrote {written}. {fix}")
     total, tasks = Counts(), list[dict[str, Any]]()
     for task, passes in enumerate(of_tasks):
         counts = Counts.from_json(passes[0])
         for following in passes[1:]:
-            # what one pass wrote, the next has to have read
+            # `then` checks that each pass read what the previous one wrote
             counts = counts.then(Counts.from_json(following))
         total += counts
         shown = {"task": task, "files": passes[0]["files"]}
@@ -322,7 +325,7 @@ def _publish(
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
     totals = total.to_json()
-    # beside the manifest, which stays small
+    # samples go into a separate file to keep the manifest small
     if samples := totals.pop("samples"):
         write_json(main.folder / "samples.json", samples)
     hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}

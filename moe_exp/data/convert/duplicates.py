@@ -1,11 +1,11 @@
-"""Duplicates, by datatrove's blocks: passes that find them, and filters that keep one of each.
+"""Removes duplicates with datatrove: passes that find them, and filters that keep one of each.
 
-Exact ones are found by a hash of the text. Near-duplicates are found by MinHash: signatures, pairs, clusters.
-Two texts whose sets of word n-grams have the Jaccard similarity s are a pair with probability
-1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Of a
-cluster of pairs the longest text stays, of equally long ones that with the smallest hash. So the result
-depends on the documents alone, not on tasks or the order of files. datatrove's own step for clusters keeps
-one with many pairs, and needs a Python object per document.
+Exact duplicates are found by a hash of the text, near-duplicates by MinHash: signatures, pairs, clusters.
+Two texts whose sets of word n-grams have the Jaccard similarity s become a pair with probability
+1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Each
+cluster keeps its longest text, and among equally long ones the text with the smallest hash. The result thus
+depends only on the documents, not on tasks or the order of files. datatrove's own cluster step keeps a
+document with many pairs, and needs a Python object per document.
 """
 
 import re
@@ -25,12 +25,12 @@ from moe_exp.data.kinds import input_error
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.processes import allow_open_files
 
-# Of each document, where only those count that have a signature.
+# One entry per document with a signature, in the order of the documents.
 _RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
-_SHINGLES_AT_ONCE = 1024  # a megabyte
-_LINES_AT_ONCE = 1024  # of signatures; datatrove reads five
+_SHINGLES_AT_ONCE = 1024  # 1 MB of hashes
+_LINES_AT_ONCE = 1024  # signatures per read; datatrove's default is 5
 _CLUSTERS_SHOWN, _MEMBERS_SHOWN, _SAMPLE_CHARS = 20, 4, 1000
-# Words between spaces; of scripts without spaces every character.
+# Words are separated by spaces. In scripts without spaces, every character is a word.
 _WORD = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]|[^\\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf"
@@ -40,7 +40,7 @@ _WORD = re.compile(
 
 @dataclass
 class BlockStep:
-    """A step of a pass that runs a block of datatrove's, which is built where it runs."""
+    """Step that builds a datatrove block where it runs, and runs it."""
 
     build: Callable[[], Any]
     stats: Any = None
@@ -56,16 +56,16 @@ class BlockStep:
 
 
 def exact_block(name: str, *folders: str, **options: Any) -> Any:
-    """datatrove's ExactDedupSignature, ExactFindDedups, or ExactDedupFilter: keeps one of each text.
+    """Builds datatrove's ExactDedupSignature, ExactFindDedups or ExactDedupFilter.
 
-    The 64-bit hashes take two different texts for one with probability n^2 / 2^65: 3e-6 for ten million
+    The 64-bit hashes of n different texts collide with probability n^2 / 2^65: 3e-6 for ten million
     documents, 0.03 for a billion.
     """
     from datatrove.pipeline.dedup import exact_dedup
 
     for folder in folders:
-        Path(folder).mkdir(parents=True, exist_ok=True)  # also if there is no duplicate
-    # newer xxhash takes no str
+        Path(folder).mkdir(parents=True, exist_ok=True)  # datatrove creates none without duplicates
+    # newer versions of xxhash do not accept str
     config = exact_dedup.ExactDedupConfig(content_getter=lambda document: document.text.encode())
     return getattr(exact_dedup, name)(*folders, config=config, **options)
 
@@ -75,13 +75,13 @@ def exact_block(name: str, *folders: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """How alike texts have to be.
+    """Parameters of MinHash near-duplicate detection.
 
     Args:
-        n_grams: words of a shingle. Shorter texts are never removed.
-        num_buckets, hashes_per_bucket: see above. The default finds 99.5% at a similarity of 0.9, 72% at 0.8
-            and 0.7% at 0.5; FineWeb's 14 and 8 find 92% at 0.8 and 5% at 0.5.
-        seed: of the hash functions.
+        n_grams: words per shingle. Shorter texts are never removed.
+        num_buckets, hashes_per_bucket: see the module's docstring. The defaults find 99.5% of pairs with a
+            similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14 and 8 find 92% at 0.8 and 5% at 0.5.
+        seed: seed of the hash functions.
     """
 
     n_grams: int = 5
@@ -93,7 +93,9 @@ class NearDuplicates:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < (name != "seed"):
                 rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
-                raise input_error("near_dedup", rule, f"the default is {getattr(type(self), name)}")
+                raise input_error(
+                    "near_dedup", rule, f"use, for example, the default {getattr(type(self), name)}"
+                )
 
     def config(self) -> Any:
         from datatrove.pipeline.dedup.minhash import MinhashConfig
@@ -102,7 +104,7 @@ class NearDuplicates:
 
 
 def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | None:
-    """`NearDuplicates` of a command line or a YAML file; ValueError for a wrong option or value."""
+    """Parses the options on a command line or in a YAML file; ValueError for an invalid option or value."""
     if given is None:
         return None
     options: Any = given
@@ -113,14 +115,14 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
             options = None
     known = list(NearDuplicates.__dataclass_fields__)
     if not isinstance(options, Mapping) or set(options) - set(known):
-        rule = f"must be options of {', '.join(known)}"
+        rule = f"options must be among {', '.join(known)}"
         raise input_error(f"near_dedup={given}", rule, "write '{hashes_per_bucket: 8}'")
     return NearDuplicates(**options)
 
 
 @dataclass
 class SignNearDuplicates:
-    """Last step of the first pass: MinhashDedupSignature, and the rank of each document in its cluster."""
+    """Last step of the first pass: writes signatures (MinhashDedupSignature) and ranks of documents."""
 
     how: NearDuplicates
     folder: str
@@ -132,7 +134,7 @@ class SignNearDuplicates:
         block = MinhashDedupSignature(
             f"{self.folder}/signatures", self.how.config(), language=word_tokenizer(_WORD.findall)
         )
-        # xxhash no longer takes the str that datatrove gives it
+        # newer versions of xxhash do not accept str
         block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
         block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
         self.stats = block.stats
@@ -149,12 +151,12 @@ class SignNearDuplicates:
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
-    """A signature in little memory: datatrove's function makes a row of all hashes for every shingle."""
+    """Computes a signature in parts to save memory: datatrove stores all hashes of every shingle."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
         parts = [signature(shingles[start : start + _SHINGLES_AT_ONCE]) for start in starts]
-        # the minimum of minima is that of all shingles
+        # the minimum of the parts' minima is the minimum over all shingles
         if len(parts) == 1:
             return parts[0]
         return [
@@ -166,7 +168,7 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
 
 
 def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
-    """Second pass, a task for each bucket: MinhashDedupBuckets."""
+    """Second pass, with a task for each bucket: MinhashDedupBuckets."""
     from datatrove.pipeline.dedup import MinhashDedupBuckets
 
     folders = f"{folder}/signatures", f"{folder}/pairs"
@@ -175,7 +177,7 @@ def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
 
 @dataclass
 class ClusterNearDuplicates:
-    """Third pass, one task: which documents go, in the files that MinhashDedupFilter reads."""
+    """Third pass, with one task: lists the documents to remove in the files read by MinhashDedupFilter."""
 
     folder: str
     num_tasks: int
@@ -185,14 +187,14 @@ class ClusterNearDuplicates:
         self.stats = task_stats("🫂 - DEDUP: clusters")
         files = sorted(Path(self.folder, "pairs").iterdir())
         pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
-        # both halves in one number, for np.unique
-        found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # the task of a document, and its place there
+        # np.unique is much faster for numbers than for rows: join (task, position) in one number
+        found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # task of a document, and its position there
         nodes, of_pairs = np.unique(found, return_inverse=True)
         order = self._order(nodes)
         position = np.empty(len(order), dtype=np.int64)
         position[order] = np.arange(len(order))
         ends = position[of_pairs.reshape(-1, 2)]
-        # nodes are numbered in the order in which they stay: the smallest of a cluster does
+        # nodes are numbered by preference: each cluster keeps its smallest node
         labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
         nodes = nodes[order]
         self._write(nodes, labels)
@@ -201,7 +203,7 @@ class ClusterNearDuplicates:
         self.stats["to_remove"].update(len(nodes) - int((sizes > 0).sum()))
 
     def _order(self, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Nodes in the order in which they stay."""
+        """Order of the nodes by preference: the longest text first, then the smallest hash."""
         ranks = np.empty(len(nodes), dtype=_RANK)
         tasks = (nodes >> np.uint64(32)).astype(np.int64)
         for task in np.unique(tasks).tolist():
@@ -216,8 +218,9 @@ class ClusterNearDuplicates:
         goes = labels != np.arange(len(labels))
         for task in range(self.num_tasks):
             mine = goes & (nodes >> np.uint64(32) == np.uint64(task))
-            places = np.sort(nodes[mine] & np.uint64(2**32 - 1)).astype("<u4")
-            places.tofile(removed / f"{task:06d}.remove")
+            places = np.sort(nodes[mine] & np.uint64(2**32 - 1))
+            places.astype("<u4").tofile(removed / f"{task:06d}.remove")
+        # samples for the user: some removed documents next to the one that is kept
         shown = np.unique(labels[goes])[:_CLUSTERS_SHOWN]
         clusters = [nodes[labels == label][:_MEMBERS_SHOWN].tolist() for label in shown.tolist()]
         write_json(Path(self.folder, "shown.json"), clusters)
@@ -226,11 +229,11 @@ class ClusterNearDuplicates:
 def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The smallest node that each node is connected with; `firsts`, `seconds`: ends of the edges."""
+    """Smallest node connected to each node. `firsts` and `seconds` are the ends of the edges."""
     labels = np.arange(num_nodes)
     while True:
         smallest = np.minimum(labels[firsts], labels[seconds])
-        # every label that an edge reaches is hooked to the smallest one, then paths are shortened
+        # hook all labels at an edge to the smallest one, then compress the paths
         hooked = labels.copy()
         for ends in (labels[firsts], labels[seconds], firsts, seconds):
             np.minimum.at(hooked, ends, smallest)
@@ -242,7 +245,7 @@ def smallest_labels(
 
 
 def near_filter(folder: str) -> Any:
-    """Keeps one document of each cluster: MinhashDedupFilter."""
+    """MinhashDedupFilter, which keeps one document of each cluster."""
     from datatrove.pipeline.dedup import MinhashDedupFilter
 
     return MinhashDedupFilter(f"{folder}/removed", lines_to_buffer=_LINES_AT_ONCE)
@@ -250,7 +253,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """A filter by `near_filter` whose samples are whole clusters."""
+    """Filter with `near_filter` whose samples are whole clusters."""
 
     folder: str
 

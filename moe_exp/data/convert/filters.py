@@ -1,7 +1,7 @@
-"""Filters that count and hash what they drop and what they change, with reasons and samples.
+"""Filters that count and hash the documents they drop and change, with reasons and samples.
 
-Each runs a block of datatrove's. The sums of all must agree with what was read and written (`Counts.check`).
-A user names a block with its own arguments, or a function of a file:
+Each filter runs a datatrove block. Its counts must add up with those of reader and writer (`Counts.check`).
+Users name a block with its arguments, or a function in a file:
 
 gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
 """
@@ -25,18 +25,18 @@ from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import fingerprint
 
 NOTHING_LEFT, OTHER = "nothing is left of the text", "other"
-_SAMPLES, _SAMPLE_CHARS = 3, 1000  # of each reason, in each task
-_MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, of all tasks
+_SAMPLES, _SAMPLE_CHARS = 3, 1000  # for each reason, in each task
+_MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, in all tasks
 _KEPT = ("num_documents", "num_text_bytes", "text_hash")
 
 
 @dataclass
 class Filter:
-    """A step that drops or edits documents by a block of datatrove's.
+    """Step that drops or edits documents with a datatrove block.
 
     Args:
-        name: of it, in the manifest.
-        build: makes the block where the step runs; its `run` forwards or drops one document at a time.
+        name: name in the manifest.
+        build: creates the block where the step runs. Its `run` must forward or drop one document at a time.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Filter:
         block = self.build()
         self._reset()
         self.stats = block.stats
-        if decide := getattr(block, "filter", None):  # it leaves here why it drops a document
+        if decide := getattr(block, "filter", None):  # wrapped to record the reason for dropping
 
             def decided(document: Any) -> Any:
                 result = decide(document)
@@ -70,7 +70,7 @@ class Filter:
                 self._reason = NOTHING_LEFT
                 continue
             self._inside = None
-            # identity first: most blocks hand on the same text
+            # identity first: most blocks forward the same object
             if document.text is not self._text and document.text != self._text:
                 self.before.add(self._text.encode())
                 self.after.add(document.text.encode())
@@ -80,11 +80,11 @@ class Filter:
         for document in data:
             self._inside, self._text, self._reason = document, document.text, ""
             yield document
-            # the block asks for the next document only when it is done with this one
-            if self._inside is None:  # the block has forwarded it
+            # the block requests the next document only when it is done with this one
+            if self._inside is None:  # forwarded by the block
                 continue
             self.dropped.add(self._text.encode())
-            # a reason may name the document, and then there are as many
+            # a reason may name the document: limit the number of different reasons
             if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
                 self._reason = OTHER
             self.reasons[self._reason] += 1
@@ -94,20 +94,20 @@ class Filter:
                 self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
-        """Further facts of a sample of a dropped document."""
+        """Additional facts for the sample of a dropped document."""
         return {}
 
 
 @dataclass
 class Counts:
-    """Documents that a task, or all tasks, read, dropped, changed and wrote.
+    """Documents that one task or all tasks read, dropped, changed and wrote.
 
     Args:
-        written: read back from the file.
-        filtered: name of a filter to what it dropped.
-        reasons: name of a filter to its reasons and how many it dropped for each.
-        edited: name of a filter to what it changed, before and after.
-        samples: some of the documents that were dropped.
+        written: counted when read back from the file.
+        filtered: dropped documents by filter.
+        reasons: number of dropped documents by filter and reason.
+        edited: changed documents by filter, before and after.
+        samples: some of the dropped documents.
     """
 
     read: Tally = field(default_factory=Tally)
@@ -118,9 +118,9 @@ class Counts:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless what was read is what was filtered and written, as a multiset of texts."""
+        """Raises ValueError unless read equals filtered plus written, as multisets of texts."""
         before, after = Tally(), Tally()
-        # an edited document comes in as its old text and leaves as its new one
+        # an edited document enters as its old text and leaves as its new one
         for tally in (self.read, *(new for _, new in self.edited.values())):
             before += tally
         for tally in (self.written, *self.filtered.values(), *(old for old, _ in self.edited.values())):
@@ -128,8 +128,8 @@ class Counts:
         for what in _KEPT:
             had, has = getattr(before, what), getattr(after, what)
             if had != has:
-                rule = f"{what} is {had} of what was read, {has} of what was filtered and written"
-                raise input_error(who, rule, "call it again with --start-over, and check disk and memory")
+                rule = f"{what} is {had} for documents read, but {has} for documents filtered and written"
+                raise input_error(who, rule, "repeat with --start-over, and check disk and memory")
 
     def __iadd__(self, other: Counts) -> Counts:
         self.read += other.read
@@ -139,8 +139,7 @@ class Counts:
         for name, reasons in other.reasons.items():
             self.reasons.setdefault(name, Counter()).update(reasons)
         for name, tallies in other.edited.items():
-            mine = self.edited.setdefault(name, (Tally(), Tally()))
-            for total, tally in zip(mine, tallies, strict=True):
+            for total, tally in zip(self.edited.setdefault(name, (Tally(), Tally())), tallies, strict=True):
                 total.__iadd__(tally)
         known = Counter(sample["filter"] for sample in self.samples)
         for sample in other.samples:
@@ -150,11 +149,11 @@ class Counts:
         return self
 
     def then(self, following: Counts) -> Counts:
-        """Counts of two pipelines, of which the second read what the first wrote (else ValueError)."""
+        """Combines the counts of two passes; ValueError unless the second read what the first wrote."""
         for what in _KEPT:
             if getattr(self.written, what) != getattr(following.read, what):
-                rule = "differs between what one pass wrote and the next one read"
-                raise input_error(what, rule, "call it again with --start-over, and check the disk")
+                rule = "differs between the output of a pass and the input of the next"
+                raise input_error(what, rule, "repeat with --start-over, and check the disk")
         return Counts(
             self.read,
             following.written,
@@ -185,7 +184,7 @@ class Counts:
 
 
 def filter_by(keeps: Callable[[Any], Any]) -> Any:
-    """LambdaFilter: keeps documents for which a function returns true, not False or (False, reason)."""
+    """LambdaFilter that drops documents for which `keeps` returns False or (False, reason)."""
     from datatrove.pipeline.filters import LambdaFilter
 
     return LambdaFilter(keeps)
@@ -194,19 +193,19 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field is one of `allowed`, or a number of at least `minimum`."""
+    """Whether a metadata field is in `allowed`, or is a number of at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
         raise input_error(field, f"document {document.id} has no field {field!r}", fix)
     if allowed is not None:
         return value in allowed
     if not isinstance(value, int | float):
-        raise input_error(field, f"field {field!r} of document {document.id} is {value!r}, no number", fix)
+        raise input_error(field, f"field {field!r} of document {document.id} is {value!r}, not a number", fix)
     return value >= (minimum or 0)
 
 
 def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
-    """Whether the number of characters is in a range."""
+    """Whether the number of characters is within the limits."""
     return min_chars <= len(document.text) <= (max_chars or len(document.text))
 
 
@@ -214,7 +213,7 @@ def word_tokenizer(
     words: Callable[[str], list[str]] = str.split,
     sentences: Callable[[str], list[str]] = lambda text: [text],
 ) -> Any:
-    """datatrove's WordTokenizer with these functions, as its own for English need spaCy."""
+    """datatrove WordTokenizer with the given functions; the one for English requires spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -227,7 +226,7 @@ def word_tokenizer(
 
 # Filters by name
 
-# Name to module and class of datatrove's filters and formatters, and the packages that they need.
+# datatrove's filters and formatters by name: module, class and required packages.
 BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "c4-paragraphs": ("pipeline.filters.c4_filters", "C4ParagraphFilter", ()),
     "c4-quality": ("pipeline.filters.c4_filters", "C4QualityFilter", ()),
@@ -246,12 +245,12 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 @dataclass(frozen=True)
 class NamedFilter:
-    """A filter by its name.
+    """A filter that users select by name.
 
     Args:
         name: one of `NAMES`.
-        options: arguments of datatrove's block; of `language`: languages, threshold (0.65) and model, a
-            fastText model's file. Without a model py3langid decides.
+        options: arguments of the datatrove block. For `language`: languages, threshold (default: 0.65) and
+            model, a fastText model file (default: py3langid).
     """
 
     name: str
@@ -259,11 +258,7 @@ class NamedFilter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedFilter:
-        """A filter of a command line or of a YAML file: its name, or name and options.
-
-        Raises:
-            ValueError: there is no such filter, option, file, function or package.
-        """
+        """Parses NAME or {NAME: options} from a command line or YAML file; ValueError if it is invalid."""
         import yaml
 
         value: Any = given
@@ -277,9 +272,9 @@ class NamedFilter:
         if isinstance(value, Mapping) and len(value) == 1:
             ((name, options),) = value.items()
         if not isinstance(name, str) or not isinstance(options or {}, dict):
-            raise input_error(f"filter={given}", "must be NAME or 'NAME: {option: value}'", "write it so")
+            raise input_error(f"filter={given}", "must be NAME or 'NAME: {option: value}'", "correct it")
         chosen = cls(name, options or {})
-        # an error now, not in the first task
+        # to raise errors now, not in the first task
         chosen.build()
         return chosen
 
@@ -294,7 +289,7 @@ class NamedFilter:
         return input_error(f"filter={self.name}", rule, fix)
 
     def build(self) -> Any:
-        """The block; raises as `parse`."""
+        """Creates the block; raises like `parse`."""
         if ".py:" in self.name:
             self._check_options(())
             return filter_by(self._function())
@@ -308,47 +303,48 @@ class NamedFilter:
         parameters = inspect.signature(block.__init__).parameters
         known = [one for one in parameters if one not in ("self", "exclusion_writer", "batch_size")]
         self._check_options(known)
-        # datatrove's own tokenizer for English needs spaCy
+        # datatrove's own tokenizer for English requires spaCy
         more = {"language": word_tokenizer(sentences=sentences_of)} if "language" in known else {}
         built = block(**more | self.options)
         if self.name == "url":
             from tldextract import TLDExtract
 
-            built.tldextractor = TLDExtract(suffix_list_urls=())  # its own list: the newest is on the network
+            built.tldextractor = TLDExtract(suffix_list_urls=())  # its built-in list: no download
         return built
 
     def _check_options(self, known: Sequence[str]) -> None:
         if unknown := [one for one in self.options if one not in known]:
-            raise self._error(f"has no option {unknown[0]}", f"its options are {', '.join(known) or 'none'}")
+            raise self._error(f"unknown option {unknown[0]}", f"use {', '.join(known) or 'no options'}")
 
     def _check_packages(self, names: Sequence[str]) -> None:
         missing = [_WHEELS.get(one, one) for one in names if importlib.util.find_spec(one) is None]
         if missing:
-            fix = f"pip install {' '.join(missing)}"
-            raise self._error(f"the package {missing[0]} is not installed", fix)
+            raise self._error(f"requires the package {missing[0]}", f"pip install {' '.join(missing)}")
 
     def _function(self) -> Any:
         path, _, name = self.name.rpartition(":")
         if not Path(path).is_file():
-            raise self._error(f"there is no file {path}", "check the path")
+            raise self._error(f"{path} not found", "check the path")
         spec = importlib.util.spec_from_file_location(f"moe_exp_filter_{Path(path).stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where a dataclass in it looks for its types
+        sys.modules[spec.name] = module  # dataclasses look up their module here
         try:
             spec.loader.exec_module(module)
             return getattr(module, name)
         except Exception as error:
-            rule = f"{type(error).__name__} while it is loaded: {error}"
+            rule = f"loading it failed: {type(error).__name__}: {error}"
             raise self._error(rule, "correct the file") from error
 
     def _language_block(self) -> Any:
         self._check_options(("languages", "threshold", "model"))
         languages, threshold = self.options.get("languages"), self.options.get("threshold", 0.65)
         if not languages or not isinstance(languages, list) or {str} != set(map(type, languages)):
-            raise self._error(f"languages={languages}: must be a list", "give [en, de]")
+            raise self._error(f"languages={languages}: must be a list", "give, for example, [en, de]")
         if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-            raise self._error(f"threshold={threshold}: must be from 0 to 1", "0.65 is what FineWeb used")
+            raise self._error(
+                f"threshold={threshold}: must be between 0 and 1", "use, for example, 0.65 as FineWeb does"
+            )
         if "model" not in self.options:
             self._check_packages(("py3langid",))
             identifier = language_identifier()
@@ -364,18 +360,18 @@ class NamedFilter:
         self._check_packages(("fasttext", "fasteners"))
         model = Path(str(self.options["model"]))
         if not model.is_file():
-            raise self._error(f"model={model}: there is no such file", "give lid.176.ftz")
+            raise self._error(f"model={model}: file not found", "give the path of lid.176.ftz")
         from datatrove.pipeline.filters import LanguageFilter
         from fasttext.FastText import _FastText
 
         block = LanguageFilter(languages, threshold)
-        block.model._model = _FastText(str(model))  # of a file, which datatrove would fetch
+        block.model._model = _FastText(str(model))  # datatrove would download the model
         return block
 
 
 @cache
 def language_identifier() -> Any:
-    """py3langid's, with scores from 0 to 1. Its model takes 0.6 seconds to load."""
+    """py3langid's identifier with scores from 0 to 1. Cached, because loading its model takes 0.6 s."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

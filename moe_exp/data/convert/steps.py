@@ -1,7 +1,7 @@
-"""First and last step of a datatrove pipeline that loses nothing: a reader and a writer that count.
+"""First and last steps of a datatrove pipeline: a reader and a writer that count, so that nothing is lost.
 
-datatrove takes any callable of (documents, rank, world size) for a step. These, and the filters in between,
-are plain classes: they travel to workers by pickle and build datatrove's own blocks where they run.
+A datatrove step is any callable of (documents, rank, world size). These steps, and the filters between them,
+are plain classes that can be pickled and build datatrove's own blocks where they run.
 """
 
 import base64
@@ -23,17 +23,16 @@ from moe_exp.host.files import ending, file_hash, write_json
 
 @dataclass
 class ReadFiles:
-    """First step: the documents of every `num_tasks`-th file, by the rules of `moe_exp.data.documents`.
+    """First step: reads every `num_tasks`-th file, with the rules of `moe_exp.data.documents`.
 
-    Columns or fields beside text and id become metadata, as datatrove's readers do it. A document without an
+    Columns or fields other than text and id become metadata, as in datatrove's readers. A document without an
     id gets `FILE/NUMBER`.
 
     Args:
-        files: their paths in the folder `root`.
-        num_tasks: the world size that the files were dealt to.
-        limit: documents of all tasks together, dealt evenly; None for all.
-        progress_folder: where each task keeps the number of input bytes that it is through with; "" for
-            nowhere.
+        files: paths relative to `root`.
+        num_tasks: number of tasks that share the files.
+        limit: documents to read, divided evenly among the tasks; None for all.
+        progress_folder: where tasks publish their progress, see `Through`; "" for nowhere.
     """
 
     root: str
@@ -54,7 +53,7 @@ class ReadFiles:
 
         self.stats, self.tally, limit = task_stats("📖 - READER: checked"), Tally(), None
         if self.limit is not None:
-            # dealt evenly: the first tasks take the remainder
+            # the first tasks get the remainder
             limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
         through = Through(self.progress_folder, rank)
         for name in self.task_files(rank):
@@ -64,7 +63,7 @@ class ReadFiles:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
-                if "metadata" in row:  # its fields are among the others, as in datatrove's BaseReader
+                if "metadata" in row:  # flattened into the other fields, as in datatrove's BaseReader
                     nested = row.pop("metadata")
                     if isinstance(nested, str):
                         with contextlib.suppress(json.JSONDecodeError):
@@ -85,7 +84,7 @@ class ReadFiles:
         if ending(path) in TABLE_SUFFIXES:
             yield from read_rows(path, self.tally, **options, advance=through.advance)
             return
-        # lines of a stream have other bytes than the file
+        # the lines of a stream do not have the size of the file's bytes
         is_read_as_it_is = not is_stream(path)
         for line, document in read_objects(path, self.tally, **options, rule=self.rule):
             yield document
@@ -101,10 +100,10 @@ def read_rows(
     skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """`read_objects` for the rows of a Parquet or Arrow file; raises as `read_table`, too.
+    """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises like `read_table`.
 
     Args:
-        advance: called with about the share of the file's bytes after every batch.
+        advance: called after every batch with its approximate size in the file.
     """
     odd: list[str] | None = None
     for before, batch in read_table(path, text_field=text_field):
@@ -119,17 +118,17 @@ def read_rows(
                 skip_or_raise(path, number, str(error), tally, skip_bad=skip_bad)
                 continue
             tally.add(text.encode())
-            # most tables have no such column
+            # most tables have no column that needs conversion
             yield row | {name: _plain(row[name]) for name in odd} if odd else row
         if advance:
             advance(min(batch.nbytes, path.stat().st_size))
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """The rows of a batch; None for one that is not UTF-8."""
+    """Rows of a batch; None for a row that is not UTF-8."""
     try:
         yield from batch.to_pylist()
-    # raised before the first row: pyarrow does not check strings when it reads them
+    # raised before the first row is yielded: pyarrow does not validate strings when it reads them
     except UnicodeDecodeError:
         for index in range(batch.num_rows):
             try:
@@ -139,7 +138,7 @@ def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
 
 
 def _is_odd(kind: Any) -> bool:
-    """Whether values of an Arrow type, or of one inside of it, are none of JSON's."""
+    """Whether values of an Arrow type, or of a type nested in it, cannot be represented in JSON."""
     from pyarrow import types
 
     if types.is_nested(kind):
@@ -149,7 +148,7 @@ def _is_odd(kind: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: bytes in base64, decimals and times of day as text, durations in seconds."""
+    """Converts a value to JSON: bytes to base64, decimals and times to strings, durations to seconds."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, decimal.Decimal | datetime.time):
@@ -162,12 +161,12 @@ def _plain(value: Any) -> Any:
 
 
 class WriteChunk:
-    """Last step: JsonlWriter into a temporary file, published when it is read back and every count agrees.
+    """Last step: writes a temporary file, reads it back, and publishes it if all counts agree.
 
     Args:
-        stem: `STEM.00003.jsonl` is what task 3 makes.
-        reader, filters: the steps before it.
-        counts_folder: gets `00003.json`.
+        stem: task 3 writes `STEM.00003.jsonl`.
+        reader, filters: the previous steps.
+        counts_folder: where task 3 writes `00003.json`.
     """
 
     def __init__(
@@ -187,13 +186,13 @@ class WriteChunk:
         with complete_files([path]) as (temporary,):
             temporary.touch()  # a task with no document has an empty chunk
             writer = JsonlWriter(str(temporary.parent), "${rank}.jsonl", compression=None, adapter=_line)
-            # its own template takes metadata before the rank: a field `rank` would scatter over files
-            label = f"{self.stem}.XXXXX.jsonl"  # in its stats
+            # datatrove's template prefers metadata to the rank: a field `rank` would split the output
+            label = f"{self.stem}.XXXXX.jsonl"  # for its stats
             writer._get_output_filename = lambda _, rank=0: label if rank == "XXXXX" else temporary.name
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
-            # read back from the disk: what the manifest says is what the next step will find
+            # read back from disk, so that the manifest describes what the next step will read
             written = Tally()
             for _ in read_documents(temporary, written):
                 pass
@@ -213,6 +212,6 @@ class WriteChunk:
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:
-    # the same line as DiskWriter's own adapter makes, without its deep copy of the metadata
+    # the same line as from DiskWriter's adapter, but without a deep copy of the metadata
     line = {"text": document.text, "id": document.id}
     return {**line, "metadata": document.metadata} if document.metadata else line

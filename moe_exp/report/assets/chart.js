@@ -1,8 +1,8 @@
-// Line charts over uPlot: hover, arrow keys, gaps, marks and bands.
+// Line charts based on uPlot: hover, arrow keys, gaps, marks and bands.
 "use strict";
 Report.Chart = class {
   // `series()` gives [{ label, run, runs, color, dash, x: {axis: []}, y: [], last, low, high, members, gaps: [index], marks: {axis: [], value: []},
-  // changes: {axis: [], text: [], kind: []}, points }]. `show` is for the axis, `exact` for the line above the chart.
+  // changes: {axis: [], text: [], kind: []}, points }]. `show` formats axis labels, `exact` the values above the chart.
   constructor(box, { title, series, show = Report.digits, exact = show, smooth = false, zero = false, signed = false, keep = false, note = "", height = 230 }) {
     Object.assign(this, { box, title, series, show, exact, smooth, zero, signed, keep, height, plot: null, range: { low: null, high: null } });
     const head = Report.element("div", undefined, { class: "head" });
@@ -10,7 +10,7 @@ Report.Chart = class {
     box.append(head);
     this.readout = Report.element("div", undefined, { class: "readout" });
     this.place = Report.element("div", undefined, { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
-    this.place.setAttribute("aria-label", `${this.caption()}. Arrow keys move along the curves, Escape shows all.`);
+    this.place.setAttribute("aria-label", `${this.caption()}. Arrow keys move along the curves, Escape resets the view.`);
     this.note = Report.element("div", note, { class: "note" });
     this.fixedNote = note;
     box.append(this.readout, this.place, this.note);
@@ -32,7 +32,7 @@ Report.Chart = class {
   }
   redraw() { this.draw(true); }
 
-  // Draws the chart, unless its group is folded. Returns the text of a constant that is not worth a chart, else null.
+  // Draws the chart unless its group is folded. Returns the value of constant curves that are not drawn, else null.
   draw(withConstants) {
     if (this.plot) this.plot.destroy();
     this.plot = null;
@@ -50,7 +50,7 @@ Report.Chart = class {
   drawSeries(all, axis, logX, logY, smoothing) {
     this.shown = all.filter(one => (one.x[axis] || []).some((value, index) => value != null && one.y[index] != null));
     const absent = all.filter(one => !this.shown.includes(one)).map(one => one.label);
-    this.note.textContent = [this.fixedNote, absent.length ? `No ${Report.AXES[axis].name} known for: ${absent.join(", ")}.` : "", this.markNote()].filter(Boolean).join(" ");
+    this.note.textContent = [this.fixedNote, absent.length ? `Unknown ${Report.AXES[axis].name}: ${absent.join(", ")}.` : "", this.markNote()].filter(Boolean).join(" ");
     if (!this.shown.length) return;
     const most = Math.max(...this.shown.map(one => one.x[axis].reduce((best, value) => Math.max(best, value ?? 0), 0)));
     [this.divisor, this.unit] = axis === "training_seconds" ? Report.timeUnit(most) : [1, Report.AXES[axis].name];
@@ -80,7 +80,7 @@ Report.Chart = class {
     this.tell(this.plot);
   }
 
-  // The range of y: what was chosen, else that of the data.
+  // The y range: chosen by the user, or else that of the data.
   limits(low, high, logY) {
     const found = low == null ? (logY ? [1, 10] : [0, 1])
       : logY ? uPlot.rangeLog(low, high, 10, true)
@@ -90,7 +90,7 @@ Report.Chart = class {
     return from < to ? [from, to] : found;
   }
 
-  // One table of uPlot per series: x, the curve, with smoothing the smoothed one, and its range if it has one.
+  // One uPlot table per series: x, the curve, the smoothed curve if smoothing is on, and the band if it has one.
   columns(axis, smoothing, logX, logY) {
     const tables = [], series = [], bands = [];
     this.main = [];
@@ -117,7 +117,7 @@ Report.Chart = class {
     return [tables, series, bands];
   }
 
-  // The curve as it is drawn, and its band: that of the seeds is smoothed like the curves it comes from.
+  // The curve as drawn, and its band. The band of several seeds is computed from their smoothed curves.
   spread(one, smoothing) {
     if (!smoothing) return one;
     if (one.members) return Report.spread(one.members.map(member => Report.smoothed(member, smoothing)));
@@ -126,12 +126,12 @@ Report.Chart = class {
 
   markNote() {
     const parts = [];
-    if (this.shown.some(one => (one.gaps || []).length)) parts.push("× marks records that are not a number.");
+    if (this.shown.some(one => (one.gaps || []).length)) parts.push("× marks records whose value is not a number.");
     if (this.shown.some(one => one.marks && one.marks.value.length)) parts.push("▼ marks spikes.");
     const changed = this.shown.filter(one => one.changes && one.changes.text.length);
-    if (changed.length) parts.push(`┆ marks stages of data and resumes. ${changed.map(one => `${one.label}: ${one.changes.text.join("; ")}.`).join(" ")}`);
-    if (this.shown.some(one => one.low && !one.members)) parts.push("A band is the range of the records that share a point.");
-    if (this.shown.some(one => one.members)) parts.push("The line of several seeds is their mean, its band reaches from the lowest to the highest.");
+    if (changed.length) parts.push(`┆ marks data stages and resumes. ${changed.map(one => `${one.label}: ${one.changes.text.join("; ")}.`).join(" ")}`);
+    if (this.shown.some(one => one.low && !one.members)) parts.push("A band is the range of the records combined in a point.");
+    if (this.shown.some(one => one.members)) parts.push("For several seeds, the line is their mean and the band their range.");
     return parts.join(" ");
   }
 
@@ -179,7 +179,7 @@ Report.Chart = class {
     context.restore();
   }
 
-  // What is under the cursor, and the smoothed value; without a cursor the latest value of each curve, which makes the line a legend.
+  // Shows the values under the cursor. Without a cursor, shows the latest value of each curve, as a legend.
   tell(u) {
     const away = u.cursor.left == null || u.cursor.left < 0 || u.cursor.idx == null, axis = Report.AXES[Report.state.axis];
     const isSmoothed = this.smooth && Report.state.smoothing > 0;
@@ -205,7 +205,7 @@ Report.Chart = class {
     }
   }
 
-  // What the chart shows, a row per point.
+  // The data shown in the chart, one row per point.
   csv() {
     const { axis, smoothing } = Report.state, rows = [["run", axis, "value", "smoothed", "low", "high"]];
     for (const one of this.shown || []) {
@@ -235,7 +235,7 @@ Report.Chart = class {
   }
 };
 
-// The index of the value that is nearest in x: series of different runs seldom have one at the same x. None beyond a run's end.
+// Index of the value nearest in x, because different runs rarely have values at the same x; null beyond a run's end.
 function nearest(u, series, index, x) {
   const values = u.data[series], xs = u.data[0], reach = 0.02 * (xs[xs.length - 1] - xs[0]);
   if (values[index] != null) return index;

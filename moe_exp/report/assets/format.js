@@ -1,4 +1,4 @@
-// Numbers as text, by the rules of moe_exp/host/quantities.py, and small helpers. Text from runs goes into the page as text, never as markup.
+// Number formatting with the rules of moe_exp/host/quantities.py, and small helpers. Text from runs is inserted as text, never as markup.
 "use strict";
 const Report = {
   charts: [],
@@ -54,5 +54,5 @@ Report.AXES = {
   iteration: { name: "iteration", show: value => (value == null ? "–" : String(Math.round(value))) },
 };
 
-// Time is drawn in round units: hours, not thousands of seconds.
+// Time axes use suitable units: hours instead of thousands of seconds.
 Report.timeUnit = most => (most < 300 ? [1, "seconds"] : most < 10800 ? [60, "minutes"] : most < 345600 ? [3600, "hours"] : [86400, "days"]);

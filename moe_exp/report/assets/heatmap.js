@@ -1,11 +1,11 @@
-// Expert load as two heatmaps on canvases: layers by experts at one time, and the experts of one layer over time.
+// Two heatmaps of expert load: all layers and experts at one time, and the experts of one layer over time.
 "use strict";
 Report.load = experts => {
   const bytes = Uint8Array.from(atob(experts.load), character => character.charCodeAt(0));
-  return new Uint16Array(bytes.buffer); // little-endian, as every machine with a browser is
+  return new Uint16Array(bytes.buffer); // little-endian, like all machines that run browsers
 };
 
-// Share of the fair one to a colour: 0 cold, 1 even, 4 and more hot, by the logarithm above 1; under 1% it is dead.
+// Maps a load relative to the fair share to a color: 0 cold, 1 even, 4 and above hot (logarithmic above 1); below 1%, dead.
 Report.loadColors = () => {
   const parse = name => Report.color(name).match(/[0-9a-f]{2}/gi).map(part => parseInt(part, 16));
   const [cold, even, hot, dead] = ["--cold", "--even", "--hot", "--dead"].map(parse);
@@ -16,10 +16,10 @@ Report.loadColors = () => {
   };
 };
 
-const BELOW = 34; // pixels for the labels of the columns
+const BELOW = 34; // pixels for column labels
 
 Report.Heatmap = class {
-  // `labels()` gives { rows, columns: [text], row, column: what they are }; `pick` is called for a chosen cell.
+  // `labels()` returns { rows, columns: [text], row, column: axis titles }; `pick` is called for a selected cell.
   constructor(box, { title, labels, pick }) {
     Object.assign(this, { box, pick, labels, row: 0, column: 0 });
     this.title = Report.element("h3", title);
@@ -44,7 +44,7 @@ Report.Heatmap = class {
     return Report.csvText(table);
   }
 
-  // `value(row, column)` is a share of the fair one; `tell(row, column)` the sentence about a cell.
+  // `value(row, column)` is the load relative to the fair share; `tell(row, column)` describes a cell in a sentence.
   set(rows, columns, value, tell, label) {
     Object.assign(this, { rows, columns, value, sentence: tell });
     this.canvas.setAttribute("aria-label", label);
@@ -95,7 +95,7 @@ Report.Heatmap = class {
     this.readout.textContent = this.sentence(this.row, this.column);
   }
 
-  // The labels that fit, the first always, and what rows and columns are.
+  // Writes the labels that fit, always the first one, and the axis titles.
   writeLabels(context, texts, { left, w, h, ratio, font }) {
     Object.assign(context, { font, fillStyle: Report.color("--soft"), textBaseline: "middle", textAlign: "right" });
     const every = Math.ceil((13 * ratio) / h), bottom = texts.rows.length * h;
@@ -131,7 +131,7 @@ Report.Heatmap = class {
   }
 };
 
-// The whole section: which run, which time, which layer.
+// The whole section with its choice of run, time and layer.
 Report.Experts = class {
   constructor(runs) {
     this.runs = runs.filter(run => run.experts);
@@ -142,7 +142,7 @@ Report.Experts = class {
     [this.runChoice, this.slider, this.when, this.layerChoice, this.table] = ["expert-run", "expert-time", "expert-when", "expert-layer", "expert-table"].map(id);
     this.runs.forEach((run, index) => this.runChoice.append(Report.element("option", run.name, { value: index })));
     const now = new Report.Heatmap(id("heat-now"), {
-      title: "Load of every expert at one time",
+      title: "Load of all experts at one time",
       labels: () => ({ rows: this.experts.layers.map(String), columns: this.names(), row: "layer", column: "expert" }),
       pick: row => { this.layerChoice.value = row; this.draw(); },
     });
@@ -175,7 +175,7 @@ Report.Experts = class {
 
   names() { return [...Array(this.experts.num_experts).keys()].map(String); }
 
-  // The x axis of the curves, or the iteration if it is not known here.
+  // The x axis of the curves, or the iteration if that axis is unknown for this run.
   axis() { return this.experts.x[Report.state.axis]?.every(value => value != null) ? Report.state.axis : "iteration"; }
 
   times() {
@@ -206,10 +206,10 @@ Report.Experts = class {
     this.when.textContent = this.period(time);
     this.slider.setAttribute("aria-valuetext", this.period(time));
     now.set(layers.length, count, (row, column) => this.share(time, row, column), (row, column) => this.tell(time, row, column),
-      `Load of the experts of all layers at ${this.period(time)}; arrow keys move, the table below has the numbers`);
-    over.title.textContent = `Load of the experts of layer ${layers[layer]} over time`;
+      `Expert load in all layers at ${this.period(time)}; move with the arrow keys, the table below lists the numbers`);
+    over.title.textContent = `Expert load in layer ${layers[layer]} over time`;
     over.set(count, times, (row, column) => this.share(column, layer, row), (row, column) => this.tell(column, layer, row),
-      `Load of the experts of layer ${layers[layer]} over time; arrow keys move`);
+      `Expert load in layer ${layers[layer]} over time; move with the arrow keys`);
     if (this.table.closest("details").open) this.fill(time);
   }
 

@@ -1,4 +1,4 @@
-// The page: which charts there are, the controls above them, and the cost of a chosen loss.
+// The page: its charts, the controls above them, and the cost of a chosen loss.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent), { state } = Report;
@@ -30,7 +30,7 @@
   const ofBaseline = () => data.groups.find(group => group.includes(state.baseline));
   const minusBaseline = series => () => Report.differences(series(), state.baseline, state.axis, ofBaseline());
   const baselineName = () => runs[state.baseline].name;
-  const bySeeds = data.groups.some(group => group.length > 1) ? "Where the baseline has the seed of a curve, they are compared seed by seed." : "";
+  const bySeeds = data.groups.some(group => group.length > 1) ? "Runs are compared seed by seed where the baseline has the same seeds." : "";
   let experts = null;
   function ofLayers(key) {
     return () => {
@@ -52,28 +52,28 @@
     loss: { title: `Training loss, ${data.unit}`, series: losses, exact, smooth: true, keep: true, height: 340 },
     valid: { title: `Validation loss, ${data.unit}`, series: validated, exact, keep: true },
     ema: { title: `Validation loss of the averaged weights, ${data.unit}`, series: ofValidation("ema_lm_loss", run => run.bits_per_nat), exact, keep: true },
-    minus: { title: () => `Training loss minus that of ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true, note: bySeeds },
-    "valid-minus": { title: () => `Validation loss minus that of ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true, note: bySeeds },
+    minus: { title: () => `Training loss relative to ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true, note: bySeeds },
+    "valid-minus": { title: () => `Validation loss relative to ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true, note: bySeeds },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },
     bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte"), exact, keep: true },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
     learning_rate: { title: "Learning rate", series: ofRuns("learning_rate", { changes: true }) },
-    tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), show: rate, smooth: true, zero: true },
+    tokens_per_second: { title: "Tokens per second (all ranks)", series: ofRuns("tokens_per_second"), show: rate, smooth: true, zero: true },
     tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), show: tflops, smooth: true, zero: true },
-    memory_bytes: { title: "Peak memory of a rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },
-    balance: { title: "Load-balancing loss (1 is even)", series: ofRuns("load_balancing_loss"), smooth: true },
+    memory_bytes: { title: "Peak memory per rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },
+    balance: { title: "Load-balancing loss (1: balanced)", series: ofRuns("load_balancing_loss"), smooth: true },
     z_loss: { title: "Router z-loss", series: ofRuns("z_loss"), smooth: true },
-    worst: { title: "Busiest expert of all layers, times the mean", series: ofRuns("experts/max_over_mean"), smooth: true },
-    dropped: { title: "Dropped slots, mean of the layers", series: ofRuns("experts/dropped_fraction"), smooth: true, show: percent, zero: true },
-    entropy: { title: "Router entropy, mean of the layers, nats", series: ofRuns("experts/router_entropy"), smooth: true },
-    dead: { title: "Dead experts (under 1% of the fair share), mean of the layers", series: ofRuns("experts/dead_fraction"), show: percent, zero: true },
+    worst: { title: "Load of the busiest expert in any layer, relative to the mean", series: ofRuns("experts/max_over_mean"), smooth: true },
+    dropped: { title: "Dropped slots, mean over layers", series: ofRuns("experts/dropped_fraction"), smooth: true, show: percent, zero: true },
+    entropy: { title: "Router entropy, mean over layers, nats", series: ofRuns("experts/router_entropy"), smooth: true },
+    dead: { title: "Dead experts (below 1% of the fair share), mean over layers", series: ofRuns("experts/dead_fraction"), show: percent, zero: true },
     "layer-entropy": { title: "Router entropy by layer, nats", series: ofLayers("router_entropy") },
     "layer-dropped": { title: "Dropped slots by layer", series: ofLayers("dropped_fraction"), show: percent, zero: true },
-    "layer-worst": { title: "Busiest expert by layer, times the mean", series: ofLayers("max_over_mean") },
+    "layer-worst": { title: "Load of the busiest expert by layer, relative to the mean", series: ofLayers("max_over_mean") },
     "layer-top1": { title: "Router weight of the first choice by layer", series: ofLayers("top1_weight") },
   };
 
-  // Draws the charts of the open groups; of each group the constant ones are hidden until they are asked for.
+  // Draws the charts of the open groups. Constant charts stay hidden until requested.
   const asked = new Set();
   function drawGroup(group) {
     const constants = [];
@@ -139,13 +139,13 @@
     document.getElementById("controls").hidden = !known.length;
   }
 
-  // On the straight line between two records, [before, at], where the loss comes to the target; see comparison.cost_of.
+  // Interpolates linearly between two records, [before, at], to where the loss reaches the target; see comparison.cost_of.
   function onTheWay([lossBefore, loss], [before, at], target) {
     if (lossBefore == null || lossBefore <= target || before == null || at == null) return at;
     return before + (lossBefore - target) / (lossBefore - loss) * (at - before);
   }
 
-  // What each run had used when its smoothed loss first came to the chosen one.
+  // Updates the resources that each run used to reach the chosen smoothed loss.
   function costs() {
     const input = document.getElementById("target-loss");
     if (!input) return;
@@ -162,7 +162,7 @@
     input.addEventListener("input", () => input.value && fill());
   }
 
-  // Groups open when a link leads into them; tables that are wider than their frame say so.
+  // Opens a group when a link points into it; marks tables that are wider than their frame.
   function folding() {
     const toggle = document.getElementById("fold"), all = [...document.querySelectorAll("details.group")];
     const isAll = () => all.every(group => group.open);

@@ -1,7 +1,7 @@
-// Curves before they are drawn: smoothing, seeds as one curve with a band, and the difference from the baseline.
+// Transforms curves before drawing: smoothing, one curve with a band for several seeds, difference from the baseline.
 "use strict";
 
-// Exponential moving average without the bias of its first values, as in TensorBoard and wandb: only earlier points count. Gaps stay gaps.
+// Exponential moving average over earlier points with bias correction, as in TensorBoard and wandb. Gaps stay gaps.
 Report.smoothed = (values, weight) => {
   let sum = 0, total = 0;
   return values.map(value => {
@@ -12,7 +12,7 @@ Report.smoothed = (values, weight) => {
   });
 };
 
-// `y` at each of the increasing `places`, on the straight line between two points; null outside, and next to a gap of x.
+// Linear interpolation of `y` at the increasing `places`; null outside the range of x.
 Report.interpolated = (x, y, places) => {
   const points = x.map((value, index) => [value, y[index]]).filter(([value, height]) => value != null && height != null);
   let at = 0;
@@ -36,7 +36,7 @@ Report.spread = members => {
   };
 };
 
-// One curve per group of runs that differ only in SEED, with the curves of its members, as far as all of them have come.
+// One curve per group of runs that differ only in SEED, over their common range, with the curves of its members.
 Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   const found = list.filter(one => group.includes(one.run));
   if (found.length < 2) return found;
@@ -47,14 +47,14 @@ Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   }];
 });
 
-// The marks of several runs, those that they share once.
+// Marks of several runs; shared marks appear once.
 Report.together = changes => {
   const all = changes.flatMap(one => one.text.map((_, index) => Object.fromEntries(Object.keys(one).map(name => [name, one[name][index]]))));
   const marks = [...new Map(all.map(mark => [`${mark.iteration} ${mark.text}`, mark])).values()].sort((a, b) => a.iteration - b.iteration);
   return marks.length ? Object.fromEntries(Object.keys(marks[0]).map(name => [name, marks.map(mark => mark[name])])) : undefined;
 };
 
-// Every curve minus that of the baseline or its group; where the seeds of a curve are among those of `group`, seed by seed.
+// Subtracts the curve of the baseline or its group from every other curve, seed by seed if `group` has the seeds of the curve.
 Report.differences = (list, baseline, axis, group) => {
   const base = list.find(one => one.runs.includes(baseline));
   if (!base) return [];
@@ -71,7 +71,7 @@ Report.differences = (list, baseline, axis, group) => {
   }).filter(one => one.y.some(value => value != null));
 };
 
-// The value that all of a chart's curves keep, as text; null if one changes, or has a single point.
+// Constant values of a chart's curves as text; null if a curve changes or has only one point.
 Report.constant = (list, show) => {
   const values = new Set();
   for (const { y } of list) {

@@ -1,4 +1,4 @@
-// The menu of a chart or heatmap: data as CSV, picture as PNG, full screen, and the range of its y axis.
+// Menu of a chart or heatmap: CSV, PNG, full screen, and the range of the y axis.
 "use strict";
 Report.download = (name, blob) => {
   const link = Report.element("a", undefined, { href: URL.createObjectURL(blob), download: name });
@@ -10,7 +10,7 @@ const fileName = (title, ending) => `${title.toLowerCase().replace(/[^a-z0-9]+/g
 const field = value => (/[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? ""));
 Report.csvText = rows => rows.map(row => row.map(field).join(",") + "\n").join("");
 
-// A drawn canvas with its title and legend above it, on the background of the page.
+// Copies a canvas onto the background color of the page, below its title and legend.
 Report.picture = (canvas, title, legend) => {
   const ratio = devicePixelRatio || 1, made = document.createElement("canvas"), pen = made.getContext("2d"), line = 20 * ratio, edge = 10 * ratio;
   const font = weight => `${weight} ${13 * ratio}px system-ui, sans-serif`;
@@ -43,11 +43,11 @@ Report.picture = (canvas, title, legend) => {
   return made;
 };
 
-// `owner` has box, caption(), csv() and png(), redraw(), and for a chart `range` = { low, high }.
+// `owner` provides box, caption(), csv(), png() and redraw(), and for a chart `range` = { low, high }.
 Report.tools = owner => {
   const menu = Report.element("details", undefined, { class: "tools" }), panel = Report.element("div", undefined, { class: "panel" });
   const top = Report.element("summary", "⋯");
-  const name = () => top.setAttribute("aria-label", `Tools of the chart ${owner.caption()}`);
+  const name = () => top.setAttribute("aria-label", `Tools for the chart ${owner.caption()}`);
   name();
   menu.addEventListener("toggle", name);
   const button = (text, act) => {
@@ -63,9 +63,9 @@ Report.tools = owner => {
   const fill = on => {
     owner.box.classList.toggle("full", on);
     full.setAttribute("aria-pressed", String(on));
-    full.textContent = on ? "leave full screen" : "full screen";
+    full.textContent = on ? "exit full screen" : "full screen";
     menu.open = false;
-    if (on && navigator.userActivation?.isActive) owner.box.requestFullscreen?.().catch(() => {}); // else it fills the window
+    if (on && navigator.userActivation?.isActive) owner.box.requestFullscreen?.().catch(() => {}); // if the browser refuses, it fills the window
     else if (document.fullscreenElement) document.exitFullscreen();
     owner.redraw();
     top.focus();

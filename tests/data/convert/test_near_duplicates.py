@@ -166,7 +166,7 @@ def test_labels_are_those_of_connected_components(seed):
 def test_options():
     assert near_duplicates(None) is None and near_duplicates("{}") == NearDuplicates()
     assert near_duplicates("{hashes_per_bucket: 8}") == NearDuplicates(hashes_per_bucket=8)
-    with pytest.raises(ValueError, match=r"^near_dedup=\{rows: 3\}: must be options of n_grams, .* Fix: "):
+    with pytest.raises(ValueError, match=r"^near_dedup=\{rows: 3\}: options must be among n_grams, .* Fix: "):
         near_duplicates("{rows: 3}")
     with pytest.raises(ValueError, match=r"^near_dedup: num_buckets=0: must be .* at least 1\. Fix: "):
         near_duplicates("{num_buckets: 0}")

@@ -272,7 +272,7 @@ def test_commit_is_pinned_until_told_otherwise(server, dataset, tmp_path):
 
 def test_other_settings_are_refused(server, tmp_path):
     download(source("sample/10BT/000*"), tmp_path / "raw")
-    with pytest.raises(ValueError, match=r"was made with patterns=.*Fix: give --start-over"):
+    with pytest.raises(ValueError, match=r"was made with patterns=.*Fix: use --start-over"):
         download(source(), tmp_path / "raw")
 
 
@@ -300,7 +300,7 @@ def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     download(source(), tmp_path / "raw", dry_run=True)
     assert "too little" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"has 1 kB free, the download of fineweb-edu needs .* Fix: free"):
+    with pytest.raises(ValueError, match=r"has 1 kB free; the download of fineweb-edu requires .* Fix: free"):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []
 

@@ -125,10 +125,10 @@ def test_patterns_choose_what_they_should(name, names, chosen):
     ("sizes", "chosen", "warning"),
     [
         ({"a.jsonl": 9, "B.JSONL.gz": 9, "README.md": 99, "infos.json": 9}, ["B.JSONL.gz", "a.jsonl"],
-         "here: left out 1 file, 9 bytes: 1 .json beside records"),
+         "here: left out 1 file, 9 bytes: 1 .json next to records"),
         ({"en/a.json.gz": 9, "en/b.Json": 9, "dataset_infos.json": 99}, ["en/a.json.gz", "en/b.Json"], ""),
         ({"a.Parquet": 50, "b.json": 9, "c.TXT": 9, "d.zip": 9}, ["a.Parquet"],
-         "here: left out 3 files, 27 bytes: 1 .json beside records, 1 .txt beside records, 1 .zip"),
+         "here: left out 3 files, 27 bytes: 1 .json next to records, 1 .txt next to records, 1 .zip"),
         ({"a.TXT": 9, "b.text.zst": 9}, ["a.TXT", "b.text.zst"], ""),
     ],
 )  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_listing_without_a_pattern(sizes, chosen, warning, caplog):
 
 
 def test_a_listing_of_which_most_would_be_left_out_is_refused():
-    rule = r"1 \.zip .*: most of its bytes\. Fix: .* such as --pattern '\*\.parquet'"
+    rule = r"1 \.zip .*, which is most of the data\. Fix: .* such as --pattern '\*\.parquet'"
     with pytest.raises(ValueError, match=rule):
         chosen_files({"a.parquet": 9, "b.zip": 10}, [], "here")
     with pytest.raises(ValueError, match=r"^pattern=\*: matches b.zip, which is none of \..*Fix: "):
@@ -204,8 +204,8 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
     names = [path.relative_to(root).as_posix() for path in files]
     assert names == ["a/b.jsonl", "link/c.jsonl", "link/deep/d.jsonl"]
     for left_out in ("0_twice", "a/self", "m", "link/back"):
-        assert f"{root / left_out}: left out, what it links to is there already" in caplog.messages
-    assert f"{root / 'a/up'}: left out, it links to a folder above" in caplog.messages
+        assert f"{root / left_out}: left out because its target is already included" in caplog.messages
+    assert f"{root / 'a/up'}: left out because it links to a parent folder" in caplog.messages
 
 
 def test_local_path_without_data(tmp_path):

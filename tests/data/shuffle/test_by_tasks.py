@@ -240,7 +240,7 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch, cluster):
     assert main("shuffle", arguments) == UNDER_WAY
     # three passes, each with the merging of its stats, and the publishing
     assert len(cluster.jobs()) == 7
-    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 .*106, or wait"):
+    with pytest.raises(ValueError, match=r"SLURM jobs are still using it\. Fix: scancel 100 .*106, or wait"):
         shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=2, execution=HERE)
     assert main("shuffle", arguments) == UNDER_WAY and len(cluster.jobs()) == 7
     cluster.run()

@@ -122,7 +122,7 @@ def test_it_does_not_write_where_it_must_not(shards, tmp_path):
     with pytest.raises(ValueError, match=r"is in the folder that is merged. Fix: a path outside"):
         merge(shards, shards / "merged", valid_file_name="x.val")
     (tmp_path / "merged.jsonl").write_text("somebody's")
-    with pytest.raises(ValueError, match=r"merged.jsonl: is there, without a manifest of this program. Fix"):
+    with pytest.raises(ValueError, match=r"merged.jsonl: already exists without a manifest of moe-exp. Fix"):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
     assert (tmp_path / "merged.jsonl").read_text() == "somebody's"
     merge(shards, tmp_path / "merged", valid_file_name="x.val", start_over=True)

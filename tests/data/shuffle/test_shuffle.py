@@ -124,7 +124,7 @@ def test_the_validation_file_of_a_folder_is_left_out(tmp_path, caplog):
         write_jsonl(tmp_path / name, ["a", "b"])
     with caplog.at_level("INFO"):
         assert find_inputs([tmp_path]) == [tmp_path / "a.jsonl"]
-    assert caplog.messages == [f"{tmp_path}: left out, for validation, by name: x.val.jsonl, y.val.jsonl.gz"]
+    assert caplog.messages == [f"{tmp_path}: left out validation files: x.val.jsonl, y.val.jsonl.gz"]
     assert find_inputs([tmp_path / "x.val.jsonl"]) == [tmp_path / "x.val.jsonl"]
 
 
@@ -240,15 +240,15 @@ def test_a_compressed_file_that_ends_early_stops_even_where_bad_lines_are_skippe
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"inputs": []}, "input=: no file is given. Fix: "),
-        ({"inputs": ["empty"]}, "the folder has no file that ends with .jsonl, .ndjson, .json, "),
-        ({"inputs": ["none.jsonl"]}, "none.jsonl: there is no such file. Fix: "),
+        ({"inputs": []}, "input=: no files given. Fix: "),
+        ({"inputs": ["empty"]}, "the folder contains no file ending with .jsonl, .ndjson, .json, "),
+        ({"inputs": ["none.jsonl"]}, "none.jsonl: not found. Fix: "),
         ({"inputs": ["none*"]}, "no file matches the pattern"),
         ({"tasks": 0}, "tasks=0: must be at least 1"),
-        ({"inputs": ["a.csv"]}, "a.csv: does not end with .jsonl"),
+        ({"inputs": ["a.csv"]}, "a.csv: must end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
         ({"inputs": ["void.jsonl"]}, "void.jsonl: there is no document in the input. Fix: "),
-        ({"output": "."}, "a.jsonl is in it. Fix: another output folder."),
+        ({"output": "."}, "a.jsonl. Fix: choose another output folder."),
         ({"name": "a/b"}, "name=a/b: must be a file name without folders"),
         ({"num_shards": 0}, "num_shards=0: must be at least 1"),
         ({"valid_fraction": 0}, "valid_fraction=0: must be between 0 and 1"),
@@ -481,5 +481,5 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path, 
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"has [\d.]+ \w+ free, the shuffle needs [\d.]+ \w+. Fix: free"):
+    with pytest.raises(ValueError, match=r"has [\d.]+ \w+ free; the shuffle requires [\d.]+ \w+. Fix: free"):
         shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)

@@ -272,7 +272,7 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
         assert capsys.readouterr().out.startswith(f"{tmp_path}/x_text_document: SLURM jobs are under way")
         found.append(cluster.jobs())
     assert found[0] == found[1], "it waits, and submits nothing twice"
-    with pytest.raises(ValueError, match="SLURM jobs still work in it"):
+    with pytest.raises(ValueError, match="SLURM jobs are still using it"):
         tokenize_documents(inputs, tmp_path / "x_text_document", how)
     cluster.run()
     # the last of them published
