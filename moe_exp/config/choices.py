@@ -59,7 +59,7 @@ LOSSES = {
     ),
     "entropy": Loss("of the scores, for ROUTER_TOP_P", needs_scores=True),
 }
-# Suffixes of these buffers' names. Other losses and inference do not need them, so a checkpoint may lack them.
+# Suffixes of these buffers' names. A checkpoint may lack them: other losses and inference do not need them.
 LOSS_STATE = tuple(f".router.{loss.state}" for loss in LOSSES.values() if loss.state)
 NO_LOSS = ("none", "sinkhorn")
 

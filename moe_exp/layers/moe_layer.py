@@ -1,4 +1,4 @@
-"""The MoE layer (start at `MoELayer.forward`) and the timing of its phases. Shape suffixes in `moe_exp.layers`."""
+"""The MoE layer (start at `MoELayer.forward`) and phase timers. Shape suffixes in `moe_exp.layers`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -152,7 +152,7 @@ class MoELayer(nn.Module):
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
-        """The routing decision, with slots over capacity dropped. `shape`: of the input without D; None: [T]."""
+        """Routes and drops slots over capacity. `shape`: of the layer's input without D; None: [T]."""
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
         # Only in training: in evaluation, a token's output must not depend on other tokens.
         rounds = self.settings.token_rounding > 0 and self.is_training

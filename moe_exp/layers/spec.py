@@ -203,7 +203,7 @@ def decoder_spec(
     own_attention: bool = False,
     **moe_options: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage; `config.moe_layer_freq` says which are MoE (every n-th, or a 0/1 list).
+    """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
     Args:
         use_te: use Transformer Engine's layers around the MoE layer.
