@@ -35,7 +35,7 @@ def _check_activation(name: str) -> None:
 class Experts(nn.Module):
     """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r, with its router weight w_r.
 
-    The weight is applied before W2 so that its gradient does not need the outputs. There are three code paths:
+    The weight is applied before W2, so its gradient does not need the outputs. There are three code paths:
 
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
@@ -194,8 +194,8 @@ class Experts(nn.Module):
         address, shape, name = active_RF.data_ptr(), active_RF.shape, self.activation
 
         def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-            # Identified by address and shape. If a grouped GEMM saved a copy, nothing would be saved; a test
-            # measures the saved bytes with the `torch` backend.
+            # Identified by address and shape. A grouped GEMM that saves a copy would not be noticed here; a
+            # test measures the saved bytes with the `torch` backend.
             if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
                 return saved
             return lambda: weighted_activation(source_RW, factor_R1, name)

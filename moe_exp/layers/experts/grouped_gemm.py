@@ -286,13 +286,13 @@ OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels or, on a CPU, their twins."""
+    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels (on a CPU: their twins)."""
     if backend != "triton":
         rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
     on_gpu = torch.device(device or "cpu").type == "cuda"
     if on_gpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_FOR_KERNELS:
-        rule = f"needs a GPU of compute capability 8.9 or newer, this is {found[0]}.{found[1]}"
+        rule = f"requires a GPU of compute capability 8.9 or newer, not {found[0]}.{found[1]}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set FP8=none.")
 
 
