@@ -155,7 +155,7 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Flight:
-    """State that `_Depart` and `_Arrive` share outside the graph: collectives in flight in both directions."""
+    """State shared by `_Depart` and `_Arrive` outside the graph: collectives in flight in both directions."""
 
     exchange: Exchange
     outward: Arrival | None = None

@@ -293,7 +293,7 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
 def local_row_order(
     decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-    """This rank's slots sorted by expert, and the rows per expert: on the device, and on the host if known."""
+    """This rank's slots sorted by expert, and rows per expert: on the device, and on the host if known."""
     if rows_per_expert is not None:
         order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
         counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)

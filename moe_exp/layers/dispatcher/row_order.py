@@ -114,7 +114,7 @@ def pad_by_expert(
     rows_per_expert: int,
     use_kernels: bool | None = None,
 ) -> RowOrder:
-    """Row order with `rows_per_expert` rows per expert, zero-padded, so that shapes do not depend on the data.
+    """Row order with `rows_per_expert` zero-padded rows per expert: shapes do not depend on the data.
 
     Args:
         expert_TK, kept_TK: as for `sort_by_expert`.

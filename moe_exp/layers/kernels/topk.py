@@ -1,6 +1,6 @@
-"""The router after its logits in one pass: scores, top-k, weights, and all sums for losses and statistics.
+"""The router after its logits in one kernel: scores, top-k, weights, and all sums for losses and statistics.
 
-Never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
+It never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from moe_exp.layers.kernels.scores import (
 
 _EPSILON = 1e-20  # for the twin, as in Router
 
-# Elements of a tile of [tokens, experts]: 8 per thread of four warps.
+# Elements in a tile [tokens, experts]: 8 per thread with four warps.
 _TILE = 1024
 _MOST_TOKENS = 64
 _PROGRAMS_PER_PROCESSOR = 4
 
 
 class TopK(NamedTuple):
-    """Router decisions, and what losses and statistics need of the scores. Floats are fp32."""
+    """Router decisions, and the sums for losses and statistics. Floats are fp32."""
 
-    expert_TK: Tensor  # chosen experts, int64, best first; ties go to the lowest index
+    expert_TK: Tensor  # chosen experts, int64, best first; ties: lowest index first
     weights_TK: Tensor  # router weights, with gradient
     lse_T: Tensor  # log-sum-exp of the logits, with gradient
     score_sums_E: Tensor  # scores (rows sum to 1) summed over tokens without padding, with gradient
     tokens_per_expert_E: Tensor  # slots per expert, int64, without padding
     by_score_E: Tensor  # like tokens_per_expert_E for the K highest scores; differs only with a bias
-    entropy: Tensor  # of the scores, summed over tokens without padding, a scalar
-    largest: Tensor  # largest weight of each token, summed likewise
+    entropy: Tensor  # entropy of the scores, summed over tokens without padding, scalar
+    largest: Tensor  # each token's largest weight, summed over tokens without padding, scalar
 
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), whether a token exists, and whether it counts."""
+    """Logits (-inf past the last expert), whether a token exists, and whether it is not padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -86,7 +86,7 @@ def _forward_kernel(
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
-        # Logits have the order of the scores, without ties of scores that round to 0 or 1.
+        # Logits have the order of the scores, but no ties where scores round to 0 or 1.
         by_score = raw if SCORE == "softmax" else z
         choice = by_score
         if bias is not None:
@@ -118,7 +118,7 @@ def _forward_kernel(
             _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
-    # Partial sums of each program, which are added in a fixed order afterwards: no atomics.
+    # Each program's partial sums, which are later added in a fixed order instead of with atomics.
     sums += tl.program_id(0).to(tl.int64) * (num_experts + 2)
     counts += tl.program_id(0).to(tl.int64) * (2 * num_experts)
     tl.store(sums + experts, tl.sum(score_sums, 0), mask=is_expert)
@@ -143,7 +143,7 @@ def _backward_kernel(
     probabilities, _ = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
-    # Values of the K chosen are spread over E; others are zero.
+    # Scatter the values of the K chosen experts to E; the others are zero.
     is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
     dvalue = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     for k in tl.static_range(TOPK):
@@ -157,7 +157,7 @@ def _backward_kernel(
     if SCORE != "softmax":
         in_logs, slope = log_scores(z, SCORE)
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
-        # Relative to the largest of the chosen, which softmax over all may have rounded to zero.
+        # Relative to the largest chosen value, which a softmax over all experts may have rounded to zero.
         chosen = tl.where(is_chosen, in_logs, -1e30)
         value = tl.where(is_chosen, tl.exp(chosen - tl.max(chosen, 1)[:, None]), 0.0)
         value = value / tl.maximum(tl.sum(value, 1), EPSILON)[:, None]
@@ -178,7 +178,7 @@ def _backward_kernel(
             draw = dscore
         dz += raw * (draw - tl.sum(draw * raw, 1)[:, None])
     else:
-        # Gradient of the logarithms of the raw scores.
+        # Gradient with respect to the logarithms of the raw scores.
         dlog = dvalue * value
         if NORMALIZE:
             dlog -= value * tl.sum(dlog, 1)[:, None]
@@ -193,15 +193,15 @@ def _backward_kernel(
 
 
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits."""
-    # A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
-    # (sigmoid below -103).
+    """Raw scores of `sigmoid` or `sqrtsoftplus` and their logarithms, in the dtype of the logits."""
+    # A softmax of the logarithms gives scores / sum of scores even where the scores underflow (in fp32,
+    # sigmoid below -103).
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
     return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
 
 
 class ScoreFunction(NamedTuple):
-    """A per-expert score: `raw` from logits and logarithms; `log` and its derivative `slope` from logits."""
+    """A per-expert score: `raw(logits, logs)`, `log(logits)` and its derivative `slope(logits)`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
@@ -209,7 +209,7 @@ class ScoreFunction(NamedTuple):
 
 
 def _log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
-    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
+    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 the rest is lost even in fp64.
     far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
     near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
     return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
@@ -222,7 +222,7 @@ def _slope_of_log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
     return torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2
 
 
-# Every score except softmax, which is over all experts. kernels/scores.py has the same for KERNEL_SCORES.
+# The per-expert scores except relu. kernels/scores.py has the same functions in Triton.
 SCORE_FUNCTIONS = {
     "sigmoid": ScoreFunction(
         raw=lambda logits_TE, log_TE: logits_TE.sigmoid(),
@@ -237,7 +237,6 @@ SCORE_FUNCTIONS = {
 
 class _LogScores(torch.autograd.Function):
     # Saves only the logits for backward; autograd would save six tensors of their size.
-
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, score: ScoreFunction) -> Tensor:
         ctx.save_for_backward(logits_TE)
@@ -262,13 +261,12 @@ def router_topk_torch(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Plain-torch twin of `router_topk`, in the dtype of the logits."""
+    """Plain-torch twin of `router_topk` in the dtype of the logits."""
     if score == "softmax":
         raw_TE = scores_TE = logits_TE.softmax(dim=-1)
     else:
         raw_TE, log_TE = scores_torch(logits_TE, score)
         scores_TE = log_TE.softmax(dim=-1)
-    # Logits have the order of the scores, without ties of scores that round to 0 or 1.
     by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
     choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
     expert_TK, counts_E = _best(choice_TE, topk, valid_T)
@@ -293,7 +291,7 @@ def router_topk_torch(
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """The K best experts of each token, and slots per expert without padding."""
-    # Not torch.topk, which does not specify which of equal values it takes.
+    # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)
     if valid_T is not None:
@@ -313,19 +311,18 @@ def router_topk(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Chooses and weighs the K experts of highest score, with the formulas of `moe_exp.layers.router.Router`.
+    """Chooses the K experts of highest score and computes their weights; formulas are in `Router`.
+
+    Backward recomputes the scores.
 
     Args:
         logits_TE: fp32.
         score: `softmax`, `sigmoid` or `sqrtsoftplus`.
-        pre_softmax: softmax over all experts, else over the chosen K.
+        pre_softmax: softmax over all experts; else over the chosen K.
         normalize: divide the weights by their sum.
-        scaling_factor: multiplies the weights.
+        scaling_factor: factor on the weights.
         bias_E: fp32, added to the scores for the choice but not to the weights.
-        valid_T: bool, tokens that are not padding; None for all.
-
-    Returns:
-        See TopK. Backward takes gradients of weights_TK, lse_T and score_sums_E, and recomputes the scores.
+        valid_T: bool, tokens that are not padding; None: all.
     """
     options: dict[str, Any] = {
         "score": score,
@@ -397,7 +394,7 @@ def _topk_forward(
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
     num_blocks = cdiv(num_tokens, blocks["BLOCK_T"])
-    # Takes all processors, also with MOE_SM_MARGIN: the partial sums depend on the number of programs.
+    # Uses all processors regardless of MOE_SM_MARGIN: the bits of the sums depend on the number of programs.
     programs = num_programs(logits_TE, num_blocks, per_processor=_PROGRAMS_PER_PROCESSOR, takes_all=True)
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
