@@ -62,7 +62,7 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Integers in the order of the floats: NaN is largest, as in torch.topk, -0 equals 0; all exceed LEAST."""
+    """Integers in the order of the floats, all above LEAST: NaN is largest, as in torch.topk; -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
@@ -84,8 +84,9 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Router weights from `value` of the chosen experts: raw scores, but logits for a softmax after the choice
-    and log scores for normalized sigmoid and sqrtsoftplus.
+    """Router weights from the chosen experts' raw scores.
+
+    `value` is instead the logits for a softmax after the choice, and log scores if normalized per-expert.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

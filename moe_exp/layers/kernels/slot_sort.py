@@ -110,9 +110,9 @@ def slot_sort(
     expert_TK, kept_TK = contiguous(expert_TK, kept_TK)
     sizes = num_slots, num_experts, num_blocks
     constants = {"BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
-    # Three steps: count each block's slots per expert; their cumulative sum over experts, then blocks is where
-    # a block's slots of an expert begin; move every slot to its place. The order does not depend on the block
-    # size, so results are bitwise reproducible.
+    # Three steps: count each block's slots per expert; sum these over experts, then blocks, which gives the
+    # place where a block's slots of an expert begin; move every slot to its place. The order does not depend
+    # on the block size, so results are bitwise reproducible.
     counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
     _count_kernel[(num_blocks,)](expert_TK, kept_TK, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)

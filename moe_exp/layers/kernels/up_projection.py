@@ -210,11 +210,8 @@ def up_projection(
         options |= {"weights_R": weights_R, "bias1_LW": bias1_LW}
         return up_projection_torch(x, weight1_LWD, offsets_L1, **options)
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
-    (num_rows, width), num_experts, gated = (
-        active_RF.shape,
-        weight1_LWD.size(0),
-        ACTIVATIONS[activation].gated,
-    )
+    (num_rows, width), num_experts = active_RF.shape, weight1_LWD.size(0)
+    gated = ACTIVATIONS[activation].gated
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
     offsets_L1, token_R, weights_R, bias1_LW = launch.contiguous(offsets_L1, token_R, weights_R, bias1_LW)

@@ -1,6 +1,6 @@
 """Document boundaries in a micro-batch, for attention and positions. Does not import megatron.
 
-Megatron passes a `Documents` to every layer as `packed_seq_params`. Its own PackedSeqParams describes one long
+Megatron passes a `Documents` to every layer as `packed_seq_params`. Its PackedSeqParams describes one long
 sequence of documents. Here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
 """
 

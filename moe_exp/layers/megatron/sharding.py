@@ -71,7 +71,7 @@ def shard_experts(
             offsets, key = (*offsets, (len(offsets), expert, num_experts)), f"{prefix}experts"
         shape = tuple(size for _, _, size in offsets) or (1,)
         offset = tuple(index for _, index, _ in offsets) or (0,)
-        # Megatron writes and requires these objects; they are empty except for Transformer Engine's FP8 scales.
+        # Megatron writes and requires these objects, empty except for Transformer Engine's FP8 scales.
         for linear in ("linear_fc1", "linear_fc2"):
             extra = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
             state[f"{prefix}{expert}.{linear}._extra_state"] = extra
