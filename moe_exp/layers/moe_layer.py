@@ -124,6 +124,7 @@ class MoELayer(nn.Module):
         dispatcher = self._dispatcher_for(x)
         rows_per_expert = None
         if dispatcher.pads:
+            # The ranks that exchange rows must agree on their number.
             rows_per_expert = self.capacity.rows_per_expert(decision, dispatcher.exchange_groups)
         pending = dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
         # Overlaps with the exchange of the tokens, and in backward with that of their gradients.
@@ -179,20 +180,11 @@ class MoELayer(nn.Module):
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
         balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
         z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
+        global_counts_E = getattr(self.router, "global_tokens_per_expert", None)
         inputs = LossInputs(
-            decision,
-            scores,
-            counts_E,
-            expert_TK,
-            counted_TK,
-            config.topk,
-            num_tokens,
-            group,
-            shape=shape,
-            batch_dim=settings.batch_dim,
-            balance=balance,
-            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
-        )
+            decision, scores, counts_E, expert_TK, counted_TK, config.topk, num_tokens, group, shape,
+            settings.batch_dim, balance, global_counts_E,
+        )  # fmt: skip
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)

@@ -126,7 +126,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        logger.warning("native.cpp of the layer is not used; computing in plain torch instead: %s", reason)
+        logger.warning("the layer's native.cpp is not used, computing in plain torch instead: %s", reason)
         return None, reason
 
 

@@ -176,9 +176,8 @@ def te_layer_spec(
     `own_attention` selects our attention core. Transformer Engine's ignores documents and cannot measure
     attention logits.
     """
-    num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts,
+        num_experts=None if mlp is None else config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
@@ -243,14 +242,10 @@ class MegatronProjectionNorm(ProjectionNorm):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
         """This rank's part of `weight` [H*d], as a sharded tensor."""
-        groups = {
-            "tp_group": self.group,
-            "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        }
-        state = self.state_dict(prefix="", keep_vars=True)
-        return dict(
-            make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
-        )
+        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        shards = make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp)
+        return dict(shards)
 
 
 class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]

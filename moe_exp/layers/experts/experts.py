@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
-from moe_exp.layers.activations import activate, differentiable_weighted_activation, weighted_activation
-from moe_exp.layers.activations import squared_relu as squared_relu
+from moe_exp.layers.activations import (
+    ACTIVATIONS,
+    activate,
+    differentiable_weighted_activation,
+    weighted_activation,
+)
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
@@ -227,11 +230,10 @@ class SharedExpert(nn.Module):
         _check_activation(activation)
         self.activation = activation
         width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
-        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
-        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
-        self.gate_weight = (
-            nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
-        )
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, **options))
+        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, **options))
+        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, **options)) if gate else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:

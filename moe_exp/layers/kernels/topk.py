@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_exp.config.choices import SCORES
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
@@ -33,7 +34,7 @@ from moe_exp.layers.kernels.scores import (
     weigh,
 )
 
-_EPSILON = 1e-20  # for the twin, as in Router
+_EPSILON = 1e-20  # added to sums of weights, as in Router
 
 # Elements in a tile [tokens, experts]: 8 per thread with four warps.
 _TILE = 1024
@@ -192,12 +193,24 @@ def _backward_kernel(
     tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
 
 
-def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Raw scores of `sigmoid` or `sqrtsoftplus` and their logarithms, in the dtype of the logits."""
+def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores in the dtype of the logits, three tensors [T, E]:
+
+    raw:    the score function of each expert, such as the sigmoid of its logit
+    log:    log of raw, up to a constant per token (unused with ReLU)
+    scores: raw divided by its sum over experts
+    """
+    if not SCORES[score].per_expert:
+        scores_TE = logits_TE.softmax(dim=-1)
+        return scores_TE, logits_TE, scores_TE
+    if SCORES[score].uses_positive:
+        raw_TE = logits_TE.relu()
+        return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
     # A softmax of the logarithms gives scores / sum of scores even where the scores underflow (in fp32,
-    # sigmoid below -103).
+    # sigmoid below -103). If all of a token's logits are below -14, it equals softmax(z) for sigmoid and
+    # softmax(z / 2) for sqrtsoftplus. If all logits are large, it approaches 1/E.
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
-    return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
+    return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE, log_TE.softmax(dim=-1)
 
 
 class ScoreFunction(NamedTuple):
@@ -262,11 +275,7 @@ def router_topk_torch(
     valid_T: Tensor | None = None,
 ) -> TopK:
     """Plain-torch twin of `router_topk` in the dtype of the logits."""
-    if score == "softmax":
-        raw_TE = scores_TE = logits_TE.softmax(dim=-1)
-    else:
-        raw_TE, log_TE = scores_torch(logits_TE, score)
-        scores_TE = log_TE.softmax(dim=-1)
+    raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
     by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
     choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
     expert_TK, counts_E = _best(choice_TE, topk, valid_T)

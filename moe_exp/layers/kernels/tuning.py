@@ -85,9 +85,7 @@ class Tuned:
         """Launches the fastest config, or the next one if that fails."""
         if self._only is not None:
             if not self._only.suits(kwargs):
-                raise UnsuitedError(
-                    f"kernel {self.name}: config {self._only} does not support these operands"
-                )
+                raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
             return self._launch(self._only, args, kwargs)
         # Another start may measure another config as fastest, which sums in another order. Checked at every
         # launch, because PyTorch allows changing this setting at any time.

@@ -111,15 +111,9 @@ class CausalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Attends causally, inside each document if `packed_seq_params` is a `Documents`.
+        """Query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v].
 
-        Args:
-            query: [S, B, H, d].
-            key: [S, B, G, d].
-            value: [S, B, G, v].
-
-        Returns:
-            [S, B, H*v].
+        Attention is restricted to each document if `packed_seq_params` is a `Documents`.
         """
         documents = kwargs.get("packed_seq_params")
         if attention_mask is not None or not isinstance(documents, Documents | None):

@@ -6,15 +6,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FOLLOWED = """
     activation_func activation_func_clamp_value add_bias_linear expert_model_parallel_size
-    expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset
-    moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size
-    moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
-    moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
+    expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset moe_aux_loss_coeff
+    moe_expert_capacity_factor moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_latent_size
+    moe_layer_freq moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
     moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
-    moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
-    moe_shared_expert_intermediate_size moe_token_drop_policy moe_z_loss_coeff num_moe_experts
-    recompute_granularity recompute_modules sequence_parallel
+    moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+    moe_token_drop_policy moe_z_loss_coeff num_moe_experts recompute_granularity recompute_modules
+    sequence_parallel
 """
 
 # Field to (rule, fix). The rule is completed by "in this MoE layer".

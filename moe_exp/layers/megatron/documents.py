@@ -83,6 +83,7 @@ class Documents:
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
         """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""
+        # The segments of a sample cover this rank's part of it, so they split it completely.
         found: list[Tensor] = []
         for sample, row in enumerate(x.unbind(1)):
             found += row.split([one.num_queries for one in self.segments if one.sample == sample])

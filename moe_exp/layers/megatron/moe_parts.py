@@ -265,6 +265,7 @@ class MegatronMoELayer(MegatronMoE):
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size:
             projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
+            # The names that Megatron's checkpoints use.
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.moe_layer_recompute = (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
@@ -390,7 +391,7 @@ def latent_projections(
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
     options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
     sizes = config.hidden_size, config.moe_latent_size
-    projections = []
+    projections: list[Any] = []
     for shape, init in ((sizes, config.init_method), (sizes[::-1], config.output_layer_init_method)):
         with device:
             projection = linear(*shape, config=config, init_method=init, **options, **mode)

@@ -148,7 +148,7 @@ class Router(nn.Module):
 
     def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
-        raw_TE, log_TE, scores_TE = self._scores(logits_TE)
+        raw_TE, log_TE, scores_TE = scores_torch(logits_TE, config.score)
         expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
             if config.has_free_number:
@@ -190,25 +190,6 @@ class Router(nn.Module):
         for rule in self.rules:
             if isinstance(rule, kinds):
                 rule.end_of_batch(self, group)
-
-    def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Three tensors [T, E]:
-
-        raw:    the score function of each expert, such as the sigmoid of its logit
-        log:    log of raw, up to a constant per token (unused with ReLU)
-        scores: raw divided by its sum over experts
-        """
-        traits = SCORES[self.config.score]
-        if not traits.per_expert:
-            scores_TE = logits_TE.softmax(dim=-1)
-            return scores_TE, logits_TE, scores_TE
-        if traits.uses_positive:
-            raw_TE = logits_TE.relu()
-            return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
-        raw_TE, log_TE = scores_torch(logits_TE, self.config.score)
-        # If all of a token's logits are below -14, the scores equal softmax(z) for sigmoid and softmax(z / 2)
-        # for sqrtsoftplus. If all logits are large, the scores approach 1/E.
-        return raw_TE, log_TE, log_TE.softmax(dim=-1)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
         """The slots that a token uses, including those of null experts, bool [T, K]; None: all."""
