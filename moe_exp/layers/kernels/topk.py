@@ -333,12 +333,8 @@ def router_topk(
         bias_E: fp32, added to the scores for the choice but not to the weights.
         valid_T: bool, tokens that are not padding; None: all.
     """
-    options: dict[str, Any] = {
-        "score": score,
-        "pre_softmax": pre_softmax,
-        "normalize": normalize,
-        "scaling_factor": float(scaling_factor),
-    }
+    options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize}
+    options["scaling_factor"] = float(scaling_factor)
     if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
     expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts = _RouterTopK.apply(

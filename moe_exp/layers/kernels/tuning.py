@@ -227,7 +227,7 @@ class Tuned:
     def _warn(self, config: KernelConfig, error: Exception) -> None:
         if config not in self._warned:
             self._warned.append(config)
-            logger.warning("kernel %s: dropped config %s: %s", self.name, config, in_one_line(error))
+            logger.warning("kernel %s: config %s is not used: %s", self.name, config, in_one_line(error))
 
     def _no_config_error(self) -> RuntimeError:
         return RuntimeError(f"kernel {self.name}: all of its {len(self.configs)} configs failed")

@@ -97,10 +97,8 @@ class CausalAttention(nn.Module):
         self.cp_group: ProcessGroup = pg_collection.cp
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
-        self.use_flash = (
-            choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0]
-            == "flash-attn"
-        )
+        kernel, _ = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)
+        self.use_flash = kernel == "flash-attn"
         self.cache: KeyValueCache | None = None  # set during generation
         # Largest logit of each head so far [H], for QK_CLIP; None: not measured.
         self.max_logits_H: Tensor | None = None
@@ -201,17 +199,9 @@ class CausalAttention(nn.Module):
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(q.size(2), k.size(2))
-        out = nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=square,
-            scale=self.scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
-        return out.permute(2, 0, 1, 3)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": square, "dropout_p": dropout}
+        options["scale"], options["enable_gqa"] = self.scale, q.size(1) != k.size(1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
 
     def _measure(self, query: Tensor, key: Tensor) -> None:
         if self.max_logits_H is not None and self.training:

@@ -23,12 +23,14 @@ Device = torch.device | str | None
 class BalanceRule:
     """Base class of the rules; `router` is the Router whose buffers hold the state."""
 
-    saved: tuple[str, ...] = ()  # buffers saved in checkpoints; the others count the current global batch
+    saved: tuple[str, ...] = ()  # buffers in checkpoints
+    counts: tuple[str, ...] = ()  # buffers that count the current global batch
     initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """New buffers, by name."""
-        raise NotImplementedError
+        """New buffers, by name: fp32 [E], unless overridden."""
+        names = *self.saved, *self.counts
+        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
     def count(self, router: Any, decision: RoutingDecision) -> None:
         """Counts a forward pass."""
@@ -49,11 +51,7 @@ class SignBias(BalanceRule):
     Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
     """
 
-    saved = ("expert_bias",)
-
-    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        names = "expert_bias", "local_tokens_per_expert"
-        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
+    saved, counts = ("expert_bias",), ("local_tokens_per_expert",)
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:
@@ -79,10 +77,8 @@ class QuantileBias(BalanceRule):
     saved = ("expert_bias",)
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        return {
-            "expert_bias": torch.zeros(num_experts, dtype=torch.float32, device=device),
-            "gap_counts": torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device),
-        }
+        gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
+        return super().buffers(num_experts, device) | {"gap_counts": gaps_EB}
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
         cutoff_T = choice_TE.topk(router.config.topk + 1, dim=-1).values[:, -1]
@@ -97,11 +93,7 @@ class QuantileBias(BalanceRule):
 class GlobalFractions(BalanceRule):
     """Keeps the slots per expert of the last global batch for the loss `global_aux_loss`."""
 
-    saved = ("global_tokens_per_expert",)
-
-    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        names = *self.saved, "batch_tokens_per_expert"
-        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
+    saved, counts = ("global_tokens_per_expert",), ("batch_tokens_per_expert",)
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         router.batch_tokens_per_expert += tokens_per_expert_E.detach()

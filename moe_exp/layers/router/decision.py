@@ -56,12 +56,11 @@ class RoutingDecision:
         """
         num_tokens, num_experts = scores_TE.shape
         chosen = torch.Size((num_tokens, expert_TK.size(-1)))
-        shapes = {"expert_TK": (expert_TK, chosen), "weights_TK": (weights_TK, chosen)}
-        shapes |= {"logits_TE": (logits_TE, scores_TE.shape)}
-        shapes |= {} if used_TK is None else {"used_TK": (used_TK, chosen)}
-        shapes |= {} if valid_T is None else {"valid_T": (valid_T, torch.Size((num_tokens,)))}
+        shapes: dict[str, tuple[Tensor | None, torch.Size]] = {"expert_TK": (expert_TK, chosen)}
+        shapes |= {"weights_TK": (weights_TK, chosen), "logits_TE": (logits_TE, scores_TE.shape)}
+        shapes |= {"used_TK": (used_TK, chosen), "valid_T": (valid_T, torch.Size((num_tokens,)))}
         for name, (x, shape) in shapes.items():
-            if x.shape != shape:
+            if x is not None and x.shape != shape:
                 rule = f"has shape {list(x.shape)}, which does not match scores_TE {list(scores_TE.shape)}"
                 raise ValueError(f"{name}: {rule}. Fix: return {list(shape)}.")
         if expert_TK.dtype != torch.int64:

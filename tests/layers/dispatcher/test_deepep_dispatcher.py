@@ -49,7 +49,11 @@ def test_without_the_package():
 
 @pytest.mark.parametrize(
     ("ep", "etp", "text"),
-    [(1, 1, r"EP=1\. Fix: set EP to one of 2, 4, 8, "), (6, 1, r"EP=6\. Fix: "), (2, 2, r"ETP=2 ranks\. Fix: set ETP=1")],
+    [
+        (1, 1, r"EP=1\. Fix: set EP to one of 2, 4, 8, "),
+        (6, 1, r"EP=6\. Fix: "),
+        (2, 2, r"ETP=2 ranks\. Fix: set ETP=1"),
+    ],
 )
 def test_sizes_that_deepep_has_not(ep, etp, text):
     with pytest.raises(ValueError, match=f"^dispatcher=deepep: .*{text}"):

@@ -113,7 +113,10 @@ def without_mean(decision: RoutingDecision, group: dist.ProcessGroup | None) -> 
     [
         ([without_mean], r"losses=without_mean: .*\[9\]"),
         ([lambda decision, group: 0.0], "losses=<lambda>: returned 0.0"),
-        ([lambda decision: decision.scores_TE.sum()], r"losses=.*: must be a function of \(decision, group\)"),
+        (
+            [lambda decision: decision.scores_TE.sum()],
+            r"losses=.*: must be a function of \(decision, group\)",
+        ),
         (["entropy"], "losses='entropy': must be a function"),
         ([torch.nn.MSELoss], "losses=.*MSELoss.*: must be a function"),
         ([confidence, AuxLoss(confidence, 0.1)], "losses=confidence,confidence: .* unique"),
