@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_exp.config.choices import SCORES
-from moe_exp.layers.kernels.launch import (
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    last_contiguous,
-    num_programs,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.scores import (
     EPSILON,
     LEAST,
@@ -39,7 +30,7 @@ _EPSILON = 1e-20  # added to sums of weights, as in Router
 # Elements in a tile [tokens, experts]: 8 per thread with four warps.
 _TILE = 1024
 _MOST_TOKENS = 64
-_PROGRAMS_PER_PROCESSOR = 4
+_PER_PROCESSOR = 4  # programs
 
 
 class TopK(NamedTuple):
@@ -276,13 +267,14 @@ def router_topk_torch(
 ) -> TopK:
     """Plain-torch twin of `router_topk` in the dtype of the logits."""
     raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
-    by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
+    is_softmax = not SCORES[score].per_expert
+    by_score_TE = (raw_TE if is_softmax else logits_TE).detach()
     choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
     expert_TK, counts_E = _best(choice_TE, topk, valid_T)
     weights_TK = raw_TE.gather(1, expert_TK)
-    if score == "softmax" and not pre_softmax:
+    if is_softmax and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
-    if score != "softmax" and normalize:
+    if normalize and not is_softmax:
         weights_TK = log_TE.gather(1, expert_TK).softmax(dim=-1)
     elif normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
@@ -335,7 +327,7 @@ def router_topk(
     """
     options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize}
     options["scaling_factor"] = float(scaling_factor)
-    if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
+    if not launch.runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
     expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts = _RouterTopK.apply(
         logits_TE, bias_E, valid_T, topk, *options.values()
@@ -348,7 +340,7 @@ class _RouterTopK(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any
     ) -> tuple[Tensor, ...]:
-        logits_TE = last_contiguous(logits_TE)
+        logits_TE = launch.last_contiguous(logits_TE)
         expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
         ctx.options = options
@@ -382,7 +374,7 @@ def _fake_forward(
     return expert_TK, weights_TK, lse_T, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
 
 
-@compilable("topk_forward", _fake_forward)
+@launch.compilable("topk_forward", _fake_forward)
 def _topk_forward(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -398,20 +390,20 @@ def _topk_forward(
     if num_tokens == 0:
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
-    num_blocks = cdiv(num_tokens, blocks["BLOCK_T"])
+    num_blocks = launch.cdiv(num_tokens, blocks["BLOCK_T"])
     # Uses all processors regardless of MOE_SM_MARGIN: the bits of the sums depend on the number of programs.
-    programs = num_programs(logits_TE, num_blocks, per_processor=_PROGRAMS_PER_PROCESSOR, takes_all=True)
+    programs = launch.num_programs(logits_TE, num_blocks, per_processor=_PER_PROCESSOR, takes_all=True)
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, *contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums, partial_counts,
-        num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
-        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=power_of_2(topk), **blocks,
+        logits_TE, *launch.contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums,
+        partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=launch.power_of_2(topk), **blocks,
     )  # fmt: skip
     return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
 
 
-@compilable(
+@launch.compilable(
     "topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
 )
 def _topk_backward(
@@ -431,8 +423,8 @@ def _topk_backward(
     if num_tokens == 0:
         return dlogits_TE
     blocks = _blocks(num_experts)
-    _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
-        logits_TE, *contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
+    _backward_kernel[(launch.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        logits_TE, *launch.contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
         num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
         PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, **blocks,
     )  # fmt: skip
@@ -440,5 +432,5 @@ def _topk_backward(
 
 
 def _blocks(num_experts: int) -> dict[str, int]:
-    block_e = power_of_2(num_experts)
+    block_e = launch.power_of_2(num_experts)
     return {"BLOCK_T": max(1, min(_MOST_TOKENS, _TILE // block_e)), "BLOCK_E": block_e}

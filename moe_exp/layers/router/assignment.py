@@ -47,7 +47,7 @@ def sinkhorn(
     group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:
-    """exp(logits), with rows and columns scaled so that all tokens have equal mass and all experts too.
+    """exp(logits), with rows and columns scaled so that mass is equal for all tokens and for all experts.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
