@@ -116,8 +116,8 @@ class MicrobatchCapacity:
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
         sizes: dict[str, Any] = {"num_experts": config.num_experts, "topk": config.topk}
-        limits = {"capacity_factor": settings.capacity_factor, "min_capacity": settings.min_capacity}
-        return expert_capacity(num_tokens, **sizes, **limits)
+        sizes["capacity_factor"], sizes["min_capacity"] = settings.capacity_factor, settings.min_capacity
+        return expert_capacity(num_tokens, **sizes)
 
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
