@@ -1,7 +1,7 @@
-"""Settings with named choices: one table per kind, with the facts other code needs about each entry.
+"""Settings with named choices: one table per kind, with the traits of each choice.
 
-Settings, their help, docs/settings.md, checks and the planner use these tables. The functions behind the
-names are in the layers, which reject names they lack. No torch.
+Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables; the functions
+behind the names are in the layers. No torch.
 """
 
 import importlib.util
@@ -16,16 +16,20 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class Score:
-    """A router score; `normalizes`: for TOPK > 1, ROUTER_NORMALIZE=auto divides weights by their sum."""
+    """A score function of the router."""
 
-    normalizes: bool
+    normalizes: bool = False  # with ROUTER_NORMALIZE=auto and TOPK > 1, weights are divided by their sum
+    per_expert: bool = True  # an expert's score depends on its own logit only, not on all logits
+    # A token uses every expert with a positive score. TOPK is then a target for their mean number, which the
+    # loss `l1` maintains, and routing has a slot for every expert.
+    uses_positive: bool = False
 
 
 SCORES = {
-    "softmax": Score(normalizes=False),
+    "softmax": Score(per_expert=False),
     "sigmoid": Score(normalizes=True),
     "sqrtsoftplus": Score(normalizes=True),
-    "relu": Score(normalizes=False),
+    "relu": Score(uses_positive=True),
 }
 
 
@@ -33,21 +37,29 @@ SCORES = {
 class Loss:
     """A balancing loss."""
 
-    text: str = ""  # of what it is a mean, for the help
+    text: str = ""  # for the help
     needs_scores: bool = False  # uses the scores of all experts, not only their sums
-    state: str = ""  # buffer of the router with what it needs of earlier global batches
+    state: str = ""  # router buffer with statistics of earlier global batches
+    state_field: str = ""  # the RouterConfig value that creates this buffer
+    scales_coeff: bool = False  # the buffer is a factor on the loss's coefficient
 
 
 LOSSES = {
-    "aux_loss": Loss("over a micro-batch, whatever ranks hold it"),
+    "aux_loss": Loss("over a micro-batch on all of its ranks"),
     "seq_aux_loss": Loss("over each sequence", needs_scores=True),
-    "global_aux_loss": Loss("over the global batch", state="global_tokens_per_expert"),
+    "global_aux_loss": Loss(
+        "over the global batch", state="global_tokens_per_expert", state_field="global_fractions=True"
+    ),
     "l1": Loss(
-        "of ROUTER_SCORE=relu, with a weight that brings the experts per token to TOPK", True, "l1_factor"
+        "for ROUTER_SCORE=relu; its weight adapts until tokens use TOPK experts on average",
+        needs_scores=True,
+        state="l1_factor",
+        state_field="score=relu",
+        scales_coeff=True,
     ),
     "entropy": Loss("of the scores, for ROUTER_TOP_P", needs_scores=True),
 }
-# Ends of the names of these buffers, of no use to other losses or outside of training.
+# Suffixes of these buffers' names. A checkpoint may lack them: other losses and inference do not need them.
 LOSS_STATE = tuple(f".router.{loss.state}" for loss in LOSSES.values() if loss.state)
 NO_LOSS = ("none", "sinkhorn")
 
@@ -56,13 +68,13 @@ NO_LOSS = ("none", "sinkhorn")
 class ExpertBackend:
     """Implementation of the expert computation."""
 
-    modules: tuple[str, ...] = ()  # that it imports
+    modules: tuple[str, ...] = ()  # modules that it imports
     install: str = ""  # how to install them
     dtypes: tuple[str, ...] = ()  # supported values of DTYPE; empty: all
-    row_bytes: int = 1  # the rows of its inputs must be a multiple of this
+    row_bytes: int = 1  # the size of an input row must be a multiple of this
 
     def missing(self) -> list[str]:
-        """The modules that are not installed."""
+        """Modules that are not installed."""
         return [module for module in self.modules if importlib.util.find_spec(module) is None]
 
 
@@ -70,7 +82,7 @@ _PIP = "pip install --no-build-isolation"
 EXPERT_BACKENDS = {
     "triton": ExpertBackend(),
     "loop": ExpertBackend(),
-    # grouped_mm and the CUTLASS kernels read rows in 16-byte pieces
+    # grouped_mm and the CUTLASS kernels load rows in units of 16 bytes.
     "torch": ExpertBackend(row_bytes=16),
     "grouped_gemm": ExpertBackend(("grouped_gemm",), f"{_PIP} nv-grouped-gemm", ("bf16",), 16),
     "te": ExpertBackend(
@@ -82,9 +94,9 @@ EXPERT_BACKENDS = {
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """How tokens get to the ranks of their experts."""
+    """A token dispatcher, which sends tokens to the ranks of their experts."""
 
-    gathers: bool = False  # every rank receives all tokens; else only those for its own experts
+    gathers: bool = False  # every rank receives all tokens, not only those for its own experts
 
 
 DISPATCHERS = {name: Dispatcher(name == "allgather") for name in ("alltoall", "allgather", "deepep", "local")}
@@ -92,44 +104,44 @@ DISPATCHERS = {name: Dispatcher(name == "allgather") for name in ("alltoall", "a
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer, and what the planner and the checks need to know of it."""
+    """An optimizer."""
 
     text: str  # for the help
-    moments: str  # moments are kept and can be taken over by optimizers of the same word
+    moments: str  # optimizers with the same value can load each other's moments
     momentum: str = ""  # setting of its momentum
-    is_sharded: bool = True  # works on ranges of values, as ranks have them with DISTRIBUTED_OPTIMIZER
-    has_bf16: bool = False  # its moments may be in bf16
+    is_sharded: bool = True  # can update arbitrary ranges of a tensor, so DISTRIBUTED_OPTIMIZER can split it
+    has_bf16: bool = False  # supports moments in bf16
 
 
 OPTIMIZERS = {
     "adam": Optimizer("AdamW", "adam", has_bf16=True),
-    "adam8bit": Optimizer("with moments in 8 bits (bitsandbytes)", "adam"),
+    "adam8bit": Optimizer("AdamW with 8-bit moments (bitsandbytes)", "adam"),
     "sgd": Optimizer("", "sgd", momentum="sgd_momentum"),
     "muon": Optimizer(
-        "matrices by Muon, the rest by AdamW", "muon", momentum="muon_momentum", is_sharded=False
+        "Muon for matrices, AdamW for other weights", "muon", momentum="muon_momentum", is_sharded=False
     ),
 }
 
 
-# Decay to its shape: the share of the way down that is left after this share of its length. The formulas of
-# Megatron's lr_wsd_decay_style; its `exponential` is 2 * 0.5^x - 1, so that it ends at 0.
+# The shape of each decay: maps the elapsed fraction of its length to the remaining fraction of the drop.
+# Same formulas as Megatron's lr_wsd_decay_style; `exponential` is 2 * 0.5^x - 1 so that it ends at 0.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "cosine": lambda share: 0.5 * (math.cos(math.pi * share) + 1),
     "exponential": lambda share: 2 * 0.5**share - 1,
     "minus_sqrt": lambda share: 1 - math.sqrt(share),
 }
-# Parts of a composed schedule: decays, and what needs no end to aim at.
+# Parts of a composed schedule: decays, and shapes without a target value.
 PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule; config/sections/learning.py takes it apart."""
+    """A learning-rate schedule; config/sections/learning.py splits it into parts."""
 
-    has_final_decay: bool  # its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE
+    has_final_decay: bool  # its last WSD_DECAY_ITERS iterations follow WSD_DECAY_STYLE
     needs_it: bool = True  # WSD_DECAY_ITERS must not be 0
-    ends_at_lr: bool = False  # it never decays
+    ends_at_lr: bool = False  # never decays
 
 
 SCHEDULES = {
@@ -145,13 +157,11 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class MupRule:
-    """A published muP for MoE layers (see parameter_groups.py).
+    """A published muP rule for MoE layers (see parameter_groups.py)."""
 
-    `expert_down`: factor on the initial weights of the experts' second projection, by hidden size, size of an
-    expert and top-k, relative to the base model; `text`: for the help.
-    """
-
-    text: str
+    text: str  # for the help
+    # Factor on the initial weights of the experts' second projection. Arguments: hidden size, expert width
+    # and top-k, each relative to the base model.
     expert_down: Callable[[float, float, float], float]
 
 
@@ -164,9 +174,9 @@ MUP_RULES = {
 
 @dataclass(frozen=True)
 class OneOf:
-    """Validates that a value is one of `others` or a key of `table`, as the table is at that time.
+    """Validates that a value is in `others` or in `table`, including keys added to the table later.
 
-    `read` returns the text of a value that is something else, written in a syntax of its own, or None.
+    `read` parses other values: it returns their canonical text, or None if they are invalid.
     """
 
     table: Collection[str]
@@ -190,12 +200,12 @@ class OneOf:
 def one_of(
     table: Collection[str], *others: str, read: Callable[[str], str | None] = lambda value: None
 ) -> BeforeValidator:
-    """Validator for `Annotated[str, one_of(TABLE, "auto")]`; `read` as in `OneOf`."""
+    """Validator for `Annotated[str, one_of(TABLE, "auto")]`; see `OneOf`."""
     return BeforeValidator(OneOf(table, others, read))
 
 
 def choices_of(field: Any) -> list[str]:
-    """Allowed names of a pydantic field; empty for settings without named choices."""
+    """Allowed names of a pydantic field; empty if it has no named choices."""
     for one in field.metadata:
         if isinstance(one, BeforeValidator) and isinstance(one.func, OneOf):
             return one.func.names

@@ -21,12 +21,12 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """function(h), or if gated function(gate) * (up + offset), with the halves gate and up of a doubled h.
+    """function(h), or if gated function(gate) * (up + offset), where h [..., 2F] is (gate, up).
 
-    A limit clamps both before: gate to limit at most, up from -limit to limit. Megatron's activation_func,
-    gated_linear_unit, activation_func_clamp_value and glu_linear_offset.
+    A limit first clamps gate to at most `limit`, and up to [-limit, limit].
     """
 
+    # In Megatron: activation_func, gated_linear_unit, activation_func_clamp_value and glu_linear_offset.
     function: Function
     gated: bool
     limit: float | None = None
@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activate(hidden: Tensor, name: str) -> Tensor:
-    """The activation `name`, [..., 2F] if gated, else [..., F], to [..., F]."""
+    """Applies the activation `name`: [..., 2F] if gated, else [..., F], to [..., F]."""
     activation = ACTIVATIONS[name]
     if not activation.gated:
         return activation.function(hidden)
@@ -58,7 +58,7 @@ def activate(hidden: Tensor, name: str) -> Tensor:
     return activation.function(gate) * up
 
 
-# From the gradient and the input of a function to the gradient of the input, written to the last argument.
+# Computes an input's gradient from the result's gradient and the input, and writes it to the last argument.
 _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
     nn.functional.silu: lambda grad, x, out: torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out),
     nn.functional.gelu: lambda grad, x, out: torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=out),
@@ -70,7 +70,7 @@ _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """`activate` times w in a new tensor. No autograd.
+    """`activate` times the router weights, in a new tensor and without autograd.
 
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
@@ -89,7 +89,7 @@ def weighted_activation_backward(
     """Gradients of `weighted_activation` from the same inputs.
 
     Returns:
-        Gradient of `hidden_RF`, gradient of the weights [R], and the (new) activation without the weight.
+        Gradient of `hidden_RF`, gradient of the weights [R], and the activation without the weights.
     """
     function, gated, limit, _ = ACTIVATIONS[name]
     gate_RF, up_RF = ACTIVATIONS[name].halves(hidden_RF) if gated else (hidden_RF, None)
@@ -112,10 +112,8 @@ def weighted_activation_backward(
 
 
 def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`weighted_activation` with autograd; saves only its inputs. The dtypes may differ.
-
-    Under torch.compile it is plain operations, which the compiler fuses.
-    """
+    """`weighted_activation` with autograd, which saves only the inputs. Their dtypes may differ."""
+    # torch.compile gets plain operations, which it fuses by itself.
     if not torch.compiler.is_compiling():
         return _WeightedActivation.apply(hidden_RF, weights_R, name)
     return activate(hidden_RF, name) * weights_R.to(hidden_RF.dtype).unsqueeze(1)

@@ -1,24 +1,19 @@
-"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, plus B sequences of S
-tokens.
+"""Auxiliary losses of the router, as pure functions.
 
-Every loss is a mean over tokens (of a micro-batch, a sequence or the global batch), which tensor (sequence)
-and context parallel ranks hold in parts. Every function returns its rank's scalar *share*: the shares of a
-micro-batch's ranks add up to the loss, and their gradients to its gradient, because what couples the ranks
-(token counts, sums) carries no gradient. So no differentiable collective is needed; the trainer averages
-micro-batches and data parallel ranks as for the main loss, and the gradient is the same for every TP, EP, PP,
-CP, DP and number of micro-batches.
+Every loss is a mean over tokens of a micro-batch, a sequence or the global batch. Tensor and context parallel
+ranks each hold a part of them, and every function returns its rank's scalar *share*: the shares of a
+micro-batch's ranks add up to the loss, and their gradients to its gradient, because the values that the ranks
+exchange (token counts, sums) carry no gradient. So no differentiable collective is needed. The trainer
+averages over micro-batches and data parallel ranks as for the main loss, and the gradient does not depend on
+TP, EP, PP, CP, DP or the number of micro-batches.
 
-Scores of padding tokens must be zero. A loss that needs only the sum of scores over tokens also accepts that,
-[E], with `num_tokens`: a routing kernel emits the sum without writing the scores.
-
-`share_of` computes a loss of a layer: AUX_LOSSES has the function of each name.
-
-Arguments that mean the same in every function:
-    scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
-    tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
-    valid_T: tokens that are not padding, bool; None for all.
-    num_tokens: tokens of the micro-batch; None if every rank holds as many as this one.
-    group: ranks that hold the rest of the micro-batch (of the same sequences, for the sequence loss).
+Arguments of several functions (shape suffixes in `moe_exp.layers`, plus B sequences of S tokens):
+    scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or their
+        sum over tokens, [E], together with `num_tokens`, as a routing kernel returns.
+    tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before dropping.
+    valid_T: bool, tokens that are not padding; None: all.
+    num_tokens: tokens of the micro-batch; None: every rank holds as many as this one.
+    group: ranks that hold the rest of the micro-batch (for the sequence loss: of the same sequences).
 """
 
 import inspect
@@ -34,8 +29,8 @@ from moe_exp.config.choices import LOSSES, Loss
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.router.decision import RoutingDecision
 
-# A loss of your own: takes the decision and the ranks that hold the rest of the micro-batch (None: this rank
-# holds all of it), and returns this rank's share as the functions below do, a scalar.
+# A custom loss. Arguments: the decision, and the ranks that hold the rest of the micro-batch (None: this rank
+# holds all of it). Returns this rank's share, a scalar, like the functions below.
 LossFunction = Callable[[RoutingDecision, ProcessGroup | None], Tensor]
 
 
@@ -43,52 +38,54 @@ LossFunction = Callable[[RoutingDecision, ProcessGroup | None], Tensor]
 class AuxLoss:
     """One auxiliary loss of a layer."""
 
-    # `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch, `l1` of
-    # ReLU scores, or `entropy` of the scores; or a LossFunction.
-    kind: str | LossFunction
-    coeff: float  # weight in the sum of losses; of `l1` at the start
+    kind: str | LossFunction  # a name in `choices.LOSSES`, or a custom loss
+    coeff: float  # weight in the sum of losses (for `l1`: its initial weight)
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str):
             _check_function(self.kind)
         elif self.kind not in LOSSES:
             fix = f"use {', '.join(LOSSES)}, or none"
-            raise ValueError(f"aux_loss_type={self.kind}: is not a loss. Fix: {fix}.")
+            raise ValueError(f"aux_loss_type={self.kind}: unknown loss. Fix: {fix}.")
         if self.coeff < 0:
-            rule = "is negative, which rewards imbalance"
-            raise ValueError(f"aux_loss_coeff={self.coeff}: {rule}. Fix: use 0 for none.")
+            rule = "must not be negative, which would reward imbalance"
+            raise ValueError(f"aux_loss_coeff={self.coeff}: {rule}. Fix: use 0 to disable the loss.")
 
     @property
     def name(self) -> str:
-        """Name of the loss in the statistics: its kind, or the name of its function."""
+        """Name of the loss in the statistics: its kind or the name of its function."""
         if isinstance(self.kind, str):
             return self.kind
-        function = getattr(self.kind, "func", self.kind)  # of functools.partial
+        function = getattr(self.kind, "func", self.kind)  # unwraps functools.partial
         return str(getattr(function, "__name__", type(function).__name__))
 
     @property
     def needs(self) -> Loss:
-        """Scores and state of the router that the loss needs."""
+        """Traits of the loss: which scores and router state it needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the losses of a layer are made from: a micro-batch of this rank, and counts over its ranks."""
+    """Inputs of a layer's losses: this rank's part of a micro-batch, and counts over its ranks."""
 
     decision: RoutingDecision
-    scores: Tensor  # of `RoutingDecision.for_losses`
-    # as the losses count slots: by highest score, see `MoELayer.auxiliary_loss`; of the whole micro-batch
-    counts_E: Tensor
-    expert_TK: Tensor | None  # None after a routing kernel, which no sequence loss follows
-    counted_TK: Tensor | None  # slots that tokens fill; None for all
+    scores: Tensor  # from `RoutingDecision.for_losses`
+    counts_E: Tensor  # slots per expert in the whole micro-batch, see `MoELayer._choice_by_score`
+    expert_TK: Tensor | None  # None after a routing kernel, which never runs with a sequence loss
+    counted_TK: Tensor | None  # slots that tokens use; None: all
     topk: int
-    num_tokens: Tensor | int  # of the whole micro-batch
+    num_tokens: Tensor | int  # in the whole micro-batch
     group: ProcessGroup | None
     shape: torch.Size  # of the layer's input, without D
-    batch_dim: int  # of `shape`, if it has two dimensions
-    balance: Tensor  # the load-balancing loss of the micro-batch, which statistics need in any case
-    global_counts_E: Tensor | None  # slots of the last global batch, if a loss needs them
+    batch_dim: int  # dimension of `shape` that counts sequences, if it has two
+    balance: Tensor  # the load-balancing loss of the micro-batch, which the statistics always need
+    global_counts_E: Tensor | None  # slots in the last global batch, if a loss needs them
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments that define the micro-batch."""
+        return {"num_tokens": self.num_tokens, "group": self.group}
 
     def by_sequence(self, x: Tensor) -> Tensor:
         """[T, ...] to [B, S, ...]."""
@@ -99,7 +96,7 @@ class LossInputs:
 
 
 def share_of(loss: AuxLoss, inputs: LossInputs) -> Tensor:
-    """This rank's share of a loss, without its coefficient; ValueError if a function returns no scalar."""
+    """This rank's share of a loss, without its coefficient; ValueError if a custom loss is not a scalar."""
     if isinstance(loss.kind, str):
         return AUX_LOSSES[loss.kind](inputs)
     share = loss.kind(inputs.decision, inputs.group)
@@ -117,12 +114,12 @@ def _check_function(kind: LossFunction) -> None:
     except TypeError:
         takes = False
     if not takes:
-        rule = "is no function of (decision, group)"
-        raise ValueError(f"losses={kind!r}: {rule}. Fix: give one, or the name of a loss in an AuxLoss.")
+        rule = "must be a function of (decision, group)"
+        raise ValueError(f"losses={kind!r}: {rule}. Fix: pass a function, or AuxLoss(name, coefficient).")
 
 
 def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction) -> tuple[AuxLoss, ...]:
-    """One loss or several, each with its coefficient: that of a LossFunction alone is 1."""
+    """Normalizes one loss or several; a LossFunction without a coefficient gets 1."""
     given = [losses] if isinstance(losses, AuxLoss) or callable(losses) else losses
     for loss in given:
         if not isinstance(loss, AuxLoss):
@@ -144,8 +141,8 @@ def load_balancing_loss_share(
     balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
     in Megatron-Core.
 
-    With the weights of a ReLU router as scores, whose rows do not sum to 1, and the wanted K it is ReMoE's L1
-    loss with load balancing (arXiv:2412.14711, equation 11), the loss `l1`.
+    The loss `l1` calls it with the weights of a ReLU router, whose rows do not sum to 1, and the target K:
+    ReMoE's L1 loss with load balancing (arXiv:2412.14711, equation 11).
 
     Args:
         topk: slots per token, or their mean.
@@ -171,7 +168,7 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: slots that tokens fill, if they decide how many; None for all.
+        counted_BSK: slots that tokens use, if their number varies; None: all.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -201,18 +198,18 @@ def global_balancing_loss_share(
     num_tokens: Tensor | int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """This rank's share of E * sum_e F_e * P_e, F of the global batch, P of the micro-batch.
+    """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
-    ranks is the loss of the global batch. The paper and Megatron-Core take F from the counts so far; here it
-    is that of the previous global batch over all ranks (of this micro-batch, in the first one).
+    ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts so far; this
+    function uses the previous global batch (in the first one: this micro-batch).
 
     Args:
-        global_tokens_per_expert_E: slots per expert of the previous global batch; zeros before the first.
+        global_tokens_per_expert_E: slots per expert in the previous global batch; zeros before the first.
     """
     # A micro-batch runs backward before later ones are routed, so their counts are unknown. With the counts
-    # so far, the gradient would depend on the number and order of micro-batches; with those of the last batch
-    # it does not, and no micro-batch waits for a collective over all data parallel ranks.
+    # so far, the gradient would depend on the number and order of micro-batches, and every micro-batch would
+    # wait for a collective over all data parallel ranks.
     global_E = global_tokens_per_expert_E.to(scores.dtype)
     counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores.dtype))
     fractions_E = counts_E / counts_E.sum().clamp(min=1)
@@ -225,15 +222,15 @@ def entropy_loss_share(
 ) -> Tensor:
     """This rank's share of the mean entropy of the scores, -sum_e s_e * log(s_e), in nats.
 
-    Without it, scores of a router with `top_p` become even, and all tokens use K experts. Huang et al. 2024
-    (arXiv:2403.07652), equation 8.
+    Without it, the scores of a router with `top_p` become uniform, and all tokens use K experts. Huang et al.
+    2024 (arXiv:2403.07652), equation 8.
     """
     return entropy_sum(scores_TE) / _num_tokens(scores_TE, num_tokens, group)
 
 
 def entropy_sum(scores_TE: Tensor) -> Tensor:
     """The entropy of the scores, in nats, summed over tokens."""
-    # A log that is finite at 0, instead of torch.xlogy, which a CPU computes at a fifth of the speed.
+    # Clamped so that the log is finite at 0; torch.xlogy is five times slower on a CPU.
     return -(scores_TE * scores_TE.clamp_min(1e-30).log()).sum()
 
 
@@ -244,7 +241,7 @@ def z_loss_share(
     num_tokens: Tensor | int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """This rank's share of the router z-loss of a micro-batch, mean over tokens of logsumexp(logits)^2.
+    """This rank's share of a micro-batch's router z-loss, the mean over tokens of logsumexp(logits)^2.
 
     Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
 
@@ -263,10 +260,6 @@ def _num_tokens(x: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup 
     return num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(1, num_tokens)
 
 
-def _of_microbatch(inputs: LossInputs) -> Tensor:
-    return inputs.balance
-
-
 def _of_sequences(inputs: LossInputs) -> Tensor:
     assert inputs.expert_TK is not None
     valid_T, counted_TK = inputs.decision.valid_T, inputs.counted_TK
@@ -281,25 +274,19 @@ def _of_sequences(inputs: LossInputs) -> Tensor:
 
 def _of_global_batch(inputs: LossInputs) -> Tensor:
     assert inputs.global_counts_E is not None
-    sizes: dict[str, Any] = {"num_tokens": inputs.num_tokens, "group": inputs.group}
-    return global_balancing_loss_share(inputs.scores, inputs.global_counts_E, inputs.counts_E, **sizes)
+    return global_balancing_loss_share(inputs.scores, inputs.global_counts_E, inputs.counts_E, **inputs.sizes)
 
 
 def _l1(inputs: LossInputs) -> Tensor:
     weights_TE = inputs.decision.weights_for_l1()
-    sizes: dict[str, Any] = {"num_tokens": inputs.num_tokens, "group": inputs.group}
-    return load_balancing_loss_share(weights_TE, inputs.counts_E, topk=inputs.topk, **sizes)
+    return load_balancing_loss_share(weights_TE, inputs.counts_E, topk=inputs.topk, **inputs.sizes)
 
 
-def _entropy(inputs: LossInputs) -> Tensor:
-    return entropy_loss_share(inputs.scores, num_tokens=inputs.num_tokens, group=inputs.group)
-
-
-# Name to function; config/choices.py has the traits of each, for the settings.
+# The functions of `choices.LOSSES`.
 AUX_LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
-    "aux_loss": _of_microbatch,
+    "aux_loss": lambda inputs: inputs.balance,
     "seq_aux_loss": _of_sequences,
     "global_aux_loss": _of_global_batch,
     "l1": _l1,
-    "entropy": _entropy,
+    "entropy": lambda inputs: entropy_loss_share(inputs.scores, **inputs.sizes),
 }

@@ -1,7 +1,7 @@
-"""The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens.
+"""The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens (RowwiseParallel).
 
-That is so after RowwiseParallel. Then nothing has to travel: every rank routes every token, computes its part
-of the experts, and the outputs are summed. Shape suffixes in `moe_exp.layers`.
+No token is sent: every rank routes every token and computes its part of the experts, and the outputs are
+summed. Shape suffixes in `moe_exp.layers`.
 """
 
 from dataclasses import replace
@@ -18,10 +18,10 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _Summed(torch.autograd.Function):
-    """Sum over ranks in one direction, identity in the other.
+    """Sum over ranks in one direction (forward if `forward`, else backward), identity in the other."""
 
-    Backward, as each rank used x for its part; forward, as every rank then has the gradient of the whole.
-    """
+    # An input is used by every rank's part, so its gradients are summed. After a sum in forward, every rank
+    # already has the gradient of the whole.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, forward: bool) -> Tensor:
@@ -34,12 +34,12 @@ class _Summed(torch.autograd.Function):
 
 
 class TensorParallelDispatcher(LocalDispatcher):
-    """Every expert's width is split over the ranks of a mesh dimension that all hold the same tokens.
+    """Splits every expert's width over the ranks of a mesh dimension, which all hold the same tokens.
 
     Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair: one
-    all-reduce of the tokens forward, one backward. Gradients (of the experts: of the rank's part) are then
-    complete on every rank and need no reduction over the mesh dimension. Do not include it in the layer's
-    `microbatch_group`: the losses of the same tokens are counted once.
+    all-reduce of the tokens in forward and one in backward. Gradients are then complete on every rank and
+    need no reduction over the mesh dimension. Do not include it in the layer's `microbatch_group`, because
+    that would count the losses of these tokens more than once.
 
     Args:
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
@@ -51,37 +51,39 @@ class TensorParallelDispatcher(LocalDispatcher):
     def __init__(self, num_experts: int, *, tp_mesh: DeviceMesh):
         super().__init__(num_experts)
         if tp_mesh.ndim != 1:
-            rule = f"has {tp_mesh.ndim} dimensions, not one"
-            raise ValueError(f'tp_mesh={tp_mesh}: {rule}. Fix: pass one dimension of it, as in mesh["tp"].')
+            rule = f"must have one dimension, not {tp_mesh.ndim}"
+            raise ValueError(
+                f'tp_mesh={tp_mesh}: {rule}. Fix: pass one of its dimensions, such as mesh["tp"].'
+            )
         self.group: ProcessGroup = tp_mesh.get_group()
 
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        """Sorts the slots of `x_TD` by expert; sums its and the router weights' gradients over ranks."""
+        """Sorts the slots by expert; in backward, sums the gradients of tokens and weights over ranks."""
         if group_size(self.group) > 1:
             x_TD = _Summed.apply(x_TD, self.group, False)
             decision = replace(decision, weights_TK=_Summed.apply(decision.weights_TK, self.group, False))
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums the rows of every token and the parts of all ranks: [R, D] to [T, D]."""
+        """Sums each token's rows and the parts of all ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:
-    """This rank's part of an expert weight that holds the full width F, a multiple of the number of ranks.
+    """This rank's part of an expert weight of full width F, which must be a multiple of the number of ranks.
 
     Args:
-        weight: `weight1` [E, 2F or F, D] or `weight2` [E, D, F] of all ranks.
+        weight: full `weight1` [E, 2F or F, D] or `weight2` [E, D, F].
         axis: axis of F: 1 for `weight1`, 2 for `weight2`.
         num_halves: 2 for a gated `weight1`, whose gate and up halves are split separately; else 1.
     """
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves
     if width % ranks:
-        rule = f"is not divisible by the {ranks} tensor parallel ranks"
+        rule = f"must be divisible by the {ranks} tensor parallel ranks"
         raise ValueError(f"ffn_size={width}: {rule}. Fix: use a multiple of {ranks}.")
     return torch.cat(
         [half.chunk(ranks, dim=axis)[rank] for half in weight.chunk(num_halves, dim=axis)], dim=axis

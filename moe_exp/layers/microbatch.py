@@ -1,4 +1,4 @@
-"""Which slots of a micro-batch are kept and how many rows an expert gets, however ranks share its tokens."""
+"""Capacity of a micro-batch: kept slots and rows per expert, independent of how ranks split its tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,40 +23,40 @@ DROP_POLICIES = ("probs", "position")
 
 @dataclass(frozen=True)
 class MoESettings:
-    """Settings of the layer beside those of the router: capacity and losses."""
+    """Settings of capacity and losses."""
 
-    capacity_factor: float | None = None  # of a micro-batch without padding; None for a dropless layer
-    min_capacity: int = 0  # slots that an expert takes at least
-    # Give every expert the same number of rows, the capacity. With TP or CP that of the rank's tokens, and
-    # more only if a rank keeps more, which waits for the device.
+    capacity_factor: float | None = None  # of the fair share of a micro-batch without padding; None: dropless
+    min_capacity: int = 0  # lower limit of an expert's capacity (slots)
+    # Pad every expert to the same number of rows, the capacity. With TP or CP it is computed from this rank's
+    # tokens; only if a rank keeps more slots, it is larger. Finding that out waits for the device.
     pad_to_capacity: bool = False
-    drop_policy: str = "probs"  # keeps the slots of highest router weight; `position` the first ones
-    # Of a dropless layer in training: each expert's slots in a micro-batch are rounded down to a multiple of
-    # it, see `keep_full_tiles`; 0 for no rounding.
+    drop_policy: str = "probs"  # which slots to keep: `probs`: highest router weight, `position`: first
+    # For a dropless layer in training: round each expert's slots in a micro-batch down to a multiple, see
+    # `keep_full_tiles`; 0: no rounding.
     token_rounding: int = 0
     losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = ()  # see `as_losses`
-    z_loss_coeff: float = 0.0  # weight of the z-loss; 0 for none
-    batch_dim: int = 0  # which dimension counts sequences: 0 of [B, S, D], 1 of Megatron's [S, B, D]
+    z_loss_coeff: float = 0.0  # weight of the z-loss; 0: no z-loss
+    batch_dim: int = 0  # dimension that counts sequences: 0 in [B, S, D], 1 in Megatron's [S, B, D]
 
     def __post_init__(self) -> None:
         if self.drop_policy not in DROP_POLICIES:
             fix = f"use {' or '.join(DROP_POLICIES)}"
-            raise ValueError(f"drop_policy={self.drop_policy}: is not a policy. Fix: {fix}.")
+            raise ValueError(f"drop_policy={self.drop_policy}: unknown policy. Fix: {fix}.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
-            fix = "1.0 is the fair share; None never drops"
-            raise ValueError(f"capacity_factor={self.capacity_factor}: is not positive. Fix: {fix}.")
+            fix = "use 1.0 for the fair share, or None for a dropless layer"
+            raise ValueError(f"capacity_factor={self.capacity_factor}: must be positive. Fix: {fix}.")
         if self.capacity_factor is None and (self.pad_to_capacity or self.min_capacity):
             field = "pad_to_capacity=True" if self.pad_to_capacity else f"min_capacity={self.min_capacity}"
-            raise ValueError(f"{field}: a dropless layer has no capacity. Fix: set capacity_factor.")
+            raise ValueError(f"{field}: requires a capacity. Fix: set capacity_factor.")
         if self.token_rounding < 0 or (self.token_rounding and self.capacity_factor is not None):
-            rule = "a layer with capacity has its number of rows from that"
-            rule = "is negative" if self.token_rounding < 0 else rule
-            fix = "set it to 0, or to a tile, 128, of a dropless layer"
+            rule = "cannot be combined with capacity_factor"
+            rule = "must not be negative" if self.token_rounding < 0 else rule
+            fix = "set it to 0, or in a dropless layer to the tile size, 128"
             raise ValueError(f"token_rounding={self.token_rounding}: {rule}. Fix: {fix}.")
         names = [loss.name for loss in self.aux_losses]
         if len(set(names)) < len(names):
             fix = "add up their coefficients, or rename the function"
-            raise ValueError(f"losses={','.join(names)}: names a loss twice. Fix: {fix}.")
+            raise ValueError(f"losses={','.join(names)}: names must be unique. Fix: {fix}.")
 
     @cached_property
     def aux_losses(self) -> tuple[AuxLoss, ...]:
@@ -66,24 +66,23 @@ class MoESettings:
 
 @dataclass(frozen=True)
 class MicrobatchCapacity:
-    """Which slots of a micro-batch are kept, and how many rows each expert gets."""
+    """Computes which slots of a micro-batch are kept, and how many rows each expert gets."""
 
     settings: MoESettings
-    config: RouterConfig  # of the router
+    config: RouterConfig
     group: ProcessGroup | None  # ranks that hold the other tokens of the micro-batch
-    context_parallel_size: int  # of `group`, see MoELayer
-    context_stripes: int = 1  # parts of a sequence that its ranks share, see `sequence_blocks`
+    context_parallel_size: int  # within `group`, see MoELayer
+    context_stripes: int = 1  # see `sequence_blocks`
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
-        """bool [T, K]: the slots of this rank that are kept; `shape`: of the layer's input, without D."""
+        """This rank's kept slots, bool [T, K]. `shape`: of the layer's input without D."""
         weights_TK = decision.weights_TK.detach()
         num_tokens = 0 if self.settings.token_rounding else tokens_in_group(decision, self.group)
-        # padding is in no expert's queue
+        # Padding must not take capacity from real tokens.
         expert_TK = without_dropped(decision.expert_TK, decision.kept_TK, self.config.num_experts)
         if len(shape) == 1 or self.settings.batch_dim == 1:
             return self._in_sequence(expert_TK, weights_TK, num_tokens)
-        # The queue is by position in the sequence, of all sequences together: that order does not depend on
-        # the ranks.
+        # The drop order is by position first, then by sequence, so it is the same in every parallel layout.
         expert_TK, weights_TK = (
             x.unflatten(0, shape).transpose(0, 1).flatten(0, 1) for x in (expert_TK, weights_TK)
         )
@@ -91,7 +90,6 @@ class MicrobatchCapacity:
         return kept_TK.unflatten(0, (shape[1], shape[0])).transpose(0, 1).flatten(0, 1)
 
     def _in_sequence(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
-        """`num_tokens`: of the micro-batch, without padding."""
         group, num_rows = self.group, expert_TK.size(0)
         if group is None or group_size(group) == 1:
             return self._keep_slots(expert_TK, weights_TK, num_tokens)
@@ -101,7 +99,7 @@ class MicrobatchCapacity:
             out = x_TK.new_empty(group_size(group) * num_rows, x_TK.size(1))
             gloo.all_gather(out, x_TK.contiguous(), group=group)
             in_order.append(in_sequence_order(out, blocks))
-        # Back to the order of the ranks, of which this one keeps its part.
+        # Every rank decides for the whole micro-batch; restore rank order and return this rank's part.
         chunks = self._keep_slots(in_order[0], in_order[1], num_tokens).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
         return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
@@ -115,24 +113,19 @@ class MicrobatchCapacity:
         return keep_within_capacity(expert_TK, by_weight, capacity=self._capacity(num_tokens), **options)
 
     def _capacity(self, num_tokens: Any) -> Any:
-        """Slots per expert: an int for an int, a tensor for a tensor."""
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
-        sizes = {
-            "num_experts": config.num_experts,
-            "topk": config.topk,
-            "min_capacity": settings.min_capacity,
-        }
-        return expert_capacity(num_tokens, capacity_factor=settings.capacity_factor, **sizes)
+        sizes: dict[str, Any] = {"num_experts": config.num_experts, "topk": config.topk}
+        sizes["capacity_factor"], sizes["min_capacity"] = settings.capacity_factor, settings.min_capacity
+        return expert_capacity(num_tokens, **sizes)
 
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
     ) -> int | None:
-        """Rows that this rank gives every expert, the same on all ranks that exchange rows: the capacity of
-        its tokens, or the most slots that one of the ranks keeps for an expert.
+        """Rows to which this rank pads every expert, equal on all ranks that exchange rows; None: no padding.
 
-        With TP or CP the capacity is shared out over the whole micro-batch, and a rank may keep more than its
-        part of it; Megatron-Core would drop those.
+        At least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole micro-batch
+        and a rank may keep more slots than its part of it; Megatron-Core would drop those.
         """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
@@ -149,8 +142,10 @@ class MicrobatchCapacity:
 
 
 def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[int]:
-    """Blocks of the sequence in the order of the ranks: Megatron gives rank i of C the blocks i and 2C-1-i of
-    2C, for balance; so does each of several stripes, equal parts of the sequence.
+    """Blocks of a sequence in rank order.
+
+    To balance causal attention, Megatron assigns blocks i and 2C-1-i of 2C to rank i of C. With several
+    stripes (equal parts of the sequence), each stripe is split in this way.
     """
     if context_parallel_size == 1:
         return [0]
@@ -166,28 +161,23 @@ def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[in
 def context_ranges(
     num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """A context parallel rank's pieces of each sequence, in its order, see `sequence_blocks`.
+    """A context parallel rank's pieces [first, end) of each sequence, in order; see `sequence_blocks`.
 
-    So every rank has as much to do if tokens attend to those before them; with documents nearly as much if
-    there are several stripes. With one, Megatron's `get_batch_on_this_cp_rank` gives the same, by arguments
-    that differ between its versions.
+    Causal attention then costs every rank the same; with attention inside documents, several stripes keep the
+    cost nearly equal.
 
     Args:
         num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
-        num_stripes: equal parts of a sequence, each of which all ranks share.
-
-    Returns:
-        First token and the one after the last, of every piece in order.
     """
+    # With one stripe equal to Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
     each, piece = len(blocks) // cp_size, num_tokens // len(blocks)
     return tuple((block * piece, (block + 1) * piece) for block in blocks[cp_rank * each :][:each])
 
 
 def in_sequence_order(x_TK: Tensor, blocks: list[int]) -> Tensor:
-    """Rows that come in the order of the ranks, in the order of the sequence: equal weights are then ranked
-    alike in every layout.
-    """
+    """Reorders rows from rank order to sequence order."""
+    # Ties between equal weights are broken by position, so the result must not depend on the layout.
     chunks = x_TK.chunk(len(blocks))
     return torch.cat([chunks[blocks.index(block)] for block in range(len(blocks))])
 
@@ -197,8 +187,8 @@ def expert_capacity(
 ) -> Any:
     """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    An int for an int; a number of tokens on the device stays there. Lepikhin et al. 2020, GShard
-    (arXiv:2006.16668); rounds like Megatron-Core.
+    An int for an int, a device tensor for a tensor. Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds
+    like Megatron-Core.
     """
     if isinstance(num_tokens, Tensor):
         slots = num_tokens.double() * topk / num_experts * capacity_factor
@@ -218,8 +208,7 @@ def keep_within_capacity(
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; detached. The highest stay, ties by position. None: the first of the
-            sequence stay.
+        weights_TK: router weights: the highest are kept, ties by position. None: the first are kept.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()
@@ -236,8 +225,8 @@ def keep_full_tiles(
     """Slots that remain when every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
-    expert drops its lowest weights; one with fewer slots than a tile keeps them all. Guo et al. 2025,
-    SonicMoE (arXiv:2512.14080), "token rounding", rounds to the nearest multiple and may add tokens; here
+    expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all. Token rounding
+    in SonicMoE (Guo et al. 2025, arXiv:2512.14080) rounds to the nearest multiple and may add tokens; here
     slots are only dropped, so no token gets an expert that it did not choose.
 
     Args:

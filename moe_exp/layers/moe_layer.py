@@ -1,4 +1,4 @@
-"""The MoE layer: start at `MoELayer.forward`; timers of its phases. Shape suffixes in `moe_exp.layers`."""
+"""The MoE layer (start at `MoELayer.forward`) and phase timers. Shape suffixes in `moe_exp.layers`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.choices import SCORES
 from moe_exp.layers import losses
 from moe_exp.layers.dispatcher import (
     Dispatched,
@@ -34,22 +35,22 @@ def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
 class MoELayer(nn.Module):
     """A mixture of experts over tokens: y_t = up(sum_k w_tk * expert_k(down(x_t))) + shared(x_t).
 
-    `down` and `up` are a LatentMoE's (arXiv:2601.18089), the identity by default: all experts of the layer
-    share them, so that only the narrow tokens travel. Router and shared expert take x_t itself.
+    `down` and `up` are the projections of a LatentMoE (arXiv:2601.18089); by default, the identity. All
+    experts share them, so tokens are sent at the latent width. Router and shared expert use x_t itself.
 
     Args:
-        shared: a module from the input to an output of the same shape, added to that of the experts: the
-            shared expert.
-        down: from tokens [T, D] to the input of the experts [T, latent], before the dispatch; `up` is its
-            counterpart after the combine. Both or neither.
+        shared: the shared expert, a module whose output has the shape of its input and is added to the
+            experts' output.
+        down: maps tokens [T, D] to the experts' input [T, latent] before dispatch; `up` maps back after
+            combine. Both or neither.
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or
             None.
-        context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it
-            (see microbatch.py).
-        context_stripes: parts of a sequence that those ranks share.
+        context_parallel_size: context-parallel size within `microbatch_group`; its ranks hold the blocks of a
+            sequence that Megatron assigns them (see `sequence_blocks`).
+        context_stripes: stripes of a sequence, see `sequence_blocks`.
 
     Attributes:
-        statistics: sums for the log, in training.
+        statistics: sums for the log, collected in training.
         timers: measure the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
     """
 
@@ -70,16 +71,15 @@ class MoELayer(nn.Module):
         super().__init__()
         for loss in settings.aux_losses:
             if (state := loss.needs.state) and not hasattr(router, state):
-                rule = f"the router keeps no {state}"
-                field = "score=relu" if state == "l1_factor" else "global_fractions=True"
+                rule, field = f"requires the router's buffer {state}", loss.needs.state_field
                 raise ValueError(f"aux_loss_type={loss.name}: {rule}. Fix: set {field} in RouterConfig.")
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self._by_tokens = TokensDispatcher(pads=experts.needs_padding)
         self.settings, self.shared = settings, shared
         if (down is None) != (up is None):
-            raise ValueError("down, up: only one is given. Fix: pass both projections, or neither.")
+            raise ValueError("down, up: must be set together. Fix: pass both projections, or neither.")
         self.down, self.up = down, up
-        # Else its kernel may run, which has only sums.
+        # If no loss needs the scores, the routing kernel may run, which returns only their sums.
         router.needs_scores = needs_scores(settings.aux_losses)
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.capacity = MicrobatchCapacity(
@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
         self.timers: PhaseTimers | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """The statistics follow the layer to another device, and stay in their dtype."""
+        """Moves the statistics along with the layer; they keep their dtype."""
         super()._apply(fn, recurse)
         self.statistics.to(self.router.weight.device)
         return self
@@ -102,22 +102,20 @@ class MoELayer(nn.Module):
         """Routes, dispatches, computes and combines.
 
         Args:
-            x: hidden states of this rank's tokens, [T, D], or with two leading dimensions of which
+            x: hidden states of this rank's tokens: [T, D], or with two leading dimensions, where dimension
                 `batch_dim` counts sequences.
-            padding_mask: bool, the shape of `x` without D, True for padding: no expert sees it, and it counts
-                nowhere.
-            with_loss: compute the losses; by default in training, and with gradients. The first pass of a
-                recompute without gradients needs none.
+            padding_mask: bool, the shape of `x` without D. True marks padding, which is sent to no expert and
+                excluded from losses, capacity and statistics.
+            with_loss: compute the losses (default: in training or if gradients are enabled).
 
         Returns:
             The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses
-            (scalar), or None when there are none; its gradient has to be added to that of the main loss.
+            (scalar, None without losses), to be added to the main loss.
         """
         padding_mask_T = None if padding_mask is None else padding_mask.flatten()
         decision = self.route(x.flatten(0, -2), padding_mask_T, shape=x.shape[:-1])
 
-        # Skipped in evaluation, which does not use the losses: for a single token they take a good part of
-        # the time.
+        # Evaluation does not use the losses: for a single token they take a large part of the time.
         if with_loss is None:
             with_loss = self.is_training or torch.is_grad_enabled()
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if with_loss else None
@@ -126,9 +124,10 @@ class MoELayer(nn.Module):
         dispatcher = self._dispatcher_for(x)
         rows_per_expert = None
         if dispatcher.pads:
+            # The ranks that exchange rows must agree on their number.
             rows_per_expert = self.capacity.rows_per_expert(decision, dispatcher.exchange_groups)
         pending = dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
-        # Runs while the tokens travel, and its backward while their gradients do.
+        # Overlaps with the exchange of the tokens, and in backward with that of their gradients.
         shared = None if self.shared is None else self.shared(x)
         dispatched = dispatcher.finish(pending)
         output_TD = dispatcher.combine(self.experts(dispatched), dispatched.record)
@@ -137,12 +136,14 @@ class MoELayer(nn.Module):
 
     @property
     def is_training(self) -> bool:
-        """The router's mode: Megatron's wrapper of this layer does not pass train() and eval() to it."""
+        """Whether the router is in training mode."""
+        # Megatron's wrapper does not register this layer as a submodule, so train() and eval() miss it.
         return self.router.training
 
     def _dispatcher_for(self, x: Tensor) -> Dispatcher:
-        """The dispatcher, or one that moves no rows if all experts are on this rank and can take tokens."""
-        few_kept = self.router.config.score == "relu"  # of a slot per expert
+        """`self.dispatcher`, or one that moves no rows if all experts are local and accept tokens."""
+        # With a slot for every expert, most slots are unused.
+        few_kept = SCORES[self.router.config.score].uses_positive
         by_tokens = self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept)
         dispatcher = self._by_tokens if by_tokens else self.dispatcher
         if self.timers is None or not self.is_training:
@@ -152,9 +153,7 @@ class MoELayer(nn.Module):
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
-        """The routing decision, with the slots over capacity marked as dropped. `shape`: of the input,
-        without D; None for [T].
-        """
+        """Routes and drops slots over capacity. `shape`: of the layer's input without D; None: [T]."""
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
         # Only in training: in evaluation, a token's output must not depend on other tokens.
         rounds = self.settings.token_rounding > 0 and self.is_training
@@ -164,10 +163,9 @@ class MoELayer(nn.Module):
         return replace(decision, kept_TK=kept_TK)
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
-        """This rank's share of the weighted losses; also adds to the statistics.
+        """This rank's share of the weighted losses (see `moe_exp.layers.losses`); updates the statistics.
 
-        The shares of a micro-batch's ranks add up to the loss, see `moe_exp.layers.losses`. `shape`: of the
-        input, without D.
+        `shape`: of the input without D.
         """
         settings, config, group = self.settings, self.router.config, self.microbatch_group
         scores, logits = decision.for_losses()
@@ -175,32 +173,24 @@ class MoELayer(nn.Module):
         counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
         self.router.count_by_score(counts_E)
         counts_E = sum_over(counts_E, group)
-        # With a free number of experts per token, their mean: f_e is a fraction of the slots that are used.
+        # If the number of experts per token varies, use its mean: f_e is a fraction of the used slots.
         topk: Tensor | int = config.topk
         if decision.counted_TK is not None or decision.expert_TK.size(1) != topk:
             topk = counts_E.sum().clamp(min=1) / num_tokens
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
         balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
         z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
+        global_counts_E = getattr(self.router, "global_tokens_per_expert", None)
         inputs = LossInputs(
-            decision,
-            scores,
-            counts_E,
-            expert_TK,
-            counted_TK,
-            config.topk,
-            num_tokens,
-            group,
-            shape=shape,
-            batch_dim=settings.batch_dim,
-            balance=balance,
-            global_counts_E=getattr(self.router, "global_tokens_per_expert", None),
-        )
+            decision, scores, counts_E, expert_TK, counted_TK, config.topk, num_tokens, group, shape,
+            settings.batch_dim, balance, global_counts_E,
+        )  # fmt: skip
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
         weighted = [
-            shares[loss.name] * (loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff)
+            shares[loss.name]
+            * (loss.coeff * getattr(self.router, loss.needs.state) if loss.needs.scales_coeff else loss.coeff)
             for loss in settings.aux_losses
             if loss.coeff
         ]
@@ -208,12 +198,11 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
-        them: by highest score, without the effect of expert bias and groups. No experts after a routing
-        kernel, which no sequence loss follows.
+        """Slots per expert [E], experts [T, K] and counted slots [T, K] (None: all) for the losses: the
+        experts of highest score, ignoring expert bias and groups. Experts are None after a routing kernel.
         """
-        # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull
-        # against the bias.
+        # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
+        # bias.
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
             return decision.tokens_per_expert_E, decision.expert_TK, decision.counted_TK
@@ -229,7 +218,7 @@ class MoELayer(nn.Module):
 
 
 class PhaseTimers(Protocol):
-    """Receives the phases of a layer; stopping a phase that was not started has no effect."""
+    """Timers for the phases of a layer; stopping a phase that was not started has no effect."""
 
     def start(self, phase: str) -> None: ...
 
@@ -237,9 +226,7 @@ class PhaseTimers(Protocol):
 
 
 class TimedDispatcher(Dispatcher):
-    """A dispatcher that reports to timers when its phases and that of the experts begin and end. Where the
-    experts take the tokens themselves, theirs is the only phase.
-    """
+    """Wraps a dispatcher to time the exchange and the experts; only the experts if no rows are moved."""
 
     def __init__(self, dispatcher: Dispatcher, timers: PhaseTimers):
         self.dispatcher, self.timers = dispatcher, timers
@@ -267,8 +254,8 @@ class TimedDispatcher(Dispatcher):
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
     """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
 
-    A forward pass that is recomputed counts again, because it takes its time again; if non-reentrant
-    checkpointing (not used by Megatron) starts it in the middle of a phase, the rest of that phase is lost.
+    A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts it
+    in the middle of a phase, the rest of that phase is not measured.
     """
     return _Mark.apply(x, timers, ends, begins)
 
@@ -289,8 +276,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        # The gradient of `x` crosses the same mark: the phase that began here ends and the one before it
-        # begins, so each phase's forward and backward lie between its two marks.
+        # Backward crosses the mark in the opposite direction: the phase that began here now ends.
         timers, ends, begins = ctx.phases
         _switch(timers, begins, ends)
         return grads[0], None, None, None

@@ -1,8 +1,8 @@
-"""Functions of the layer on a CPU, compiled from native.cpp by the C++ compiler of this machine.
+"""CPU functions of the layer, compiled from native.cpp with this machine's C++ compiler.
 
-Each is one pass over its data where plain torch makes several. Plain torch runs without a compiler, for other
-dtypes than fp32 and bf16, and in the graphs of torch.compile: see `takes`. It rounds bf16 after each step;
-here only results are rounded, and router weights are not. Shape suffixes in `moe_exp.layers`.
+Each makes one pass over its data where plain torch makes several. Plain torch runs where `takes` is False. In
+bf16 it rounds after each step; here only results are rounded, and router weights stay in fp32. Shape suffixes
+in `moe_exp.layers`.
 """
 
 import ctypes
@@ -31,15 +31,15 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
     "-shared",
 )  # fmt: skip
-_MOST_SECONDS = 120  # that compiling may take, here or in another process; it takes 2
+_MOST_SECONDS = 120  # limit for compiling, here or in another process; it usually takes 2
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
 def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether functions of this file take `x`; `dtypes`: of its elements, by default fp32 and bf16."""
+    """Whether this module can compute `x` if its dtype must be in `dtypes` (default: fp32 and bf16)."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)  # other classes have no data of their own
+        and type(x) in (Tensor, torch.nn.Parameter)  # subclasses such as DTensor have no usable data pointer
         and x.device.type == "cpu"
         and x.dtype in (dtypes or _FLOATS)
         and library()[0] is not None
@@ -47,11 +47,11 @@ def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def weighted_activation(hidden_RW: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`activations.weighted_activation` with router weights of any dtype; by plain torch where need be."""
+    """`activations.weighted_activation` with router weights of any dtype; in plain torch if unsupported."""
     if not takes(hidden_RW):
         return activations.weighted_activation(hidden_RW, weights_R.to(hidden_RW.dtype).unsqueeze(1), name)
     hidden_RW, weights_R = hidden_RW.contiguous(), weights_R.float().contiguous()
-    width = hidden_RW.size(1) // (1 + activations.ACTIVATIONS[name][1])
+    width = hidden_RW.size(1) // (1 + activations.ACTIVATIONS[name].gated)
     active_RF = hidden_RW.new_empty(hidden_RW.size(0), width)
     _call(name, hidden_RW.dtype, *active_RF.shape, hidden_RW, weights_R, active_RF)
     return active_RF
@@ -60,7 +60,7 @@ def weighted_activation(hidden_RW: Tensor, weights_R: Tensor, name: str) -> Tens
 def weighted_activation_backward(
     grad_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `weighted_activation`, likewise; overwrites `grad_RF`, which has to be contiguous.
+    """Gradients of `weighted_activation`; overwrites `grad_RF`, which must be contiguous.
 
     Returns:
         Gradient of `hidden_RW`, gradient of the weights [R], and the result of `weighted_activation`.
@@ -79,10 +79,10 @@ def weighted_activation_backward(
 
 
 def sort_slots(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Slots sorted by expert, and the place of each slot, both [N].
+    """Slots sorted by expert, and each slot's position in that order, both [N].
 
     Args:
-        expert_N: int64 if `takes` it, in [0, E]; E is for slots that come last.
+        expert_N: int64, in [0, E]; slots with E come last.
     """
     slot_N, row_N = torch.empty_like(expert_N), torch.empty_like(expert_N)
     ends_E = expert_N.new_empty(num_experts + 1)
@@ -100,25 +100,25 @@ def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Calla
     loaded, _ = library()
     assert loaded is not None
     function = loaded[name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}"]
-    # Sizes and addresses, which both have 64 bits.
+    # All arguments are sizes or addresses, both of 64 bits.
     function.restype, function.argtypes = None, [ctypes.c_int64] * num_arguments
     return function
 
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library, and which compiler made it; or None, and why there is none."""
-    # CXX names another compiler; with CXX=false there is none.
+    """The compiled library and its compiler's version; or None and the reason."""
+    # CXX overrides the compiler; CXX=false disables compiling.
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named else [["g++"], ["clang++"], ["c++"]]
     compiler = next((command for command in commands if shutil.which(command[0])), None)
     if compiler is None:
-        return None, f"no C++ compiler: PATH has no {', '.join(command[0] for command in commands)}"
+        return None, f"no C++ compiler in PATH ({', '.join(command[0] for command in commands)})"
     try:
         version = _run(*compiler, "--version")
         facts = (*_FLAGS, *compiler, version, _cpu(), _SOURCE.read_text())
         key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-        # Named by a hash of all that it depends on, so that machines with a common home folder have one each.
+        # The name contains a hash of everything the binary depends on: machines may share a home folder.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
         path = folder / f"layer-{key}.so"
         if not path.exists():
@@ -126,12 +126,12 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        logger.warning("the layer's native.cpp is not used, but plain torch: %s", reason)
+        logger.warning("the layer's native.cpp is not used, computing in plain torch instead: %s", reason)
         return None, reason
 
 
 def _compile(compiler: Sequence[str], path: Path) -> None:
-    """Writes the library atomically; of several processes, one compiles and the others wait."""
+    """Writes the library atomically; one process compiles while others wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock", timeout=_MOST_SECONDS), TemporaryDirectory(dir=path.parent) as folder:
         if not path.exists():
@@ -150,12 +150,12 @@ def _run(*command: str) -> str:
         timeout=_MOST_SECONDS,
     )
     if done.returncode:
-        raise RuntimeError(f"{command[0]} fails with exit code {done.returncode}: {done.stderr[-300:]}")
+        raise RuntimeError(f"{command[0]} failed with exit code {done.returncode}: {done.stderr[-300:]}")
     return done.stdout
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Text that identifies this CPU, for which -march=native compiles."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Megatron layer specs with our MoE layer, attention and norm; work without Transformer Engine and Apex.
+"""Megatron layer specs with our MoE layer, attention and norm; they work without Transformer Engine and Apex.
 
-For Megatron users: replace Megatron's own MoE spec by `moe_submodule_spec()`; the layer takes everything else
-from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
+In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; all other settings come from
+TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,23 +66,24 @@ def moe_submodule_spec(
     fp8: bool = False,
     use_te: bool = False,
 ) -> ModuleSpec:
-    """The `mlp` of an MoE transformer layer.
+    """Spec of the `mlp` of an MoE transformer layer.
 
     Args:
-        backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
-        dispatcher: `local`, `alltoall`, `allgather`, `deepep`, `auto` (local if EP = ETP = 1, else alltoall).
+        backend: expert backend, see grouped_gemm.choose_backend.
+        dispatcher: `local`, `alltoall`, `allgather`, `deepep` or `auto` (`local` if EP = ETP = 1, else
+            `alltoall`).
         router: fields of RouterConfig that TransformerConfig does not have.
-        router_class: a subclass of Router, as in a program without Megatron, or of MegatronRouter.
-        losses: auxiliary losses beside those of TransformerConfig, such as a function of your own.
+        router_class: a subclass of Router or MegatronRouter.
+        losses: auxiliary losses in addition to those of TransformerConfig, such as a custom function.
         min_capacity, token_rounding: see MoESettings.
-        fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
+        fp8: compute the `triton` backend in e4m3, see Experts (`config.fp8` is for Transformer Engine).
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
     own_losses = as_losses(losses)
     for loss in own_losses:
         if loss.needs.state:
-            rule = "Megatron's finalize_model_grads would not update what it needs of earlier batches"
-            fix = "name it in moe_router_load_balancing_type of the TransformerConfig"
+            rule = "cannot be passed here: Megatron's finalize_model_grads would not update its state"
+            fix = "add it to moe_router_load_balancing_type of the TransformerConfig"
             raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
@@ -118,21 +119,21 @@ def moe_submodule_spec(
 def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
 ) -> ModuleSpec:
-    """Transformer layer of Megatron's local modules, our attention core and norm; `mlp` None: dense MLP."""
+    """Transformer layer with Megatron's local modules and our attention core and norm; `mlp` None: dense."""
     check_attention(config)
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    # Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear.
+    # In Megatron's checkpoints, as in Transformer Engine, a norm belongs to the linear layer after it.
     keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.multi_latent_attention:
-        # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
+        # Only Transformer Engine has names for these: Megatron's local attention does not support MLA.
         keys = {
             "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
         }
     if mlp is None:
-        # Megatron's checkpoints keep a dense MLP's norm in its first linear layer, but not an MoE's.
+        # Megatron's checkpoints store a dense MLP's norm with its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     qk_norm = Norm if config.qk_layernorm else IdentityOp
     if config.multi_latent_attention:
@@ -170,12 +171,13 @@ def te_layer_spec(
     projection_norm: bool = False,
     own_attention: bool = False,
 ) -> ModuleSpec:
-    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE, and with `own_attention`
-    our attention core its own, which ignores documents and does not measure logits.
+    """Megatron's Transformer Engine layer; `mlp` replaces its MLP unless None.
+
+    `own_attention` selects our attention core. Transformer Engine's ignores documents and cannot measure
+    attention logits.
     """
-    num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts,
+        num_experts=None if mlp is None else config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
@@ -200,13 +202,13 @@ def decoder_spec(
     own_attention: bool = False,
     **moe_options: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, dense or MoE by `config.moe_layer_freq`: every n-th, or a 0/1 list.
+    """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
     Args:
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
-        projection_norm: normalize queries, and keys, over all heads together.
-        own_attention: this package's attention core also with `use_te`, see `te_layer_spec`.
+        projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
+        own_attention: use our attention core with `use_te`, see `te_layer_spec`.
         moe_options: arguments of `moe_submodule_spec`.
     """
     layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
@@ -230,7 +232,7 @@ def decoder_spec(
 
 
 class MegatronProjectionNorm(ProjectionNorm):
-    """ProjectionNorm with weights that Megatron treats as split over tensor parallel ranks."""
+    """ProjectionNorm whose weights are marked as split over tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, num_channels: int, *, group: Any):
         super().__init__(config, num_channels, eps=config.layernorm_epsilon, group=group)
@@ -239,26 +241,20 @@ class MegatronProjectionNorm(ProjectionNorm):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """This rank's weights as their part of `weight` [H*d]."""
-        groups = {
-            "tp_group": self.group,
-            "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        }
-        state = self.state_dict(prefix="", keep_vars=True)
-        return dict(
-            make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
-        )
+        """This rank's part of `weight` [H*d], as a sharded tensor."""
+        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        shards = make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp)
+        return dict(shards)
 
 
 class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
-    """SelfAttention that normalizes queries, and keys, over all heads together.
-
-    TransformerConfig.qk_layernorm must be false: with it Megatron sums the gradients of parameters called
-    `q_layernorm` over tensor parallel ranks, which here hold parts of a whole, not copies.
-    """
+    """SelfAttention that normalizes queries and keys over all heads together."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
+        # With qk_layernorm, Megatron sums the gradients of parameters called `q_layernorm` over tensor
+        # parallel ranks. Here these hold different parts, not copies.
         assert not config.qk_layernorm
         head, group = config.kv_channels, self.pg_collection.tp
         self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
@@ -266,7 +262,7 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention built from the parts that its spec names; its positions may restart in documents."""
+    """MLASelfAttention built from the modules of its spec; positions may restart in each document."""
 
     def get_query_key_value_tensors(
         self,
@@ -276,7 +272,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Any:
-        """Megatron's, which would take the batch dimension away from a micro-batch of one sample."""
+        """Calls Megatron's method without `packed_seq_params`, for which it would remove a batch of one."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
         try:
@@ -291,16 +287,14 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    `norm` comes before the up projections of queries, and of keys and values. Several tensor parallel ranks
-    need sequence parallelism to sum those gradients.
+    `norm` precedes the up projections of queries and of keys and values.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        rule = "multi-latent attention adds up gradients over tensor parallel ranks by sequence parallelism"
+        rule = "multi-latent attention with TP > 1 requires sequence parallelism to sum its gradients"
         raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
     # Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
-    # spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
-    # which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
-    # everything before it are wrong.
+    # spec splits them and gathers their output. All heads share the part of the keys with position embedding,
+    # but its gradient would then come from this rank's heads only, and all earlier gradients would be wrong.
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=Linear,

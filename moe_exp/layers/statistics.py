@@ -8,30 +8,27 @@ from torch import Tensor
 from moe_exp.layers.losses import entropy_sum
 from moe_exp.layers.router import RoutingDecision, tokens_in_group
 
-# Sums that every layer keeps: dropped slots, entropy and largest router weight over tokens; over
-# micro-batches the busiest expert's slots over the mean, load-balancing loss and z-loss without coefficients;
-# tokens.
+# Sums kept by every layer. Over tokens: dropped slots, entropy and largest router weight. Over micro-batches:
+# slots of the busiest expert relative to the mean, and load-balancing loss and z-loss without coefficients.
 STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balancing_loss", "z_loss", "tokens")
 
 
 def statistics_names(losses: Iterable[str]) -> tuple[str, ...]:
-    """Names of the sums of a layer with these balancing losses, in order."""
+    """Names of a layer's sums in order; `losses`: names of its balancing losses."""
     return *STATISTICS, *(f"aux_losses.{name}" for name in losses)
 
 
 class MoEStatistics:
-    """Sums over micro-batches of what one layer did, on the device; read and reset once per log interval.
+    """Statistics of one layer, summed on the device over this rank's tokens and shares of the losses.
 
-    Sums are over this rank's tokens, but for the losses, whose shares add up over the ranks of a micro-batch.
-
-    `losses` are the names of the balancing losses.
+    They are read and reset once per log interval. `losses`: names of the balancing losses.
     """
 
     def __init__(self, num_experts: int, losses: Sequence[str], device: torch.device):
         self.names = statistics_names(losses)
         self._tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        # Micro-batches that are not in the sums yet: slots per expert, and numbers by name.
+        # Micro-batches not yet added to the sums: slots per expert, and values by name.
         self._pending: list[tuple[Tensor, dict[str, Tensor | int]]] = []
         self.num_microbatches = 0
 
@@ -57,7 +54,7 @@ class MoEStatistics:
         z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:
-        """Counts a micro-batch; `scores` as the losses take them, losses before their coefficients."""
+        """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients."""
         counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
         kept_TK = decision.kept_TK
         if decision.sums is not None:
@@ -81,7 +78,7 @@ class MoEStatistics:
             update([self])
 
     def to(self, device: torch.device) -> None:
-        """Moves the sums; from the meta device, where they have no values, starts them at zero."""
+        """Moves the sums to a device; coming from the meta device, they start at zero."""
         if self._sums.device != device:
             update([self])
             for name in ("_tokens_per_expert_E", "_sums"):
@@ -95,14 +92,13 @@ class MoEStatistics:
         self.num_microbatches = 0
 
 
-_MOST_PENDING = 64  # of a layer whose sums are not read
+_MOST_PENDING = 64  # micro-batches; bounds the memory if nobody reads the sums
 
 
 @torch.no_grad()
 def update(layers: Sequence[MoEStatistics]) -> None:
-    """Adds to the sums of layers what they have counted, in some twenty operations for all of them: on a GPU
-    such small ones take longer to start than to run.
-    """
+    """Adds the pending micro-batches of the layers to their sums."""
+    # About twenty operations for all layers together: on a GPU, launching such small ones dominates.
     numbers = {len(layer._pending) for layer in layers}
     if len(numbers) > 1:
         for layer in layers:
@@ -118,7 +114,7 @@ def update(layers: Sequence[MoEStatistics]) -> None:
         found = [values[name] for _, values in pending]
         first = found[0]
         if not isinstance(first, Tensor) and set(found) == {first}:
-            # Copying an int to a GPU would wait for all that is queued there.
+            # Copying an int to a GPU would wait for all queued work.
             columns[name] = torch.full_like(busiest_M, first)
         else:
             tensors = (x if isinstance(x, Tensor) else busiest_M.new_full((), x) for x in found)

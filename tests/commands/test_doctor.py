@@ -132,7 +132,7 @@ def test_kernels_are_compared(monkeypatch, capsys):
     assert doctor.check_kernels() == 1
     report = capsys.readouterr().out
     assert [line.split()[0] for line in report.splitlines() if " failed " in line] == ["combine"] * 2
-    assert "kernel combine (bf16, " in report and "relative error 1, the limit is 0.03" in report
+    assert "kernel combine (bf16, " in report and "relative error 1 (limit 0.03)" in report
 
 
 def test_kernels_that_cannot_be_compared(monkeypatch, capsys):

@@ -256,16 +256,16 @@ def test_losses_in_a_list_add_up():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: AuxLoss("aux", 0.1), r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, "),
-        (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: is negative"),
+        (lambda: AuxLoss("aux", 0.1), r"aux_loss_type=aux: .* Fix: use aux_loss, "),
+        (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: .* negative"),
         (lambda: MoESettings(drop_policy="last"), r"drop_policy=last: .* Fix: use probs or position"),
-        (lambda: MoESettings(capacity_factor=0.0), r"capacity_factor=0\.0: is not positive"),
+        (lambda: MoESettings(capacity_factor=0.0), r"capacity_factor=0\.0: .* positive"),
         (lambda: MoESettings(pad_to_capacity=True), r"pad_to_capacity=True: .* Fix: set capacity_factor"),
-        (lambda: MoESettings(min_capacity=3), r"min_capacity=3: a dropless layer has no capacity"),
-        (lambda: MoESettings(token_rounding=-1), r"token_rounding=-1: is negative\. Fix: set it to 0, or to"),
+        (lambda: MoESettings(min_capacity=3), r"min_capacity=3: .* Fix: set capacity_factor"),
+        (lambda: MoESettings(token_rounding=-1), r"token_rounding=-1: .* negative\. Fix: set it to 0"),
         (
             lambda: MoESettings(token_rounding=64, capacity_factor=1.0),
-            "token_rounding=64: a layer with capac",
+            "token_rounding=64: .* capacity_factor",
         ),
         (lambda: tiny_layer(losses=(AuxLoss("global_aux_loss", 1),)), r"Fix: set global_fractions=True"),
     ],

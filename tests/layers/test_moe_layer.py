@@ -87,7 +87,7 @@ def test_layer_against_a_loop_over_tokens(mode, topk, alltoall, latent):
 def test_one_latent_projection_alone_is_refused():
     layer = tiny_layer()
     parts = {"router": layer.router, "dispatcher": layer.dispatcher, "experts": layer.experts}
-    with pytest.raises(ValueError, match=r"^down, up: only one is given\. Fix: pass both projections, or"):
+    with pytest.raises(ValueError, match=r"^down, up: .* Fix: pass both projections, or"):
         MoELayer(**parts, settings=MoESettings(), up=projection(HIDDEN, HIDDEN, seed=1))
 
 

@@ -155,8 +155,8 @@ def test_processes_compile_once_between_them_and_compute_the_same(tmp_path, comp
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("PATH is empty", "no C++ compiler: PATH has no g++, clang++, c++"),
-        ("echo no header >&2; exit 1", "broken fails with exit code 1: no header"),
+        ("PATH is empty", "no C++ compiler in PATH (g++, clang++, c++)"),
+        ("echo no header >&2; exit 1", "broken failed with exit code 1: no header"),
         pytest.param(
             'while [ "$1" != -o ]; do shift; done; echo text >"$2"', "file too short", marks=pytest.mark.slow
         ),

@@ -34,5 +34,5 @@ def test_the_layer_adds_it_for_every_token_dropped_ones_too():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"activation=tanh: is not an activation\. Fix: use one of swiglu"):
+    with pytest.raises(ValueError, match=r"activation=tanh: .* Fix: use one of swiglu"):
         SharedExpert(hidden_size=4, ffn_size=4, activation="tanh")

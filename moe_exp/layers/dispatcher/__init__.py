@@ -1,4 +1,4 @@
-"""Token dispatchers (local, all-to-all, all-gather, DeepEP): tokens to rows sorted by expert, and back."""
+"""Token dispatchers: local, all-to-all, all-gather and DeepEP."""
 
 from moe_exp.layers.dispatcher.dispatcher import (
     AllToAllDispatcher,

@@ -1,6 +1,6 @@
-"""All-gather dispatcher: every rank receives all tokens and picks the rows of its experts.
+"""All-gather dispatcher: every rank receives all tokens and selects the rows of its experts.
 
-Shape suffixes in `moe_exp.layers`; also A tokens of all ranks, S source ranks (ETP*EP).
+Shape suffixes in `moe_exp.layers`, plus A tokens of all ranks, S source ranks (ETP*EP).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from moe_exp.layers.router.decision import without_dropped
 
 
 class AllGatherDispatcher(SpreadDispatcher):
-    """Gathers tokens and routing over `ep_group`, then `etp_group`; the way back sums results per token.
+    """Gathers tokens and routing over `ep_group`, then `etp_group`; combine sums the results per token.
 
-    A token travels once to every rank, whatever K is; an all-to-all sends it up to K times, only where it is
-    needed. So this is the better choice if K is not small compared to EP. Results of a token's experts are
-    added before they travel (same rank) or on the way (different ranks), in the dtype of the rows.
-    Synchronizes with the device once, for the counts of tokens and rows.
+    A token is sent once to every rank, while all-to-all sends it up to K times but only where it is needed.
+    So prefer all-gather if K is not small compared to EP. A token's results are summed on each rank, then
+    over ranks, in the dtype of the rows. Synchronizes with the device once, for token and row counts.
     """
 
     name = "allgather"
@@ -41,7 +40,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
         travelling = None
-        if kept_TK is not None:  # tokens with a kept slot, as slots of a single expert
+        if kept_TK is not None:  # select tokens with a kept slot: sort them as slots of a single expert
             kept_T1 = kept_TK.any(dim=1, keepdim=True)
             expert_T1 = torch.zeros_like(kept_T1, dtype=torch.int64)
             travelling = sort_by_expert(expert_T1, kept_T1, num_experts=1, use_kernels=decision.use_kernels)
@@ -86,7 +85,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)
 
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
-        """Synchronizes for the token count of every rank and the row counts of this rank's experts."""
+        """Exchanges every rank's token count and the row counts of this rank's experts. Synchronizes."""
         counts_E = count_kept(decision.expert_TK, decision.kept_TK, self.num_experts)
         num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0))
         if travelling is not None:
@@ -112,10 +111,10 @@ class AllGatherDispatcher(SpreadDispatcher):
 
 
 class _Sizes(NamedTuple):
-    """What travels, as this rank knows it."""
+    """Sizes of the exchanges of this rank."""
 
-    num_sent: int  # tokens
-    tokens_ep: tuple[int, ...]  # per rank of the expert parallel group
-    tokens_etp: tuple[int, ...]  # per rank of the expert tensor parallel group, after the first gather
+    num_sent: int  # tokens that this rank sends
+    tokens_ep: tuple[int, ...]  # tokens per rank of the expert parallel group
+    tokens_etp: tuple[int, ...]  # tokens per rank of the expert tensor parallel group, after the first gather
     splits: tuple[int, ...]  # rows per local expert, on the host
-    rows_L: Tensor  # and on the device
+    rows_L: Tensor  # the same on the device

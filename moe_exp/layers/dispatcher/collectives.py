@@ -1,9 +1,10 @@
 """Differentiable collectives over rows. Shape suffixes in `moe_exp.layers`.
 
-An `Exchange` says what moves; its `reverse` is its transpose, hence its gradient. Two ways to run it:
+An `Exchange` moves rows between ranks. Its `reverse` is the transpose, which moves the gradients. Two ways to
+run it:
 
 - `exchange_rows(exchange, x)` launches and waits.
-- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Each is a node of the
+- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Both are nodes of the
   autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it.
 """
 
@@ -21,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
 
-# Waits for a collective in flight and returns its results. On a GPU the current stream waits, not the host;
-# it must be the stream of the launch, or the allocator could reuse memory that is still being sent.
+# Waits for a collective in flight and returns its results. On a GPU the current stream waits, not the host.
+# It must be the stream of the launch; otherwise the allocator could reuse memory that is still being sent.
 Arrival = Callable[[], list[Tensor | None]]
 
 
@@ -30,22 +31,22 @@ class Exchange(Protocol):
     """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts to move `tensors` (None stays None) and keeps them alive until the arrival is waited for."""
+        """Starts to move `tensors` (None stays None) and keeps them alive until `Arrival` is called."""
 
     @property
     def reverse(self) -> Exchange:
-        """The transpose: moves gradients back."""
+        """The transpose, which moves gradients back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OneByOne(ABC):
-    """Moves each tensor by its own collective, all in flight together."""
+    """Moves each tensor with its own collective, all in flight concurrently."""
 
     group: ProcessGroup | None
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
         if self.group is None or self.group.size() == 1:
-            # Detached: what an autograd function returns must not have a history.
+            # Detached, because an autograd function must not return tensors with a history.
             here = [None if x is None else x.detach() for x in tensors]
             return lambda: here
         sent = [None if x is None else x.contiguous() for x in tensors]
@@ -79,7 +80,7 @@ class AllToAll(_OneByOne):
         )
 
         def wait() -> Tensor:
-            assert work is not None  # torch returns None only to ranks outside the group
+            assert work is not None  # None is returned only on ranks outside the group
             work.wait()
             return out
 
@@ -97,7 +98,7 @@ class GatherRows(_OneByOne):
         return ScatterSumRows(group=self.group, sizes=self.sizes)
 
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        # gloo refuses blocks of different sizes, so each is padded to the largest.
+        # gloo does not support blocks of different sizes, so each is padded to the largest.
         largest = max(self.sizes)
         block = x if x.size(0) == largest else torch.cat([x, x.new_zeros(largest - x.size(0), *x.shape[1:])])
         out = x.new_empty(len(self.sizes) * largest, *x.shape[1:])
@@ -154,7 +155,7 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Flight:
-    """State shared by `_Depart` and `_Arrive`, outside the graph: collectives in flight both ways."""
+    """State shared by `_Depart` and `_Arrive` outside the graph: collectives in flight in both directions."""
 
     exchange: Exchange
     outward: Arrival | None = None
@@ -163,7 +164,7 @@ class _Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """Returns an empty tensor as the graph edge to `_Arrive`: the results do not exist yet."""
+    """Returns an empty tensor as the graph edge to `_Arrive`, because the results do not exist yet."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> Tensor:
@@ -194,35 +195,35 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Of the nodes that are ready, autograd runs the newest first, so whatever ran between `depart` and
-        # `arrive` in forward also runs between them in backward and hides the reverse exchange.
+        # Autograd runs the newest ready node first. So work that ran between `depart` and `arrive` in forward
+        # also runs between them in backward and hides the reverse exchange.
         flight = ctx.flight
         needed = [grad if needed else None for grad, needed in zip(grads, flight.needs_grad, strict=True)]
         flight.homeward = flight.exchange.reverse.launch(needed)
         return ctx.edge, None
 
 
-Departed = tuple[Tensor, _Flight]  # tensors in flight, and their edge in the graph; pass to `arrive` once
+Departed = tuple[Tensor, _Flight]  # edge in the graph and tensors in flight; pass to `arrive` once
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors`, the first floating-point, and of gradients in backward."""
+    """Launches the exchange of `tensors` (the first must be floating-point); in backward, waits."""
     flight = _Flight(exchange)
     return _Depart.apply(flight, *tensors), flight
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`; an error if called twice, as both would send gradients back."""
+    """Waits for the tensors of `depart`; a second call is an error, because both would send gradients."""
     if departed[1].outward is None:
-        raise RuntimeError("arrive: these tensors arrived before. Fix: take one result of one depart.")
+        raise RuntimeError("arrive: called twice for one depart. Fix: reuse the first result.")
     return _Arrive.apply(*departed)
 
 
 def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
-    """Launches and waits; differentiable any number of times."""
+    """Launches and waits. Supports higher derivatives."""
     return _Exchanged.apply(x_RD, exchange)
 
 
 def gather_rows(x_RD: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Concatenates the rows of all ranks, `sizes[i]` of rank i. The gradient is summed over ranks."""
+    """Concatenates the rows of all ranks (`sizes[i]` from rank i). Gradients are summed over ranks."""
     return exchange_rows(GatherRows(group=group, sizes=sizes), x_RD)

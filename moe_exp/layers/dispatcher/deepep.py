@@ -1,8 +1,8 @@
-"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA.
+"""DeepEP dispatcher: fused all-to-all kernels over NVLink and RDMA (github.com/deepseek-ai/DeepEP).
 
-DeepEP (github.com/deepseek-ai/DeepEP, high-throughput kernels) sends a token once to every rank that holds
-one of its experts, with its K experts and weights; the receiver sorts by expert. Its combine is the transpose
-of its dispatch, so each is the backward of the other. Shape suffixes: `moe_exp.layers`; A received tokens.
+A token is sent once to every rank that holds one of its experts, with its K experts and weights; the receiver
+sorts by expert. DeepEP's combine is the transpose of its dispatch, so each is the backward of the other.
+Shape suffixes in `moe_exp.layers`, plus A received tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
 INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
-# Group sizes for which DeepEP has tuned configurations; it refuses others.
+# Group sizes for which DeepEP has tuned configurations; it rejects others.
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
 
 class DeepEPDispatcher(SpreadDispatcher):
-    """Experts are split over `ep_group`. Needs bf16 rows, a CUDA device per rank and NVLink within a node.
+    """Splits experts over `ep_group`. Requires bf16 rows, a CUDA device per rank and NVLink within a node.
 
-    The host waits in `start` for the counts, which DeepEP writes to host memory; the rows arrive meanwhile.
-    `ep_group` is one of NCCL, `etp_group` has one rank or is None.
+    In `start` the host waits for the counts, which DeepEP writes to host memory, while the rows are sent.
+    `ep_group` must be an NCCL group, and `etp_group` None or of one rank.
     """
 
     name = "deepep"
@@ -46,7 +46,7 @@ class DeepEPDispatcher(SpreadDispatcher):
         check_rows(x_TD)
         assert self.ep_group is not None
         buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())
-        # DeepEP's format: int64, -1 for a slot that is not sent.
+        # DeepEP expects int64, and -1 for slots that are not sent.
         expert_TK = decision.expert_TK.to(torch.int64)
         if decision.kept_TK is not None:
             expert_TK = expert_TK.masked_fill(~decision.kept_TK, -1)
@@ -65,42 +65,42 @@ class DeepEPDispatcher(SpreadDispatcher):
             rows_per_expert=None if rows_per_expert is None else self.ep * rows_per_expert,
             use_kernels=use_kernels,
         )
-        # A copy to the device that the host does not wait for.
+        # Copied to the device without making the host wait.
         counts_L = torch.tensor(splits).to(x_AD.device, non_blocking=True)
         record = DispatchRecord(None, (exchange.reverse,), by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
 
 
 def check_deepep(*, ep: int, etp: int) -> None:
-    """Raises a one-line ValueError if DeepEP cannot run here with these sizes."""
+    """Raises a ValueError if DeepEP cannot run here with these group sizes."""
     if ep not in SIZES:
-        fix = f"EP among {', '.join(map(str, SIZES))}, or alltoall"
-        raise ValueError(f"dispatcher=deepep: has no kernels for EP={ep}. Fix: {fix}.")
+        fix = f"set EP to one of {', '.join(map(str, SIZES))}, or use alltoall"
+        raise ValueError(f"dispatcher=deepep: does not support EP={ep}. Fix: {fix}.")
     if etp > 1:
         rule = f"cannot split experts over ETP={etp} ranks"
-        raise ValueError(f"dispatcher=deepep: {rule}. Fix: ETP=1, or use alltoall.")
+        raise ValueError(f"dispatcher=deepep: {rule}. Fix: set ETP=1, or use alltoall.")
     try:
-        importlib.import_module("deep_ep").Buffer  # noqa: B018  # not in every build
+        importlib.import_module("deep_ep").Buffer  # noqa: B018  # missing in some builds
     except (ImportError, AttributeError) as error:
-        rule = f"needs the package deep_ep ({str(error).splitlines()[0]})"
+        rule = f"requires the package deep_ep ({str(error).splitlines()[0]})"
         raise ValueError(f"dispatcher=deepep: {rule}. Fix: {INSTALL}, or use alltoall.") from None
     if not torch.cuda.is_available():
-        raise ValueError("dispatcher=deepep: needs a CUDA device. Fix: use alltoall.")
+        raise ValueError("dispatcher=deepep: requires a CUDA device. Fix: use alltoall.")
 
 
 def check_rows(x_TD: Tensor) -> None:
-    """Raises a one-line ValueError for rows that DeepEP cannot send."""
+    """Raises a ValueError if DeepEP cannot send these rows."""
     if x_TD.dtype != torch.bfloat16:
-        rule = f"sends bfloat16 rows, not {str(x_TD.dtype).removeprefix('torch.')}"
-        raise ValueError(f"dispatcher=deepep: {rule}. Fix: DTYPE=bf16, or use alltoall.")
+        rule = f"requires bfloat16 rows, not {str(x_TD.dtype).removeprefix('torch.')}"
+        raise ValueError(f"dispatcher=deepep: {rule}. Fix: set DTYPE=bf16, or use alltoall.")
     if x_TD.size(1) % 8:
-        rule = "DeepEP sends rows of a multiple of 8"
-        raise ValueError(f"hidden_size={x_TD.size(1)}: {rule}. Fix: choose one, or use alltoall.")
+        rule = "must be a multiple of 8 with dispatcher=deepep"
+        raise ValueError(f"hidden_size={x_TD.size(1)}: {rule}. Fix: change it, or use alltoall.")
 
 
 @cache
 def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
-    """DeepEP's communication buffer of hundreds of MB; all layers share it, one after another."""
+    """DeepEP's communication buffer (hundreds of MB), which all layers share."""
     Buffer = importlib.import_module("deep_ep").Buffer
     configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
     nvlink = max(config.get_nvl_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
@@ -109,7 +109,7 @@ def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
 
 
 class _Send:
-    """Exchange of tokens and weights; the first launch computes the layout, later ones reuse it."""
+    """Exchange of tokens and weights; the first launch computes the layout, which later launches reuse."""
 
     def __init__(self, buffer: Any, expert_TK: Tensor, num_experts: int):
         self.buffer, self.expert_TK, self.num_experts = buffer, expert_TK, num_experts
@@ -148,7 +148,7 @@ class _Send:
 
 
 class _Return:
-    """Reverse of a `_Send`: sums the ranks' results per token, and returns the gradients of its weights."""
+    """Reverse of a `_Send`: sums results per token, and returns the gradients of the router weights."""
 
     def __init__(self, there: _Send):
         self.there = there
@@ -160,7 +160,7 @@ class _Return:
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
         y_AD, weights_AK = tensors if len(tensors) == 2 else (tensors[0], None)
         if y_AD is None:
-            # The weights need a gradient but the tokens do not; DeepEP cannot send weights alone.
+            # Only the weights need a gradient, but DeepEP cannot send weights without rows.
             assert weights_AK is not None
             y_AD = weights_AK.new_zeros(self.there.received, dtype=torch.bfloat16)
         weights_AK = None if weights_AK is None else weights_AK.float().contiguous()

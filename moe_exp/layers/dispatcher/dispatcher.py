@@ -1,11 +1,10 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between; `dispatch`
-does both. They return a frozen record that `combine` takes, so that a dispatcher keeps no state between
-calls but a cache of fixed sizes.
+does both. The result includes a record for `combine`; a dispatcher itself has no state except cached sizes.
 
-    start:   tokens [T, D] -> rows in the order of the experts they go to (RowOrder) -> exchange departs
-    finish:  exchange arrives -> rows by local expert [R, D] (a second RowOrder)
+    start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
+    finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
     combine: the same steps in reverse, from `DispatchRecord`; K results per token are summed
 """
 
@@ -42,11 +41,11 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """Record of a `dispatch`, which `combine` undoes from last to first."""
+    """Record of a `dispatch`, whose steps `combine` reverses."""
 
-    order: RowOrder | None  # how this rank's tokens became the rows it sent; None: unchanged
+    order: RowOrder | None  # from this rank's tokens to the rows it sent; None: unchanged
     back: tuple[Exchange, ...] = ()  # exchanges that return the results, in order
-    by_expert: RowOrder | None = None  # how received rows were sorted by expert; None: they arrived sorted
+    by_expert: RowOrder | None = None  # from received rows to rows sorted by expert; None: unchanged
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,21 @@ class Dispatched:
     weights_R: Tensor  # router weight of each row, fp32
     tokens_per_expert_L: Tensor  # rows per local expert, int64, on the device
     record: DispatchRecord  # for `combine`
-    splits: tuple[int, ...] | None = None  # tokens_per_expert_L on the host if known without synchronizing
+    splits: tuple[int, ...] | None = None  # tokens_per_expert_L on the host, if known without synchronizing
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens and their routing, for experts that are all on this rank: no rows are written."""
+    """Tokens and their routing, if all experts are on this rank: no rows are written."""
 
     x_TD: Tensor
     decision: RoutingDecision
-    rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
+    rows_per_expert: int | None = None  # see `Dispatcher.start`; the `triton` backend ignores it
 
     @property
     def record(self) -> DispatchRecord:
-        """Nothing to combine, as the experts sum a token's results. Not a field: torch.compile refuses its
-        default.
-        """
+        """An empty record, because the experts sum each token's results."""
+        # Not a field, because torch.compile does not support its default.
         return DispatchRecord(None)
 
 
@@ -82,15 +80,15 @@ Pending = Callable[[], Dispatched | RoutedTokens]  # a dispatch in flight; pass 
 class Dispatcher(ABC):
     """Sends tokens to the ranks of their experts, and returns the results.
 
-    Tokens without a kept slot (such as padding) are not sent and come back as zero. Every rank of the groups
-    must take part, even with no tokens.
+    Tokens without a kept slot (such as padding) are not sent, and their result is zero. Every rank of the
+    groups must participate, even without tokens.
     """
 
     name: str
-    is_local = False  # all experts are on this rank, so tokens need no exchange
-    moves_rows = True  # else the experts take the tokens as they are
+    is_local = False  # all experts are on this rank
+    moves_rows = True  # False: the experts process the tokens directly
     pads = True  # uses `rows_per_expert`
-    # Groups whose ranks exchange rows and so must agree on `rows_per_expert`.
+    # Groups whose ranks exchange rows and must agree on `rows_per_expert`.
     exchange_groups: tuple[ProcessGroup | None, ...] = ()
 
     @abstractmethod
@@ -101,13 +99,14 @@ class Dispatcher(ABC):
 
         Args:
             x_TD: tokens, any float dtype.
-            decision: where they go.
-            rows_per_expert: every rank pads its rows for every expert to this number with zeros, so that
-                shapes do not depend on the data. Equal on all ranks, and no rank may keep more slots for any
-                expert; None for no padding.
+            decision: their experts.
+            rows_per_expert: pad each rank's rows for every expert to this number with zeros, so that shapes
+                do not depend on the data. It must be equal on all ranks, and no rank may keep more slots for
+                any expert. None: no padding.
 
         Returns:
-            For `finish`, on the same CUDA stream; work in between overlaps, in forward and backward.
+            The argument of `finish`, to be called on the same CUDA stream. Work in between overlaps with the
+            exchange, in forward and backward.
         """
 
     def finish(self, pending: Pending) -> Dispatched | RoutedTokens:
@@ -130,9 +129,9 @@ class Dispatcher(ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank.
+    """Dispatcher for experts that are all on this rank.
 
-    Waits for the GPU only if slots were dropped and rows are not padded: the host then needs their number.
+    It waits for the GPU only if slots were dropped and rows are not padded, to get the number of rows.
     """
 
     name = "local"
@@ -152,9 +151,9 @@ class LocalDispatcher(Dispatcher):
 
 
 class TokensDispatcher(Dispatcher):
-    """All experts are on this rank, and compute tokens with their routing by one function (RoutedTokens).
+    """Dispatcher for experts that are all on this rank and accept RoutedTokens.
 
-    `pads`: they need the rows of every expert padded, or their shapes depend on the data.
+    `pads`: the experts need padded rows, so that shapes do not depend on the data.
     """
 
     name = "tokens"
@@ -167,17 +166,17 @@ class TokensDispatcher(Dispatcher):
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        # A node older than the shared expert: backward adds the gradients of both in the same order as with
-        # timers, and with [S, B, D].
+        # A graph node older than the shared expert's, so that backward adds the gradients of both in the same
+        # order as with timers and with [S, B, D].
         x_TD = x_TD.view_as(x_TD)
         return lambda: RoutedTokens(x_TD, decision, rows_per_expert)
 
 
 class SpreadDispatcher(Dispatcher):
-    """Base of dispatchers that split experts over `ep_group`, and each expert's width over `etp_group`.
+    """Base class of dispatchers that split experts over `ep_group` and each expert's width over `etp_group`.
 
     Args:
-        num_experts: E, over all ranks; a multiple of the expert parallel size.
+        num_experts: E on all ranks, a multiple of the expert parallel size.
         ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None: this rank alone.
         etp_group: expert tensor parallel group. None: this rank alone.
     """
@@ -191,19 +190,21 @@ class SpreadDispatcher(Dispatcher):
 
 
 class _ExchangeSizes(NamedTuple):
-    send: tuple[int, ...]  # per rank of the expert parallel group, [EP]
-    receive: tuple[int, ...]  # per rank of the expert parallel group, [EP]
-    gathered: tuple[int, ...]  # per rank of the expert tensor parallel group after its gather, [ETP]
+    """Numbers of rows."""
+
+    send: tuple[int, ...]  # to each rank of the expert parallel group, [EP]
+    receive: tuple[int, ...]  # from each rank of the expert parallel group, [EP]
+    gathered: tuple[int, ...]  # from each rank of the expert tensor parallel group, [ETP]
     splits: tuple[int, ...]  # per local expert, [L]
-    rows_SL: Tensor  # per source (ETP * EP) and local expert, on the device
+    rows_SL: Tensor  # per source rank (ETP * EP) and local expert, on the device
 
 
 class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
-    The router weights travel in a second all-to-all, concurrently. If experts are split over `etp_group`, its
-    ranks gather the rows, each computes a part of every result, and the way back sums the parts. Synchronizes
-    once, for the row counts, or not at all with `rows_per_expert`.
+    A concurrent second all-to-all sends the router weights. If experts are split over `etp_group`, its ranks
+    gather the rows, each computes a part of every result, and combine sums the parts. Synchronizes once, for
+    the row counts, or never with `rows_per_expert`.
     """
 
     name = "alltoall"
@@ -218,13 +219,13 @@ class AllToAllDispatcher(SpreadDispatcher):
         if rows_per_expert is None:
             slots = sort_slots(decision, num_experts=self.num_experts)
             rows_SL = self._receive_counts(slots.rows_per_expert_E)
-            # Synchronizes for the counts: one exchange and one copy give all sizes.
+            # Synchronizes: one copy to the host provides all sizes.
             counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
             route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
             order = slots.order(sum(route.send))
         else:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
-            if self._padded is None or self._padded[0] != rows_per_expert:  # else as in the call before
+            if self._padded is None or self._padded[0] != rows_per_expert:
                 sources = self.ep * self.etp
                 rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=x_TD.device)
                 received = [rows_per_expert] * sources * self.num_local_experts
@@ -245,7 +246,7 @@ class AllToAllDispatcher(SpreadDispatcher):
             rows, weights = arrive(depart(gather, rows, weights))
             back = (gather.reverse, *back)
         by_expert = None
-        # Rows arrive by source rank, and by expert within each source.
+        # Rows arrive sorted by source rank, and by expert within each source.
         if self.num_local_experts > 1 and self.ep * self.etp > 1:
             by_expert = regroup_chunks(
                 route.rows_SL, num_rows=sum(route.splits), use_kernels=order.use_kernels
@@ -256,7 +257,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         )
 
     def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
-        """Rows of every source rank for every expert of this rank: [ETP*EP, L]."""
+        """Rows from every source rank for every expert of this rank, [ETP*EP, L]."""
         counts = rows_per_expert_E.contiguous()
         if self.ep > 1:
             received = torch.empty_like(counts)
@@ -269,9 +270,9 @@ class AllToAllDispatcher(SpreadDispatcher):
         return counts.view(-1, self.num_local_experts)
 
     def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _ExchangeSizes:
-        # `received` is [ETP, EP, L], flattened. The all-to-all brings this rank's row of ETP; the gather over
-        # the expert tensor parallel group brings all of them.
-        def sums(values: Sequence[int], width: int) -> tuple[int, ...]:  # of neighbours
+        # `received` is [ETP, EP, L], flattened. The all-to-all receives this rank's part of ETP; the gather
+        # over the expert tensor parallel group then collects all parts.
+        def sums(values: Sequence[int], width: int) -> tuple[int, ...]:  # of adjacent values
             return tuple(sum(values[i : i + width]) for i in range(0, len(values), width))
 
         per_rank = self.num_local_experts
@@ -282,36 +283,36 @@ class AllToAllDispatcher(SpreadDispatcher):
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
-    """L, or a ValueError if `ep` does not divide `num_experts`."""
+    """L; ValueError if `ep` does not divide `num_experts`."""
     if num_experts % ep:
-        rule = f"is not divisible by the expert parallel size {ep}"
-        raise ValueError(f"num_experts={num_experts}: {rule}. Fix: use a divisor for EP.")
+        rule = f"must be divisible by the expert parallel size {ep}"
+        raise ValueError(f"num_experts={num_experts}: {rule}. Fix: set EP to a divisor.")
     return num_experts // ep
 
 
 def local_row_order(
     decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-    """Order of this rank's slots by expert, and rows per expert: on the device, on the host if known."""
+    """This rank's slots sorted by expert, and rows per expert: on the device, and on the host if known."""
     if rows_per_expert is not None:
         order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
         counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)
         return order, counts_E, (rows_per_expert,) * num_experts
     slots = sort_slots(decision, num_experts=num_experts)
-    # With drops the host needs their sum; it fetches all of them, as the experts may need them there.
+    # With drops the host needs their sum. It fetches all counts, because the experts may need them there.
     splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
     return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
-    """`sort_by_expert` of a decision."""
-    # With drops the decision's counts are those before them.
+    """`sort_by_expert` for a decision."""
+    # The decision's counts are those before drops.
     counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
     options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": decision.use_kernels}
     return sort_by_expert(decision.expert_TK, decision.kept_TK, counts_E=counts_E, **options)
 
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
-    """`pad_by_expert` of a decision."""
+    """`pad_by_expert` for a decision."""
     sizes: dict[str, Any] = {"num_experts": num_experts, "rows_per_expert": rows_per_expert}
     return pad_by_expert(decision.expert_TK, decision.kept_TK, **sizes, use_kernels=decision.use_kernels)

@@ -1,8 +1,8 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-Both ways are gathers: without atomics, results are bitwise reproducible. On a CUDA device Triton kernels do
-it (see `launch.takes_kernels`), with int32 indices and the same order and sums. The argument `use_kernels` is
-that of RouterConfig.
+Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device Triton
+kernels compute the same order and sums, with int32 indices. The argument `use_kernels` is that of
+RouterConfig.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ from moe_exp.layers.router.decision import count_per_expert, without_dropped
 class RowOrder:
     """How slots become rows."""
 
-    slot_R: Tensor  # slot of each row; N for a padding row
-    row_N: Tensor  # row of each slot; R for a dropped slot
+    slot_R: Tensor  # slot of each row; N: padding row
+    row_N: Tensor  # row of each slot; R: dropped slot
     topk: int  # slots per token
     has_padding: bool = False  # some rows may have no slot
     has_drops: bool = False  # some slots may have no row
@@ -38,13 +38,13 @@ class RowOrder:
         return _Moved.apply(x_TD, self, True)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
-        """[R, D] to [T, D], the sum of a token's K slots in slot order; dropped slots add nothing."""
+        """[R, D] to [T, D]: sums each token's K slots in slot order; dropped slots add nothing."""
         return _Moved.apply(y_RD, self, False)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
         """[T, K] to [R]; padding is zero."""
         if takes_kernels(weights_TK, self.use_kernels):
-            # Every slot has a weight of its own, as if each were a token.
+            # Each slot has its own weight, so treat every slot as a token with K = 1.
             return _Moved.apply(weights_TK.reshape(-1), replace(self, topk=1), True)
         return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
 
@@ -53,15 +53,15 @@ class RowOrder:
 class SortedSlots:
     """Slots sorted by expert, dropped ones last."""
 
-    slot_N: Tensor  # slots in that order, by position within an expert
+    slot_N: Tensor  # slots in that order; within an expert, by position
     rows_per_expert_E: Tensor  # kept slots per expert, int64, on the device
     topk: int  # slots per token
     has_drops: bool  # some slots may be dropped
-    row_N: Tensor | None = None  # row of each slot, N if dropped; None if not computed yet
+    row_N: Tensor | None = None  # row of each slot, N if dropped; None: not computed yet
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
-        """The row order. `num_rows`: sum of rows_per_expert_E; with drops, None synchronizes to get it."""
+        """The row order. `num_rows`: sum of rows_per_expert_E; None: synchronizes if slots may be dropped."""
         row_N = self.row_N
         if row_N is None:
             row_N = torch.empty_like(self.slot_N)
@@ -87,9 +87,9 @@ def sort_by_expert(
     """Sorts the slots by expert.
 
     Args:
-        expert_TK: expert of every slot, integer; in [0, E) if kept.
-        kept_TK: bool, slots that are not dropped; None for all.
-        counts_E: kept slots per expert, int64, if already known.
+        expert_TK: expert of every slot, integer, in [0, E) for kept slots.
+        kept_TK: bool, slots that are not dropped; None: all.
+        counts_E: kept slots per expert, int64, if known.
     """
     row_N: Tensor | None = None
     if takes_kernels(expert_TK, use_kernels):
@@ -114,12 +114,12 @@ def pad_by_expert(
     rows_per_expert: int,
     use_kernels: bool | None = None,
 ) -> RowOrder:
-    """Row order with `rows_per_expert` rows for every expert, zero-padded: shapes do not depend on the data.
+    """Row order with `rows_per_expert` zero-padded rows per expert: shapes do not depend on the data.
 
     Args:
         expert_TK, kept_TK: as for `sort_by_expert`.
-        rows_per_expert: at least the number of kept slots of any expert; more are not detected and corrupt
-            the rows of other experts.
+        rows_per_expert: at least the number of kept slots of any expert. This is not checked: further slots
+            would corrupt the rows of other experts.
     """
     padded = padded_order if takes_kernels(expert_TK, use_kernels) else padded_order_torch
     order = padded(expert_TK, num_experts, rows_per_expert, kept_TK)
@@ -135,12 +135,12 @@ def received_order(
     rows_per_expert: int | None = None,
     use_kernels: bool | None = None,
 ) -> tuple[RowOrder, tuple[int, ...]]:
-    """Order of received slots by expert of this rank, and the rows per expert [L].
+    """Received slots sorted by this rank's experts, and the rows per expert [L].
 
     Args:
-        expert_AK: expert of every received slot, counted from this rank's first, int64.
-        here_AK: bool, slots of this rank's experts; the others count as dropped.
-        splits, counts_L: slots per expert, on the host, and on the device if known there.
+        expert_AK: local expert of every received slot, int64.
+        here_AK: bool, slots of this rank's experts; others count as dropped.
+        splits, counts_L: slots per expert on the host, and on the device if known.
         rows_per_expert: pad every expert to this number of rows.
     """
     num_experts = len(splits)
@@ -156,13 +156,13 @@ def received_order(
 
 
 def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:
-    """`chunk_order` as a RowOrder: from chunks by source and expert to chunks by expert and source."""
+    """Row order from chunks sorted by source, then expert, to chunks sorted by expert, then source."""
     regrouped = chunk_order if takes_kernels(rows_SL, use_kernels) else chunk_order_torch
     return RowOrder(*regrouped(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
 
 
 class _Moved(torch.autograd.Function):
-    """Tokens to rows, or rows to tokens: each way is the gradient of the other."""
+    """Tokens to rows, or rows to tokens: each direction is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: RowOrder, to_rows: bool) -> Tensor:
@@ -184,7 +184,7 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
-    """Sums each token's rows in the accumulation dtype of y, without the [N, D] of a gather and a sum."""
+    """Sums each token's rows in the accumulation dtype of y, without creating a tensor [N, D]."""
     if takes_kernels(y_RD, order.use_kernels):
         if order.topk == 1:
             return gather_rows(y_RD, order.row_N)
@@ -198,10 +198,10 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
         return embedding_bag(row_TK, y_RD, mode="sum")
     kept_TK = row_TK < y_RD.size(0)
     if order.has_padding:
-        # The host does not know the number of kept slots: a dropped one takes some row, times zero.
+        # The host does not know the number of kept slots, so a dropped slot reads any row, times zero.
         row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
         return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
-    # row_TK[kept_TK] without synchronizing.
+    # The same as row_TK[kept_TK], without synchronizing.
     kept_T, kept_N, num_kept = kept_TK.sum(dim=1), kept_TK.flatten(), y_RD.size(0)
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, num_kept)
     row_R = row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]
@@ -209,7 +209,7 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
 
 
 def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
-    """x[index]; with `with_zero` an index of len(x) gives zero."""
+    """x[index]; with `with_zero`, index len(x) returns zero."""
     if with_zero:
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return x.index_select(0, index)

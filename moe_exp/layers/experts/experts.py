@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
-from moe_exp.layers.activations import activate, differentiable_weighted_activation, weighted_activation
-from moe_exp.layers.activations import squared_relu as squared_relu
+from moe_exp.layers.activations import (
+    ACTIVATIONS,
+    activate,
+    differentiable_weighted_activation,
+    weighted_activation,
+)
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
@@ -20,6 +23,7 @@ from moe_exp.layers.experts.grouped_gemm import (
     FUSED,
     PACKAGES,
     check_fp8_kernels,
+    check_installed,
     fused_problem,
 )
 from moe_exp.layers.experts.loop import expert_loop
@@ -28,20 +32,20 @@ from moe_exp.layers.experts.loop import expert_loop
 def _check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         fix = f"use one of {', '.join(ACTIVATIONS)}"
-        raise ValueError(f"activation={name}: is not an activation. Fix: {fix}.")
+        raise ValueError(f"activation={name}: unknown activation. Fix: {fix}.")
 
 
 class Experts(nn.Module):
-    """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 per row r of an expert, with its router weight w_r.
+    """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r, with its router weight w_r.
 
-    The weight multiplies before W2, so that its gradient needs no outputs. Three ways to compute it:
+    The weight is applied before W2, so its gradient does not need the outputs. There are three code paths:
 
         backend              input                        function
-        triton               Dispatched or RoutedTokens   fused.py: Triton kernels, rows gathered on the fly
+        triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
         loop, on a CPU       Dispatched or RoutedTokens   loop.py: expert by expert, in the cache
         others, loop on GPU  Dispatched                   two grouped GEMMs, weighted activation in between
 
-    Weights are in torch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
+    Weights are in PyTorch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
     with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Args:
@@ -51,13 +55,14 @@ class Experts(nn.Module):
             of the output, so padding rows remain zero.
         etp_rank, etp_size: place in the expert tensor parallel group. Each rank adds its part of D of the
             second bias to its partial sum, so no parameter is replicated.
-        recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py do.
+        recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py
+            always do.
         adds_to_main_grad: the `triton` backend adds weight gradients to Megatron's `main_grad`, see fused.py.
         fp8: the `triton` backend computes its products in e4m3, see kernels/fp8.
 
     Raises:
-        ValueError: for an unknown activation or backend, a backend that is not installed, a bias that the
-            ranks cannot split evenly, or FP8 that cannot run.
+        ValueError: if activation or backend are unknown, the backend cannot run, or the ranks cannot split
+            the bias evenly.
     """
 
     def __init__(
@@ -80,22 +85,21 @@ class Experts(nn.Module):
         super().__init__()
         _check_activation(activation)
         if bias and hidden_size % etp_size:
-            rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
-            raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
+            rule = f"with a bias it must be a multiple of the expert tensor parallel size {etp_size}"
+            raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or omit the bias.")
         if backend not in FUSED and backend not in BACKENDS:
-            fix = f"use one of {', '.join((*FUSED, *BACKENDS))}; grouped_gemm.choose_backend chooses for auto"
-            raise ValueError(f"expert_backend={backend}: is not a backend. Fix: {fix}.")
+            fix = f"use one of {', '.join((*FUSED, *BACKENDS))}, or grouped_gemm.choose_backend"
+            raise ValueError(f"expert_backend={backend}: unknown backend. Fix: {fix}.")
         if backend in FUSED and (rule := fused_problem(dtype=dtype)):
             raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
-        if backend in PACKAGES and (modules := PACKAGES[backend].missing()):
-            rule = f"{' and '.join(modules)} is not installed"
-            raise ValueError(f"expert_backend={backend}: {rule}. Fix: {PACKAGES[backend].install}.")
+        if backend in PACKAGES:
+            check_installed(backend)
         if fp8:
             check_fp8_kernels(backend, device)
         self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation].gated, fp8
         self.backend, self.recompute_activation = backend, recompute_activation
         self.adds_to_main_grad = adds_to_main_grad
-        self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]  # unused by loop.py
+        self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]  # not used by loop.py
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
         self.bias2_start = etp_rank * part
 
@@ -108,7 +112,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initializes the weights; biases start at zero."""
+        """Initializes weights and biases."""
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 nn.init.zeros_(parameter)
@@ -116,10 +120,8 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, inputs: Dispatched | RoutedTokens) -> Tensor:
-        """Rows of all experts to their weighted outputs, [R, D]; tokens to the sum of theirs over K, [T, D].
-
-        The only entry point, so that hooks of wrappers (Megatron's overlapped parameter gather, FSDP2) run.
-        """
+        """Weighted outputs of the rows [R, D]; given RoutedTokens, their sum per token [T, D]."""
+        # The only entry point, so that hooks of wrappers run (Megatron's overlapped parameter gather, FSDP2).
         if not isinstance(inputs, RoutedTokens):
             return self._of_rows(inputs)
         x_TD, decision = inputs.x_TD, inputs.decision
@@ -132,13 +134,13 @@ class Experts(nn.Module):
 
     @property
     def needs_padding(self) -> bool:
-        """Whether shapes depend on the data unless the rows of every expert are padded."""
+        """Whether static shapes require that the rows of every expert are padded."""
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`. Fused experts do not wait for the
-        number of slots that are kept, and so allocate a row for each slot: not where few are kept.
-        """
+        """Whether `forward` accepts RoutedTokens on the device of `x`."""
+        # Fused experts do not wait for the number of kept slots and allocate a row for every slot. That would
+        # waste memory if few are kept.
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
 
     def _of_rows(self, dispatched: Dispatched) -> Tensor:
@@ -162,7 +164,7 @@ class Experts(nn.Module):
         return output_RD + bias_RD * weights_R.unsqueeze(1).to(bias_RD.dtype)
 
     def _whole_bias2(self) -> Tensor | None:
-        """The second bias, [L, D], with zeros for the columns that other ranks add."""
+        """The second bias [L, D], with zeros in the columns that other ranks add."""
         if self.bias2 is None:
             return None
         after = self.weight2.size(1) - self.bias2_start - self.bias2.size(1)
@@ -188,15 +190,15 @@ class Experts(nn.Module):
         return expert_loop(x, weights_R, *parameters, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
-        """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it."""
+        """With `recompute_activation`, a context in which autograd does not save `active_RF`."""
         if not self.recompute_activation or torch.compiler.is_compiling():  # the compiler decides itself
             return nullcontext()
         source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)
         address, shape, name = active_RF.data_ptr(), active_RF.shape, self.activation
 
         def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
-            # Recognized by address and shape. A grouped GEMM that saves a copy instead would keep both; the
-            # saved bytes are tested with the `torch` backend.
+            # Identified by address and shape. A grouped GEMM that saves a copy would not be noticed here; a
+            # test measures the saved bytes with the `torch` backend.
             if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
                 return saved
             return lambda: weighted_activation(source_RW, factor_R1, name)
@@ -209,9 +211,9 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
 
-    DeepSeekMoE (arXiv:2401.06066). For use outside Megatron; inside, Megatron's SharedExpertMLP does the same
-    with tensor parallelism. Weights are in torch's (out, in) order: `weight1` [2F or F, D], gate half first;
-    `weight2` [D, F]; `gate_weight` [1, D].
+    DeepSeekMoE (arXiv:2401.06066). For use outside Megatron, which has SharedExpertMLP with tensor
+    parallelism. Weights are in PyTorch's (out, in) order: `weight1` [2F or F, D], gate half first; `weight2`
+    [D, F]; `gate_weight` [1, D].
     """
 
     def __init__(
@@ -228,11 +230,10 @@ class SharedExpert(nn.Module):
         _check_activation(activation)
         self.activation = activation
         width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
-        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
-        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
-        self.gate_weight = (
-            nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device)) if gate else None
-        )
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.weight1 = nn.Parameter(torch.empty(width, hidden_size, **options))
+        self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, **options))
+        self.gate_weight = nn.Parameter(torch.empty(1, hidden_size, **options)) if gate else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -258,7 +259,7 @@ class _BiasOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (counts_L,) = ctx.saved_tensors
-        # Summed in fp32, expert by expert: index_add_ would take atomics on a GPU.
+        # Summed in fp32 per expert: index_add_ uses atomics on a GPU, which are not deterministic.
         grad_RF = grads[0] if grads[0].dtype == torch.float64 else grads[0].float()
         sums_LF = torch.segment_reduce(grad_RF, "sum", lengths=counts_L, axis=0, unsafe=True, initial=0)
         return sums_LF.to(grads[0].dtype), None, None

@@ -1,7 +1,6 @@
-"""The `triton` backend: all experts of a rank in one function. Shape suffixes in `moe_exp.layers`.
+"""The `triton` backend: all experts of a rank in one autograd function. Shape suffixes in `moe_exp.layers`.
 
-W is the width of the first projection: 2F for a gated activation, else F. Kernels gather rows from the tokens
-instead of copying them.
+Kernels gather rows from the tokens instead of copying them.
 """
 
 from typing import Any
@@ -33,11 +32,13 @@ def experts_of_tokens(
     adds_to_main_grad: bool = False,
     fp8: bool = False,
 ) -> Tensor:
-    """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], all experts on this rank. Asynchronous.
+    """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], if all experts are on this rank.
+
+    The host never waits for the device.
 
     Args:
-        weights_TK: router weights; used in fp32.
-        kept_TK: bool, slots that are not dropped; None for all.
+        weights_TK: router weights, used in fp32.
+        kept_TK: bool, slots that are not dropped; None: all.
         weight1_LWD: gate half first.
         adds_to_main_grad, fp8: see `experts_of_rows`.
     """
@@ -66,8 +67,8 @@ def experts_of_rows(
         weights_R: used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
         weight1_LWD: as for `experts_of_tokens`.
-        adds_to_main_grad: for weights with Megatron's `main_grad` in fp32, the kernel adds their gradients to
-            it, and `grad` has no values. Ignored under torch.compile.
+        adds_to_main_grad: the kernels add the gradients of weights to Megatron's fp32 `main_grad`, if they
+            have it, and `grad` contains no valid values. Ignored under torch.compile.
         fp8: compute the products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
@@ -76,7 +77,8 @@ def experts_of_rows(
 
 
 def _run(*args: Any) -> Tensor:
-    """Calls `_Experts` with whether backward can follow: inside forward, gradients are always disabled."""
+    """Applies `_Experts`, and tells it whether backward can follow."""
+    # Inside an autograd function's forward, gradients are always disabled.
     has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     return _Experts.apply(*args, has_backward)
 
@@ -106,20 +108,20 @@ class _Experts(torch.autograd.Function):
         up: Any = in_fp8.up_projection if fp8 else up_projection
         product: Any = in_fp8.grouped_matmul if fp8 else grouped_matmul
         gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
-        # no `|`: torch.compile knows it only in later versions of torch
+        # Not `|`, which torch.compile supports only in later versions.
         options = {**gathering, "bias1_LW": bias1_LW, "keeps_hidden": has_backward}
         hidden_RW, active_RF = up(x, weight1_LWD, offsets_L1, **options)
         of_bias = None if bias2_LD is None else weights_R
         y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
-        # In bf16 with a gated activation about 2TD + 4TKF bytes. The kernel that needs the input of the
-        # second projection recomputes it, as in SonicMoE (arXiv:2512.14080).
+        # In bf16 with a gated activation, about 2TD + 4TKF bytes. Backward recomputes the input of the second
+        # projection, as in SonicMoE (arXiv:2512.14080).
         ctx.save_for_backward(
             x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
         )
         ctx.activation, ctx.weights_dtype, ctx.fp8 = activation, weights.dtype, fp8
         ctx.parameters = None, None
         if adds_to_main_grad and not torch.compiler.is_compiling():
-            # Saved tensors may come back as different objects, without the attributes.
+            # Saved tensors may be unpacked as new objects, which lack Megatron's attributes.
             ctx.parameters = weight1_LWD, weight2_LDF
         return y_RD if row_TK is None else combine(y_RD, row_TK)
 
@@ -136,11 +138,10 @@ class _Experts(torch.autograd.Function):
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
-        mains: list[Tensor | None] = []  # where gradients are added, as in tensor_parallel/layers.py
+        mains: list[Tensor | None] = []  # main_grad to add to, as in Megatron's tensor_parallel/layers.py
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
             found = getattr(parameter, "main_grad", None) if needed else None
-            # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in
-            # fp32.
+            # Megatron-FSDP creates its buffer on access, without valid old values. The kernel adds in fp32.
             if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
                 found = None
             mains.append(found)
@@ -162,7 +163,8 @@ class _Experts(torch.autograd.Function):
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
             if bias2_LD is not None:
-                # dy_r . b2 of the row's expert: every row or token with all experts, then what is needed.
+                # dy_r . b2 of the row's expert: one product of all rows (or tokens) with all experts, then
+                # the needed entries.
                 row_R = torch.arange(dweights_R.size(0), device=dy.device)
                 expert_R = torch.searchsorted(offsets_L1[1:], row_R, right=True)
                 expert_R.clamp_(max=bias2_LD.size(0) - 1)  # of rows past the last
@@ -179,10 +181,11 @@ class _Experts(torch.autograd.Function):
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """What the hooks get for a weight whose gradient is in `main_grad`; made last, when memory is free."""
+    """Gradient returned for a weight whose gradient was added to `main_grad`."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # The hooks of Megatron's DDP, which start the reduction, expect a gradient, and free it at once.
+    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. It is
+    # created last in backward, when other memory has been freed.
     make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
     return make(parameter)

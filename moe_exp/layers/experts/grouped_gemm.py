@@ -1,10 +1,9 @@
 """Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except those of FUSED,
-which compute all of the experts in one function; `choose_backend` says which runs and why. Those of PACKAGES
-are written from the sources of github.com/tgale96/grouped_gemm and nv-grouped-gemm
-(github.com/fanshiqing/grouped_gemm), which share the import name, megablocks and Transformer Engine 2.x; not
-run with the packages yet.
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except those in FUSED,
+which compute the experts in one function. `choose_backend` selects one. Those in PACKAGES were written from
+the sources of github.com/tgale96/grouped_gemm and nv-grouped-gemm (github.com/fanshiqing/grouped_gemm), which
+share the import name, megablocks and Transformer Engine 2.x. They have not been run with the packages yet.
 """
 
 import functools
@@ -18,14 +17,14 @@ from torch import Tensor
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.layers.kernels import launch
 
-Splits = Sequence[int] | None  # rows per expert on the host, if known there
+Splits = Sequence[int] | None  # rows per expert, if known on the host
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Splits], Tensor]
 PACKAGES = {name: backend for name, backend in EXPERT_BACKENDS.items() if backend.modules}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Loop(torch.autograd.Function):
-    """One matrix product per expert, each written to its place in the result."""
+    """One matrix product per expert, written directly into the result."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, splits: Sequence[int]) -> Tensor:
@@ -52,13 +51,16 @@ class _Loop(torch.autograd.Function):
 
 
 def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """One matrix product per expert: any device and dtype. Synchronizes if `splits` is unknown."""
+    """One matrix product per expert, for any device and dtype. Synchronizes if `splits` is None."""
     return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())
 
 
 def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """torch.nn.functional.grouped_mm: one kernel from Hopper on, no sync. Rows 16-byte aligned, no fp64."""
-    if x_RD.size(0) == 0:  # a rank whose experts got nothing
+    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, without synchronizing.
+
+    Rows must be aligned to 16 bytes; fp64 is not supported.
+    """
+    if x_RD.size(0) == 0:  # no tokens for this rank's experts
         return loop_backend(x_RD, w_LDF, tokens_per_expert_L, splits)
     offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
     if torch.compiler.is_compiling() and x_RD.device.type == "cpu":
@@ -78,7 +80,7 @@ def _grouped_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """grouped_mm for torch.compile on a CPU, where torch 2.13 itself traces it in bf16 only."""
+    """grouped_mm for torch.compile on a CPU, where PyTorch 2.13 can trace it only in bf16."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, offsets_L: Tensor) -> Tensor:
@@ -93,29 +95,33 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
-    """Raises a ValueError if a package is missing, or does not support the device or the dtype."""
-    package = PACKAGES[name]
-    if missing := package.missing():
-        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise ValueError(f"expert_backend={name}: {rule}. Fix: {package.install}, or use auto.")
+    """Raises a ValueError if the package is missing or does not support the device or dtype."""
+    check_installed(name)
     if device_type != "cuda":
-        raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
-    dtypes = [_DTYPES[one] for one in package.dtypes]
+        raise ValueError(f"expert_backend={name}: requires a CUDA device, not {device_type}. Fix: use auto.")
+    dtypes = [_DTYPES[one] for one in PACKAGES[name].dtypes]
     if dtype not in dtypes:
         *names, name_given = (str(one).removeprefix("torch.") for one in (*dtypes, dtype))
-        rule = f"computes in {', '.join(names)}, not in {name_given}"
+        rule = f"supports {', '.join(names)}, not {name_given}"
         raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or one of these dtypes.")
 
 
+def check_installed(name: str) -> None:
+    """Raises a ValueError if a package of the backend is missing."""
+    if missing := PACKAGES[name].missing():
+        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: {PACKAGES[name].install}, or use auto.")
+
+
 def grouped_gemm_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """`grouped_gemm.ops.gmm`: one CUTLASS kernel, or cuBLAS expert by expert, depending on the build."""
+    """grouped_gemm.ops.gmm: one CUTLASS kernel, or one cuBLAS call per expert, depending on the build."""
     from grouped_gemm import ops
 
     return _gmm(ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
 
 
 def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """megablocks.grouped_gemm_util.ops.gmm, which the grouped MLP of megablocks' dMoE calls."""
+    """megablocks.grouped_gemm_util.ops.gmm, as used by the grouped MLP of megablocks' dMoE."""
     from megablocks import grouped_gemm_util
 
     return _gmm(grouped_gemm_util.ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
@@ -124,24 +130,24 @@ def megablocks_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor,
 def _gmm(
     gmm: Callable[..., Tensor], x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits
 ) -> Tensor:
-    if x_RD.size(0) == 0:  # it refuses empty inputs; a product without rows keeps the gradients, all zero
+    if x_RD.size(0) == 0:  # gmm rejects empty inputs; this product gives the weights a gradient of zero
         return x_RD @ w_LDF.sum(dim=0)
-    # On the host: cuBLAS builds accept them only there, CUTLASS builds also there.
+    # On the host, where both cuBLAS and CUTLASS builds accept them.
     counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
     w_LFD = w_LDF.transpose(1, 2)
-    if w_LFD.is_contiguous():  # it checks that, so our weights are passed as they are in memory
+    if w_LFD.is_contiguous():  # gmm requires contiguous weights; this is how ours are stored
         return gmm(x_RD.contiguous(), w_LFD, counts_L.to(torch.int64), trans_b=True)
     return gmm(x_RD.contiguous(), w_LDF.contiguous(), counts_L.to(torch.int64), trans_b=False)
 
 
 def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear with our weights; inside its FP8 autocast on padded rows."""
+    """transformer_engine.pytorch.GroupedLinear with our weights; in its FP8 autocast, rows are padded."""
     if x_RD.size(0) == 0:
         return x_RD @ w_LDF.sum(dim=0)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
     module = _te_module(*w_LDF.shape, x_RD.dtype)
-    # Our weights are one parameter, passed as views: autograd concatenates the experts' gradients, which
-    # reads and writes all of them once more than one parameter per expert would.
+    # Our weights are views of one parameter, so autograd concatenates the experts' gradients. That costs one
+    # more read and write of all gradients than a parameter per expert would.
     weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
     if (multiple := te_row_multiple()) == 1:
         return torch.func.functional_call(module, weights, (x_RD, sizes))
@@ -151,7 +157,7 @@ def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits:
 
 @functools.cache
 def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) -> Any:
-    """A GroupedLinear without memory for weights; functional_call inserts ours."""
+    """A GroupedLinear without memory for weights; functional_call passes ours."""
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")
@@ -164,33 +170,36 @@ BACKENDS: dict[str, GroupedGemm] = {
     "te": te_backend,
     "megablocks": megablocks_backend,
 }
-# These need `splits`; without them, each product synchronizes.
+# These need `splits` on the host; otherwise each product synchronizes.
 BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 
-# See fused.py: Triton kernels, or their plain-torch twins on a CPU.
+# Backends of fused.py: Triton kernels, or their plain-torch twins on a CPU.
 FUSED = ("triton",)
 
 
 def fused_problem(*, dtype: torch.dtype, device_type: str = "cpu", failure: str = "") -> str:
-    """Why `triton` cannot run, in words; empty if it can."""
+    """Why `triton` cannot run; empty if it can."""
     if dtype == torch.float64:
-        return "its kernels have no float64"
+        return "its kernels do not support float64"
     return failure or ("" if device_type == "cpu" else launch.missing())
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: str = "") -> tuple[str, str]:
-    """The backend that runs, and the reason in words.
+    """The expert backend to use, and the reason.
 
     Args:
-        name: `auto` or one of BACKENDS or FUSED; a ValueError if it cannot run here.
+        name: `auto`, or a name in BACKENDS or FUSED.
         failure: why Triton's kernels must not run, see `launch.failure_of`.
+
+    Raises:
+        ValueError: if the named backend is unknown or cannot run here.
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:
         rule = f"torch {torch.__version__} has no grouped_mm"
         raise ValueError(f"expert_backend=torch: {rule}. Fix: use loop, or install torch>=2.10.")
     if name == "torch" and dtype == torch.float64:
-        raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
+        raise ValueError("expert_backend=torch: grouped_mm does not support float64. Fix: use loop.")
     if name in PACKAGES:
         check_package(name, device_type=device_type, dtype=dtype)
     if name in FUSED and (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
@@ -198,26 +207,25 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
         raise ValueError(f"expert_backend={name}: {rule}. Fix: {fix}.")
     if name in BACKENDS or name in FUSED:
         on_cpu = name in FUSED and device_type == "cpu"
-        return name, "asked for by EXPERT_BACKEND" + ("; on a CPU the same in plain torch" if on_cpu else "")
+        return name, "set by EXPERT_BACKEND" + ("; on a CPU in plain torch" if on_cpu else "")
     if name != "auto":
         fix = f"use auto or one of {', '.join((*FUSED, *BACKENDS))}"
-        raise ValueError(f"expert_backend={name}: is not a backend. Fix: {fix}.")
+        raise ValueError(f"expert_backend={name}: unknown backend. Fix: {fix}.")
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
-        return "loop", f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {found}"
+        return "loop", f"grouped GEMMs are a single kernel only in bf16 and fp16, not in {found}"
     if not (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
-        reason = "one function of Triton kernels, which gather the rows and keep the least for backward"
-        return "triton", reason
+        return "triton", "Triton kernels, which gather the rows and save the least for backward"
     if dtype == torch.float16:
-        return "loop", f"not triton: {rule}; the other grouped GEMMs are one kernel in bf16 only"
+        return "loop", f"not triton: {rule}; the other grouped GEMMs are a single kernel only in bf16"
     name, reason = _choose_on_gpu(has_grouped_mm)
     return name, f"not triton: {rule}; {reason}"
 
 
 def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
-    """torch's grouped_mm where it is good, else a package, else the loop."""
+    """The first usable of PyTorch's grouped_mm, an installed package, and the loop."""
     major, _ = torch.cuda.get_device_capability()
     if has_grouped_mm and major == 9:
         return "torch", "grouped_mm runs as one kernel on Hopper"
@@ -226,11 +234,9 @@ def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
     elif major < 9:
         reason = "grouped_mm is slow on GPUs before Hopper"
     else:
-        reason = (
-            "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch"
-            " issue 172439)"
-        )
-    # grouped_gemm's kernels are written for Ampere; Transformer Engine uses cuBLAS, which supports every GPU.
+        reason = "on Blackwell grouped_mm may compute wrong gradients for experts without tokens"
+        reason += " (pytorch issue 172439)"
+    # grouped_gemm's kernels are written for Ampere. Transformer Engine uses cuBLAS, which supports all GPUs.
     for package in ("grouped_gemm", "te") if major <= 9 else ("te",):
         if not PACKAGES[package].missing():
             return package, f"{reason}, and {' and '.join(PACKAGES[package].modules)} is installed"
@@ -238,13 +244,12 @@ def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
 
 
 # FP8. If TransformerConfig.fp8 is set, Megatron runs every layer inside Transformer Engine's autocast, and
-# GroupedLinear, which EXPERT_BACKEND=te calls, quantizes rows, weights and gradients. What is left to do is
-# padding: the FP8 GEMMs need each expert's rows to be a multiple of 16, or 32 with MXFP8. Based on the
-# sources of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with the package yet.
+# GroupedLinear (EXPERT_BACKEND=te) quantizes rows, weights and gradients. This file only adds padding: FP8
+# GEMMs require each expert's rows to be a multiple of 16, or 32 with MXFP8. Written from the sources of
+# megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with the package yet.
 
-# Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is missing: its scales are a history
-# per module, which checkpoints would have to hold, and layers share one module without weights
-# (`_te_module`).
+# Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is not supported: its scales are a
+# history per module, but all layers share one module without weights (`_te_module`).
 RECIPES: dict[str, tuple[tuple[int, int], int]] = {
     "tensorwise": ((8, 9), 16),
     "blockwise": ((9, 0), 16),
@@ -253,48 +258,46 @@ RECIPES: dict[str, tuple[tuple[int, int], int]] = {
 
 
 def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
-    """Raises a ValueError if the experts cannot compute as TransformerConfig.fp8 and fp8_recipe request.
-
-    Megatron itself ignores FP8 without Transformer Engine.
-    """
+    """Raises a ValueError if the experts cannot compute in FP8 as TransformerConfig requests."""
     if not fp8:
         return
+    # Megatron itself silently ignores FP8 without Transformer Engine.
     if importlib.util.find_spec("transformer_engine") is None:
-        fix = "pip install --no-build-isolation transformer-engine[pytorch], or set FP8=none"
-        raise ValueError(f"fp8={fp8}: is computed by Transformer Engine, which is not installed. Fix: {fix}.")
+        fix = f"{PACKAGES['te'].install}, or set FP8=none"
+        raise ValueError(f"fp8={fp8}: requires Transformer Engine, which is not installed. Fix: {fix}.")
     if backend != "te":
-        rule = f"experts compute in FP8 with expert_backend=te, not with {backend}"
+        rule = f"requires expert_backend=te, not {backend}"
         raise ValueError(f"fp8={fp8}: {rule}. Fix: set EXPERT_BACKEND=te.")
-    recipe = getattr(recipe, "value", recipe)  # Megatron also has an enum of them
+    recipe = getattr(recipe, "value", recipe)  # Megatron also accepts an enum
     if recipe not in RECIPES:
         raise ValueError(f"fp8_recipe={recipe}: is not supported. Fix: use one of {', '.join(RECIPES)}.")
     oldest, _ = RECIPES[recipe]
     if not torch.cuda.is_available():
-        raise ValueError(f"fp8={fp8}: needs a CUDA device. Fix: set FP8=none.")
+        raise ValueError(f"fp8={fp8}: requires a CUDA device. Fix: set FP8=none.")
     if (found := torch.cuda.get_device_capability()) < oldest:
         least, this = (f"{major}.{minor}" for major, minor in (oldest, found))
-        rule = f"needs a GPU of compute capability {least} or newer, this is {this}"
+        rule = f"requires a GPU of compute capability {least} or newer, not {this}"
         others = [name for name, (capability, _) in RECIPES.items() if capability <= found]
         fix = f"use FP8_RECIPE={others[0]}" if others else "set FP8=none"
         raise ValueError(f"fp8_recipe={recipe}: {rule}. Fix: {fix}.")
 
 
-OLDEST_FOR_KERNELS = (8, 9)  # with e4m3 in its tensor cores
+OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels, or on a CPU their twins."""
+    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels (on a CPU: their twins)."""
     if backend != "triton":
-        rule = f"the kernels in FP8 are those of expert_backend=triton, not of {backend}"
+        rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
     on_gpu = torch.device(device or "cpu").type == "cuda"
     if on_gpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_FOR_KERNELS:
-        rule = f"needs a GPU of compute capability 8.9 or newer, this is {found[0]}.{found[1]}"
+        rule = f"requires a GPU of compute capability 8.9 or newer, not {found[0]}.{found[1]}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set FP8=none.")
 
 
 def te_row_multiple() -> int:
-    """Required multiple of an expert's rows inside the active autocast; 1 outside of any."""
+    """Required multiple of an expert's rows in the active FP8 autocast; 1 without autocast."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -303,12 +306,12 @@ def te_row_multiple() -> int:
 
 
 def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
-    """Rows of each expert, rounded up; 0 remains 0."""
+    """Rows of each expert, rounded up to a multiple."""
     return [-(-rows // multiple) * multiple for rows in splits]
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows to each expert's, up to `padded_splits`; they do not affect weight gradients."""
+    """Appends zero rows to each expert, up to `padded_splits`; they do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

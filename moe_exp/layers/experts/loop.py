@@ -1,7 +1,7 @@
-"""The experts one by one on a CPU: each expert's data stays in cache. Shape suffixes in `moe_exp.layers`.
+"""The `loop` backend on a CPU: expert by expert, so that their data stays in cache.
 
-Writes and gathers no tensor of R rows that backward or the next step does not need: on a CPU the pages of a
-fresh tensor cost as much as computing on it.
+It allocates tensors of R rows only if backward or the next step needs them: on a CPU, touching new memory
+costs as much as the computation. Shape suffixes in `moe_exp.layers`.
 """
 
 import functools
@@ -18,11 +18,11 @@ from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
 from moe_exp.layers.kernels.launch import compilable
 from moe_exp.layers.native import weighted_activation, weighted_activation_backward
 
-# Up to this many rows (as in token-by-token generation), handing them to threads takes longer than computing.
+# Up to this many rows (as in token-by-token generation), starting threads takes longer than the computation.
 _FEW_ROWS = 8
-_GROUP_BYTES = 2**19  # of x W1^T per group of adjacent experts; several groups fit in the cache
-_GROUPS_PER_THREAD = 4  # at least
-# Threads work on whole groups as long as the fullest thread has at most this multiple of its share.
+_GROUP_BYTES = 2**19  # size of x W1^T per group of adjacent experts; several groups fit in the cache
+_GROUPS_PER_THREAD = 4  # minimum
+# Threads work on whole groups if the busiest thread gets at most this multiple of the mean.
 _MAX_IMBALANCE = 1.15
 
 
@@ -44,14 +44,14 @@ def expert_loop(
     Saves its arguments and x W1^T + b1; backward recomputes the activation while its input is in the cache.
 
     Args:
-        x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
-        weight1_LFD: [L, 2F or F, D], as is bias1_LF but for D.
-        bias2_LD: under expert tensor parallelism only a part of D, which starts at column `bias2_start`.
+        x: rows sorted by expert [R, D]; with `order`, tokens [T, D].
+        weight1_LFD: [L, 2F or F, D]; `bias1_LF` is [L, 2F or F].
+        bias2_LD: with expert tensor parallelism only a part of D, which starts at column `bias2_start`.
         rows_per_expert_L: rows of each expert, int64.
         order: how tokens become rows.
 
     Returns:
-        [R, D]; with `order` the sum over the rows of every token, [T, D].
+        [R, D]; with `order`, the sum of each token's rows, [T, D].
     """
     inputs = weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     return _ExpertLoop.apply(order, activation, bias2_start, rows_per_expert_L, x, *inputs)
@@ -78,7 +78,7 @@ class _ExpertLoop(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         order, needs = ctx.order, list(ctx.needs_input_grad[4:])
-        # Saved tensors are read once: under torch.utils.checkpoint a second access is an error.
+        # Read once: with torch.utils.checkpoint, accessing saved tensors twice is an error.
         x, *saved = ctx.saved_tensors
         tokens = _with_padding(grads[0].contiguous(), order), _with_padding(x, order)
         arguments: tuple[Any, ...] = *tokens, *saved, ctx.bias2_start, ctx.activation, _tokens(order), needs
@@ -90,14 +90,14 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
-    """Token of each row, one past the last for padding; None if the rows are there already."""
+    """Token of each row (T for padding); None if `x` already contains the rows."""
     if order is None or order.topk == 1:
         return None if order is None else order.slot_R
     return order.slot_R // order.topk
 
 
 def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
-    """Tokens with a zero for padding, one past the last."""
+    """Tokens, followed by a zero row for padding if needed."""
     return x if order is None or not order.has_padding else torch.cat([x, x.new_zeros(1, x.size(1))])
 
 
@@ -130,7 +130,7 @@ def _forward(
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
     def one_group(g: int) -> None:
-        # While the group's rows are in the cache: both projections, with the activation in between.
+        # Both projections and the activation in between, while the group's rows are in the cache.
         experts = [e for e in groups[g] if splits[e]]
         sizes = [splits[e] for e in experts]
         for e, rows in zip(experts, rows_of(g).split(sizes), strict=True):
@@ -153,9 +153,8 @@ def _forward(
 
 
 def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list[int]]:
-    """Neighbouring experts that are computed together, and the rows of each group."""
-    # Experts with few rows share all calls except the matrix products: separate calls would cost more than
-    # the computation.
+    """Groups of adjacent experts that are computed together, and the rows of each group."""
+    # Experts with few rows share all calls except the matrix products, because call overhead would dominate.
     num_threads = torch.get_num_threads()
     most_rows = _GROUP_BYTES // max(1, hidden_RF.size(1) * hidden_RF.element_size())
     if num_threads > 1:
@@ -171,7 +170,7 @@ def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
-    """Results of `_backward` without values, from its first seven arguments and the last, `needs`."""
+    """Uninitialized results of `_backward`, whose arguments it takes (the first seven and `needs`)."""
     (x, *others), needs = args[1:7], args[-1]
     return [
         x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0),
@@ -198,7 +197,7 @@ def _backward(
     token_R: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of the first six arguments of `_forward`, that of `x` by row; empty if not in `needs`."""
+    """Gradients of the first six arguments of `_forward` (of `x`: per row); empty where `needs` is False."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)
@@ -246,7 +245,7 @@ def _backward(
 
 
 def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
-    """The rows of a group of experts: a part of `x`, or tokens gathered on demand."""
+    """Function that returns a group's rows: a part of `x`, or gathered tokens."""
     if token_R is None:
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)
@@ -254,18 +253,17 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 
 
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
-    """Calls `task(group)` for every group, without autograd; the tasks must write to different memory.
+    """Calls `task(group)` for every group, without autograd; tasks must write to different memory.
 
-    Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
+    Meanwhile torch.set_num_threads is 1 (for the whole process if PyTorch's BLAS is MKL).
 
     Args:
-        task: computes one group.
-        rows: of each group.
+        rows: rows of each group.
     """
-    # With several torch threads, each takes whole groups, fullest first, so no thread waits for another
-    # inside a matrix product. If a few groups have most of the rows, that would leave threads idle, and all
-    # threads work on one group after another instead. The choice depends only on `rows` and
-    # torch.get_num_threads(), so results are bitwise reproducible.
+    # Each thread processes whole groups, fullest first, so no thread waits for another inside a matrix
+    # product. If a few groups have most of the rows, threads would be idle; then all threads work on each
+    # group together. The choice depends only on `rows` and torch.get_num_threads(), so results are bitwise
+    # reproducible.
     num_threads = min(torch.get_num_threads(), len(rows))
     if num_threads <= 1 or not is_balanced(rows, num_threads):
         _drain(task, deque(range(len(rows))))
@@ -286,8 +284,8 @@ def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
 
 
 def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
-    """Takes groups until none is left."""
-    with torch.no_grad():  # a setting of the thread
+    """Runs the task for groups from the queue until it is empty."""
+    with torch.no_grad():  # this setting is per thread
         while groups:
             try:
                 group = groups.popleft()
@@ -297,7 +295,7 @@ def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
 
 
 def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
-    """Whether threads that take the fullest groups first get nearly equal numbers of rows."""
+    """Whether assigning the fullest groups first gives the threads nearly equal numbers of rows."""
     loads = [0] * num_threads
     for size in sorted(rows, reverse=True):
         loads[loads.index(min(loads))] += size
@@ -306,7 +304,7 @@ def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
 
 @functools.cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
-    # OpenMP's number of threads is per thread: each sets its own.
+    # OpenMP's number of threads is a setting of each thread.
     return ThreadPoolExecutor(num_threads, "experts", initializer=torch.set_num_threads, initargs=(1,))
 
 

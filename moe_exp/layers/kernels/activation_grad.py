@@ -1,6 +1,6 @@
 """Gradient of the down-projection's input and, in the epilogue, of the weighted activation.
 
-The gradient of the activation is never written. Shape suffixes in `moe_exp.layers`.
+The gradient of the activation is never written to memory. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONFIGS = configs(
 )
 
 LARGEST_K = 64  # BLOCK_K
-# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles, so that
-# results do not depend on these, and without atomics.
+# A router weight's gradient is a sum over its row. It is summed first in chunks of this many columns, so that
+# results do not depend on the tile size and need no atomics.
 CHUNK_COLUMNS = 16 if launch.INTERPRETED else 32
 
 
@@ -49,7 +49,7 @@ def _load(
     hidden_rows, is_row, first, width: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one chunk of columns; without a gate both are the whole."""
+    """Gate and up for one chunk of columns; without a gate, both are the pre-activation."""
     columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]
@@ -70,8 +70,8 @@ def _finish(
     columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]
-    # Recomputed from the saved pre-activation while the product is in registers: backward keeps nothing else
-    # of width F.
+    # The activation is recomputed from the saved pre-activation while the product is in registers, so that
+    # nothing else of width F is saved for backward.
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
@@ -88,7 +88,7 @@ def _finish(
     )
     weighted = (active * scale[:, None]).to(weighted_rows.dtype.element_ty)
     tl.store(weighted_rows[:, None] + columns[None, :], weighted, mask=mask)
-    # Where the mask of columns is false, both factors are zero.
+    # In masked columns both factors are zero.
     partial = partials + (first // CHUNK).to(tl.int64) * num_rows
     tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
@@ -144,8 +144,8 @@ def _kernel(
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
-        # Chunk by chunk, so that each chunk's values leave the registers before the next, whose operands are
-        # loaded before this one's results are stored.
+        # In chunks, so that a chunk's values leave the registers before the next chunk needs them. The next
+        # chunk's operands are loaded before this chunk's results are stored.
         chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
         gate, up = _load(hidden_rows, is_row, first, width, EVEN_N, GATED, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
@@ -168,10 +168,10 @@ def activation_grad_torch(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain-torch twin of `activation_grad`; half precision is computed in fp32 after the product."""
     dactive_RF = grouped_matmul_torch(
         dy if token_R is None else gather_rows_torch(dy, token_R), weight2_LDF, offsets_L1
     )
+    # The kernel also computes in fp32 after the product.
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     scale_R = hidden_RW.new_ones(hidden_RW.size(0), dtype=wide) if weights_R is None else weights_R.to(wide)
     scale_R1 = scale_R.unsqueeze(1)
@@ -199,21 +199,20 @@ def activation_grad(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the outputs to the pre-activation h, for the activation a of h and router weight w.
+    """Gradients of the pre-activation h and router weight w, where a is the activation of h.
 
     da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
 
     Args:
-        dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or
-            tokens [T, D] with `token_R`.
-        weight2_LDF: second projection of the experts, in torch's (out, in) order.
-        hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
+        dy: gradient of the outputs in the dtype of the weights: rows [R, D], or tokens [T, D] with `token_R`.
+        weight2_LDF: second projection of the experts, in PyTorch's (out, in) order.
+        hidden_RW: pre-activation, gate half first.
         token_R: int32, token of each row; T for a padding row, whose gradient is zero.
-        weights_R: fp32 router weights; None for 1.
+        weights_R: fp32 router weights; None: 1.
 
     Returns:
         Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and
-        the gradient of the weights [R], fp32. Rows from offsets[L] on are undefined.
+        the gradient of the weights [R] in fp32. Rows from offsets[L] on are undefined.
     """
     if not launch.runs_kernel(dy):
         options: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
@@ -223,7 +222,7 @@ def activation_grad(
     partials_CR = hidden_RW.new_empty(launch.cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
     if num_rows == 0:
         return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
-    if dy.size(0) == 0:  # every row is padding and reads row 0
+    if dy.size(0) == 0:  # all rows are padding, which reads row 0
         dy = dy.new_zeros(1, depth)
     offsets_L1, token_R, weights_R = launch.contiguous(offsets_L1, token_R, weights_R)
     dy, hidden_RW = launch.last_contiguous(dy), launch.last_contiguous(hidden_RW)
@@ -233,7 +232,7 @@ def activation_grad(
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
         dy_tma, w_tma, num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
         *weight2_LDF.stride(), hidden_RW.stride(0), depth, width=width, EVEN_K=depth % LARGEST_K == 0,
-        ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], HAS_TMA=w_tma is not None,
+        ACTIVATION=activation, GATED=ACTIVATIONS[activation].gated, HAS_TMA=w_tma is not None,
         CHUNK=CHUNK_COLUMNS, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(dy),
     )  # fmt: skip
     return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)

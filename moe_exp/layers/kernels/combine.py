@@ -1,4 +1,4 @@
-"""Weighted sum of expert rows to tokens, also for gradients. Shape suffixes in `moe_exp.layers`."""
+"""Weighted sum of expert rows per token, also used for gradients. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, last_contiguous, runs_kernel, tl
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
-# Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
-# the same bits with each.
+# Predicted, not measured: 16 bytes per thread and load in bf16, with all K loads of a token in flight. All
+# configs compute the same bits.
 CONFIGS = configs("BLOCK_D num_warps num_stages", (1024, 4, 1), (512, 2, 1), (256, 1, 1), (2048, 8, 1))
 
 
@@ -25,7 +25,7 @@ def _kernel(
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
         is_kept = y_row < num_rows
-        # A dropped slot's row has no columns: one comparison for both, on whole vectors.
+        # A dropped slot's row gets width 0, so that one vector comparison handles drops and columns.
         is_wanted = columns < tl.where(is_kept, WIDTH, 0)
         x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
@@ -44,7 +44,7 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None
     total_TD = torch.zeros(row_TK.size(0), y_RD.size(1), dtype=dtype, device=y_RD.device)
     for k in range(row_TK.size(1)):
         slot_TD = with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
-        # A dropped slot's weight may be undefined, too.
+        # A dropped slot's weight may be undefined (NaN), so multiplying by zero is not enough.
         is_kept_T1 = (row_TK[:, k] < y_RD.size(0)).unsqueeze(1)
         total_TD += (
             slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
@@ -54,12 +54,12 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None
 
 @compilable("combine", lambda y_RD, row_TK, weights_TK=None: y_RD.new_empty(row_TK.size(0), y_RD.size(1)))
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Weighted sum of a token's K rows, [T, D] in y's dtype: in fp32, in slot order, no atomics, no [N, D].
+    """Weighted sum of each token's K rows, [T, D] in the dtype of y; summed in fp32 in slot order.
 
     Args:
-        y_RD: rows, last dimension contiguous.
+        y_RD: rows.
         row_TK: row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
-        weights_TK: weight of each slot; None for 1.
+        weights_TK: weight of each slot; None: 1.
     """
     num_tokens, topk = row_TK.shape
     if not runs_kernel(y_RD) or y_RD.dtype == torch.float64:

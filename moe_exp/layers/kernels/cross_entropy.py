@@ -1,6 +1,6 @@
-"""Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits each way.
+"""Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits per direction.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. N tokens, V words of this rank.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V words of this rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
 
-BLOCK = 4096  # words at a time
+BLOCK = 4096  # words per step
 
 
 @jit
@@ -27,11 +27,10 @@ def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BL
     for start in range(0, width, BLOCK):
         words = start + tl.arange(0, BLOCK)
         z = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
-        # Running log-sum-exp: the sum so far is relative to the largest so far, and is scaled when that
-        # grows.
+        # Online log-sum-exp: the sum is relative to the maximum so far and is rescaled when that grows.
         before = largest
         largest = tl.maximum(before, tl.max(z, 0))
-        shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as all words are impossible
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # avoids -inf - -inf while all are -inf
         total = total * tl.exp(before - shift) + tl.sum(tl.exp(z - shift), 0)
     tl.store(log_sum + row, largest + tl.log(total))
     word = tl.load(target + row) - first
@@ -67,15 +66,15 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Parts of the loss from the words of this rank.
+    """The loss's parts from this rank's words.
 
     Args:
-        logits_NV: last dimension contiguous.
+        logits_NV: logits of this rank's words.
         target_N: int64, target word of each token in the whole vocabulary.
         first: index of this rank's first word.
 
     Returns:
-        Log-sum-exp of the logits, and the logit of the target, 0 if it is on another rank: [N] each, fp32.
+        Log-sum-exp of the logits, and the logit of the target (0 if it is on another rank), both fp32 [N].
     """
     if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
@@ -110,7 +109,7 @@ def cross_entropy_gradient(
 
     Args:
         logits_NV, target_N, first: as for `cross_entropy_statistics`.
-        log_sum_N: over the words of all ranks.
+        log_sum_N: log-sum-exp over the words of all ranks.
         grad_N: gradient of each loss, fp32.
     """
     if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
@@ -129,34 +128,34 @@ def cross_entropy_gradient(
 
 
 def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """The cross entropy that runs, `megatron` or `triton`, and the reason in words.
+    """The cross entropy to use, `megatron` or `triton`, and the reason.
 
     Args:
         name: one of these, or `auto`: triton on a GPU that can run its kernels.
-        failure: why `auto` must not take the kernels, see `launch.failure_of`.
+        failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
-        return "megatron", "Megatron's, which keeps the probabilities in fp32; asked for by CROSS_ENTROPY"
+        return "megatron", "Megatron's, which saves the probabilities in fp32; set by CROSS_ENTROPY"
     if device_type == "cpu":
         if name == "auto":
             return "megatron", "Megatron's; the kernels are for GPUs"
-        return "triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch"
+        return "triton", "set by CROSS_ENTROPY; on a CPU in plain torch"
     if name == "auto":
         if rule := failure or launch.missing():
-            return "megatron", f"Megatron's, which keeps the probabilities in fp32; not triton: {rule}"
-        return "triton", "a Triton kernel, which keeps the logits and computes the probabilities again"
+            return "megatron", f"Megatron's, which saves the probabilities in fp32; not triton: {rule}"
+        return "triton", "Triton kernels, which save the logits and recompute the probabilities"
     if rule := launch.missing():
         raise ValueError(f"cross_entropy=triton: {rule}. Fix: set CROSS_ENTROPY=auto.")
-    return "triton", "asked for by CROSS_ENTROPY"
+    return "triton", "set by CROSS_ENTROPY"
 
 
 def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """log(sum_v exp(z_v)) - z_target of each token, [...] in fp32, the same on every rank of the group.
+    """log(sum_v exp(z_v)) - z_target of each token, fp32 [...], equal on all ranks of the group.
 
     Args:
-        logits: [..., V] of this rank's words.
-        target: [...] the target word in the whole vocabulary.
-        group: ranks that hold the other words, equally many each, in rank order; None: this rank alone.
+        logits: logits of this rank's words, [..., V].
+        target: target words in the whole vocabulary, [...].
+        group: ranks that hold the words, in rank order and equally many each; None: this rank alone.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
     return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
@@ -174,8 +173,7 @@ class _TokenLosses(torch.autograd.Function):
             dist.all_reduce(total_N, group=group)
             log_sum_N = largest_N + total_N.log_()
             dist.all_reduce(picked_N, group=group)
-        # Backward recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their
-        # bytes.
+        # Backward recomputes the probabilities. Megatron saves them in fp32: twice the bytes of bf16 logits.
         ctx.save_for_backward(logits_NV, target_N, log_sum_N)
         ctx.first = first
         return log_sum_N - picked_N

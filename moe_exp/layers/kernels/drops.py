@@ -1,6 +1,6 @@
-"""Capacity without synchronizing: which slots an expert keeps, and its rows padded to a fixed number.
+"""Kernels for capacity that do not synchronize: selecting the kept slots, and padding rows per expert.
 
-All start from `slot_sort`: slots by expert, in sequence order. Shape suffixes in `moe_exp.layers`.
+They start from the result of `slot_sort`. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, pow
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 
 _BLOCK = 1024
-_BLOCK_ROWS = 4096  # rows of one expert at a time; it may have all of them
+_BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
 
 
 @jit
 def _sort_key(x):
-    """Integers that, as unsigned, are in the order of the floats; NaN is the largest, and -0 equals 0."""
+    """Integers which, as unsigned, have the order of the floats; NaN is largest, -0 equals 0."""
     x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, bits)
@@ -26,11 +26,11 @@ def _sort_key(x):
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """Finds the weight of one expert's last kept slot, digit by digit of 8 bits, by counting."""
+    """Keeps one expert's slots of largest weight, by radix selection with digits of 8 bits."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
-    wanted = tl.minimum(limit, end - first)  # still to find, among those whose digits so far are `prefix`
+    wanted = tl.minimum(limit, end - first)  # remaining slots to select among keys that start with `prefix`
     prefix, known = tl.zeros((1,), dtype=tl.int32), tl.zeros((1,), dtype=tl.int32)
     digits = tl.arange(0, 256)
     for step in tl.static_range(4):
@@ -69,7 +69,7 @@ def _pad_kernel(
 ):  # fmt: skip
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = num_experts * rows_per_expert
-    # As a slot: its row.
+    # Index as a slot: find its row.
     is_slot = mine < num_slots
     sorted_row = tl.load(row + mine, mask=is_slot, other=num_slots)
     is_kept = sorted_row < num_slots
@@ -77,7 +77,7 @@ def _pad_kernel(
     place = sorted_row - tl.load(offsets + chosen, mask=is_slot & is_kept, other=0)
     fits = is_kept & (place < rows_per_expert)
     tl.store(row_out + mine, tl.where(fits, chosen * rows_per_expert + place, num_rows), mask=is_slot)
-    # As a row: its slot.
+    # Index as a row: find its slot.
     is_row = mine < num_rows
     owner = mine // rows_per_expert
     source = tl.load(offsets + owner, mask=is_row, other=0) + mine - owner * rows_per_expert
@@ -116,11 +116,11 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool),
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Slots [T, K], bool, that remain when every expert keeps at most its limit: highest weight, or first.
+    """Slots that remain when every expert keeps at most its limit, bool [T, K].
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
-        weights_TK: fp32 router weights, ties by position; None: by position only.
+        weights_TK: fp32 router weights: the highest are kept, ties by position. None: the first are kept.
         limits_E: slots per expert, int32, on the device.
     """
     if not runs_kernel(expert_TK) or (weights_TK is not None and weights_TK.dtype != torch.float32):
@@ -173,10 +173,11 @@ def padded_order(
 
     Args:
         expert_TK, kept_TK: as for `slot_sort`.
-        rows_per_expert: slots beyond it, by position within their expert, are dropped.
+        rows_per_expert: an expert's later slots are dropped.
 
     Returns:
-        slot_R: slot of each row, int32, N for a padding row; row_N: row of each slot, int32, R if dropped.
+        slot_R: slot of each row, int32; N: padding row.
+        row_N: row of each slot, int32; R: dropped.
     """
     if not runs_kernel(expert_TK):
         return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)

@@ -1,6 +1,6 @@
-"""Grouped GEMM: each row times the matrix of its expert, with a bias or without.
+"""Grouped GEMM: each row times its expert's matrix, optionally with a bias.
 
-Of the down-projection and the gradient of rows; the up-projection has a kernel of its own.
+It computes the down-projection and the gradients of rows; up_projection.py has its own kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_exp.layers.kernels.tiles import dot, load_where, row_tile_ends, tile_pl
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
-# BLOCK_K counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
+# BLOCK_K counts elements of two bytes; DEPTH is the same number of bytes in elements of x.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),
@@ -43,15 +43,16 @@ def _kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[e] + weights[r] * bias[e], e the expert of r: x [R, I], w [L, I, O] with any strides,
-    y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are for the tuner's key alone, PROGRAMS for the
-    grid.
+    """y[r] = x[r] @ w[e] + weights[r] * bias[e], where e is the expert of row r.
+
+    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are
+    only for the tuning key, PROGRAMS only for the grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
-    # Persistent: each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns, one after
-    # another. Rows past the expert's last one are computed, from whatever lies there, and not stored.
+    # Persistent: each program computes several tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows
+    # past the expert's last row are computed from arbitrary data but not stored.
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         expert, row, row_end, tile_n = tile_place(tile, num_m, num_n, tile_ends, offsets, BLOCK_M, GROUP_M)
         rows, columns = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -116,10 +117,10 @@ def grouped_matmul(
     """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
 
     Args:
-        x_RI: rows sorted by expert, last dimension contiguous.
-        w_LIO: matrices of the experts, any strides (also a transposed view).
-        bias_LO: added to each row times its weight; None for 0.
-        weights_R: fp32, of the bias.
+        x_RI: rows sorted by expert.
+        w_LIO: matrices of the experts with any strides (also a transposed view).
+        bias_LO: added to each row, times the row's weight; None: 0.
+        weights_R: fp32, factors on the bias.
     """
     if not launch.runs_kernel(x_RI):
         return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)

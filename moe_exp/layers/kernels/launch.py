@@ -1,8 +1,8 @@
-"""Shared by all kernels: whether they run, how a launch is sized and tuned, and torch.compile.
+"""Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
-A kernel's module has the kernel, its twin in plain torch (`..._torch`: CPU path and test oracle) and the
-public function that picks one. With TRITON_INTERPRET=1 in the environment before the first import, Triton
-interprets kernels on CPU tensors, slowly, and they are used there, too.
+A kernel's module contains the kernel, its twin in plain torch (`..._torch`: CPU path and test oracle) and the
+public function that selects one. If TRITON_INTERPRET=1 is set before the first import, Triton interprets
+kernels on CPU tensors (slowly), and they also replace the twins there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-# Triton 3.9's default (a * b + c as one instruction). It warns if unset because 3.10 changes it; our numbers
-# must not change with it. Process-wide, so it also applies to kernels of torch.compile.
+# Triton 3.9's default (a * b + c as one instruction), set explicitly because 3.10 changes it and our numbers
+# must not change. It is process-wide, so it also applies to kernels of torch.compile.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
@@ -28,13 +28,13 @@ try:
     import triton.language
     import triton.runtime
     import triton.tools.tensor_descriptor
-except ImportError:  # `missing` reports it when the kernels are requested; there are descriptors from 3.4 on
+except ImportError:  # or older than 3.4, without descriptors; `missing` reports it if kernels are requested
     triton = None
 
 tl: Any = None if triton is None else triton.language
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Ampere, the first with asynchronous copies and bf16 in its tensor cores.
+# Ampere, the first architecture with asynchronous copies and bf16 tensor cores.
 OLDEST_GPU = (8, 0)
 ROUTING_KERNELS = ("auto", "off")
 
@@ -42,68 +42,65 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def missing() -> str:
-    """Why the kernels cannot run on this machine's CUDA device, in words; empty if they can."""
+    """Why the kernels cannot run on this machine's CUDA device; empty if they can."""
     if triton is None:
         installed = importlib.util.find_spec("triton") is not None
-        return "the kernels need triton 3.4 or newer" if installed else "triton is not installed"
+        return "the kernels require triton 3.4 or newer" if installed else "triton is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
-        return f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
+        return f"the kernels require a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     return ""
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Whether `x` is computed by a kernel, not its twin."""
+    """Whether kernels, not their twins, compute with `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 @dataclass(frozen=True)
 class KernelFailure:
-    """A part of the model whose kernels are not used because they failed their self-test."""
+    """A part of the model whose kernels failed their self-test and are not used."""
 
     part: str  # `experts`, `routing` or `cross entropy`
     problems: list[str]  # one line per kernel, with the first rank and host that found it
-    backend: str  # what runs instead
+    backend: str  # the replacement
 
 
 def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:
-    """Why the kernels of `part` are not used, in words; empty if they did not fail."""
+    """Why the kernels of `part` are not used; empty if they did not fail."""
     problems = next((failure.problems for failure in failures if failure.part == part), [])
-    return f"the self-test has failed: {and_more(problems)}" if problems else ""
+    return f"the self-test failed: {and_more(problems)}" if problems else ""
 
 
 def and_more(problems: Sequence[str]) -> str:
-    """The first problem, and the number of the others."""
+    """The first problem and the number of further ones."""
     return problems[0] + (f"; and {len(problems) - 1} more" if len(problems) > 1 else "")
 
 
 def choose_routing(
     name: str, *, device_type: str, router_problem: str = "", failure: str = ""
 ) -> tuple[str, str]:
-    """Implementation of router, drops and row orders, and the reason in words.
+    """The implementation of router, drops and row order to use, and the reason.
 
     Args:
-        name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
-        router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
+        name: `auto`: kernels on a GPU that can run them; `off`: always plain torch.
+        router_problem: why the router cannot use its kernel, see `router.kernel_problem`.
         failure: why the kernels must not run, see `failure_of`.
     """
     if name not in ROUTING_KERNELS:
-        raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
+        raise ValueError(f"routing_kernels={name}: unknown choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
     if name == "off":
-        return "torch", "asked for by ROUTING_KERNELS"
+        return "torch", "set by ROUTING_KERNELS"
     if device_type == "cpu":
         return "torch", "the kernels are for GPUs"
     if rule := failure or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
-        return (
-            "triton",
-            f"Triton kernels for row order and drops; the router itself in torch: {router_problem}",
-        )
+        return "triton", f"Triton kernels for row order and drops; the router in torch: {router_problem}"
     return "triton", "Triton kernels for the router, row order and drops"
 
 
 def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
-    """Whether routing and row order of `x` use kernels; `use_kernels`: see RouterConfig."""
+    """Whether routing and row order use kernels for `x`; `use_kernels`: see RouterConfig."""
     if use_kernels is None:
         return x.is_cuda and not _missing()
     return use_kernels
@@ -113,16 +110,16 @@ _missing = functools.cache(missing)
 
 
 # Prefixes of kernel arguments that change between launches: with expert parallelism or drops, row counts
-# differ in every micro-batch. By default Triton compiles separately for 1, multiples of 16 and the rest, on
-# first use: for seconds, in which the other ranks wait.
+# differ in every micro-batch. By default Triton compiles variants for 1, multiples of 16 and other values on
+# first use, which takes seconds while other ranks wait.
 VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING."""
+    """triton.jit, without specialization on arguments that start with VARYING; no effect without Triton."""
     if triton is None:
         return function
-    # Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
+    # The name in profilers consists of module and function, such as `up_projection_kernel`.
     name = function.__module__.rpartition(".")[2] + function.__name__
     parameters = inspect.signature(function).parameters.values()
     varying = [
@@ -132,13 +129,13 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and text of an error, shortened, as compiler errors may be long."""
+    """Type and text of an error, shortened because compiler errors can be long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' ...'}"
 
 
 def is_of_device(error: Exception) -> bool:
-    """Whether the config is not to blame: out of memory, or the device is unusable (illegal access)."""
+    """Whether the device, not a kernel config, caused the error: out of memory, or an illegal access."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not torch.cuda.is_available():
@@ -151,28 +148,28 @@ def is_of_device(error: Exception) -> bool:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a copy if its last dimension is strided, which kernels do not support."""
+    """`x`, or a contiguous copy if its last dimension is strided, which kernels do not support."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Contiguous vectors, as kernels read them; None stays None."""
+    """Contiguous tensors for kernels; None stays None."""
     return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Tensor descriptors for the copy engine of Hopper and later (TMA): whole blocks, no masks.
+    """Tensor descriptors for TMA (Hopper and newer), which loads whole blocks without masks.
 
-    Values outside a tensor are read as zero. The `blocks` of `tuned` are the block shapes. None stays None.
+    Values outside a tensor are read as zero. Block shapes are set by the `blocks` of `tuned`.
 
     Returns:
-        All None if the device has no TMA, an address or stride is not a multiple of 16 bytes, or values have
-            not two bytes.
+        One descriptor per tensor (None for None). All are None if the device has no TMA, an address or stride
+        is not a multiple of 16 bytes, or values do not have two bytes.
     """
     for x in tensors:
         if x is None:
             continue
-        # fp32 is multiplied without tensor cores, and Triton spills all of such a block.
+        # Not fp32: without tensor cores, Triton spills all registers of such a block.
         *strides, last = x.stride()
         fits = last == 1 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
         if not (fits and x.element_size() == 2 and x.numel() > 0 and has_tma(x)):
@@ -184,41 +181,41 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def has_tma(x: Tensor) -> bool:
-    """Whether the device has the copy engine, and the address of `x` suits it."""
+    """Whether the device has TMA and the address of `x` is aligned for it."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-_num_free_processors = 0  # per process, as all layers share the device
+_num_free_processors = 0  # per process, because all layers share the device
 
 
 def free_processors() -> int:
-    """Processors that `leave_free` keeps from large kernels."""
+    """Number of processors set by `leave_free`."""
     return _num_free_processors
 
 
 def leave_free(num_processors: int) -> None:
-    """Sets how many multiprocessors the persistent grids of GEMMs leave free for others (MOE_SM_MARGIN)."""
+    """Sets how many multiprocessors persistent GEMM grids leave free for other kernels (MOE_SM_MARGIN)."""
     global _num_free_processors
     _num_free_processors = num_processors
 
 
 def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all: bool = False) -> int:
-    """Programs of a persistent grid, in which each computes one tile after another.
+    """Number of programs of a persistent grid, each of which computes several tiles.
 
     Args:
-        num_tiles: upper limit; under the interpreter two, so that each program has several tiles.
+        num_tiles: upper limit.
         per_processor: programs that fit on a streaming multiprocessor together.
-        takes_all: also those that `leave_free` excludes, as sums depend on the number of programs.
+        takes_all: ignore `leave_free`, because sums depend on the number of programs.
     """
     num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
     return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
 
 
 def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Callable[[dict[str, int]], Any]:
-    """Persistent grid of a config over tiles of BLOCK_M rows of one expert by BLOCK_N columns."""
+    """Persistent grid over tiles of BLOCK_M rows of one expert by BLOCK_N columns."""
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         num_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
@@ -229,36 +226,35 @@ def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Cal
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; under the interpreter two."""
+    """Number of streaming multiprocessors of the device."""
+    # Two for the interpreter, so that tests also cover programs with several tiles.
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
-    """Constants of kernels with `tiles.dot`: TF32 only if torch may use it; fp32 if interpreted."""
+    """Constants for kernels that call `tiles.dot`: TF32 only if PyTorch may use it; fp32 if interpreted."""
     allows_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {"PRECISION": "tf32" if allows_tf32 else "ieee", "INTERPRET": INTERPRETED}
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of 2 that is at least `number`."""
+    """The smallest power of 2 not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Division, rounded up."""
+    """Quotient, rounded up."""
     return -(-number // divisor)
 
 
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: runs a function on its first tensor's device.
-
-    Under torch.compile it is one opaque operator, `moe_exp::name`.
+    """Decorator: runs a function on its first tensor's device; in torch.compile as one opaque operator.
 
     Args:
-        fake: returns the shapes and dtypes of the results, without values; takes the same arguments.
-        mutates: names of arguments that it writes to.
+        fake: returns uninitialized results for the same arguments.
+        mutates: names of the arguments that the function writes to.
     """
 
     def decorate(function: Function) -> Function:
@@ -266,7 +262,7 @@ def compilable(
 
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
-            # Triton would launch on the current device.
+            # Triton launches on the current device, which need not be that of the tensors.
             x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
             with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
                 return function(*args, **kwargs)
@@ -284,11 +280,11 @@ def compilable(
     return decorate
 
 
-current_device: Any = torch.cuda.device  # under which a kernel is launched
+current_device: Any = torch.cuda.device  # context manager for launches
 
 
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """The function without keyword-only arguments: an operator of torch accepts no tensor there."""
+    """The function with positional arguments only: PyTorch operators do not accept keyword-only tensors."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     first = len(kinds) - len(by_keyword)

@@ -1,6 +1,6 @@
-"""Permute, unpermute and chunk sort: moves rows unchanged. Shape suffixes in `moe_exp.layers`.
+"""Kernels that permute rows and sort chunks of rows. Shape suffixes in `moe_exp.layers`.
 
-Both directions are gathers: the gradient of `gather_rows` by rows of slots is `combine` by slots of rows.
+Both directions are gathers: the gradient of `gather_rows` is `combine` with the inverse index.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
 
-# Elements per program: 8 per thread of four warps.
+# Elements per program: 8 per thread with four warps.
 _TILE = 1024
 _BLOCK_R = 128
 
@@ -38,7 +38,7 @@ def _chunk_kernel(
     ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Every row finds its chunk by bisection: only STEPS grows with the number of chunks, logarithmically."""
+    """Every row finds its chunk by bisection, in a logarithmic number of STEPS."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_mine, num_chunks = mine < num_rows, num_sources * num_experts
     chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
@@ -63,11 +63,11 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
 @compilable("gather_rows", lambda x, index_R, divisor=1: x.new_empty(index_R.size(0), *x.shape[1:]))
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """x[index // divisor], [R, D] or [R]; zero if that is past the last row of x.
+    """x[index // divisor], [R, D] or [R]; zero past the last row of x.
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: int32 or int64, not negative: the token of each row, or the slot with divisor K.
+        index_R: int32 or int64, not negative: the token of each row, or its slot if divisor is K.
     """
     if not runs_kernel(x):
         return gather_rows_torch(x, index_R, divisor)
@@ -76,7 +76,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     if out.numel() == 0:
         return out
     x = x.contiguous() if x.dim() == 1 or x.stride(1) != 1 else x
-    # The largest power of 2 that divides the width, so no column is masked; else one block.
+    # The largest power of 2 that divides the width, so that no column is masked, unless it is too small.
     block_d = min(_TILE, width & -width)
     block_d = block_d if block_d >= _TILE // 8 else min(_TILE, power_of_2(width))
     block_r = _TILE // block_d
@@ -90,7 +90,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
-    # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.
+    # All rows of a chunk move by the same distance, so no sort is needed.
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
     mine_R = torch.arange(num_rows, device=rows_SL.device)
     slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + mine_R
@@ -102,14 +102,15 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     lambda rows_SL, num_rows: tuple(rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2)),
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row order from chunks by source and expert to chunks by expert and source.
+    """Row order from chunks sorted by source, then expert, to chunks sorted by expert, then source.
 
     Args:
         rows_SL: rows of every chunk, int64 or int32, on the device.
         num_rows: R, their sum, below 2^31.
 
     Returns:
-        slot_R: original place of each sorted row, int32; row_R: the inverse.
+        slot_R: original place of each sorted row, int32.
+        row_R: the inverse.
     """
     if not runs_kernel(rows_SL):
         return chunk_order_torch(rows_SL, num_rows)

@@ -1,11 +1,11 @@
-"""Parts of the router's kernels, in fp32, on a tile of logits [tokens, experts]: scores, choice, weights."""
+"""Scores, choice and weights of the router for a tile of logits [tokens, experts], in fp32."""
 
 from __future__ import annotations
 
 from moe_exp.layers.kernels.launch import jit, tl
 
 KERNEL_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of softmax, as in Router
+EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of weights, as in Router
 LEAST: tl.constexpr = tl.constexpr(-(2**31)) if tl else None
 
 
@@ -26,7 +26,7 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """Scores for the router's choice and weights."""
+    """Unnormalized scores, which determine choice and weights."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
@@ -41,7 +41,7 @@ def raw_scores(z, probabilities, SCORE: tl.constexpr):
 def softplus(z):
     x = tl.exp(-tl.abs(z))
     u = 1.0 + x
-    # log1p: the quotient corrects the rounding of the addition (Higham 2002, section 1.14.1).
+    # log1p(x). The quotient corrects the rounding error of 1 + x (Higham 2002, section 1.14.1).
     log1p = tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(z, 0.0) + log1p
 
@@ -62,14 +62,14 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Integers in the order of the floats; NaN is largest, as in torch.topk, -0 is 0, and none is LEAST."""
+    """Integers in the order of the floats, all above LEAST: NaN is largest, as in torch.topk; -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and the keys, now LEAST for the chosen."""
+    """The TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with LEAST for the chosen."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -84,9 +84,9 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Router weights from the raw scores of the chosen.
+    """Router weights from the chosen experts' raw scores.
 
-    From their logits for a softmax after the choice; from log scores for normalized sigmoid and sqrtsoftplus.
+    `value` is instead the logits for a softmax after the choice, and log scores if normalized per-expert.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

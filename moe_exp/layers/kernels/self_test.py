@@ -1,7 +1,7 @@
 """Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
 
-Kernels are called as in training, with the model's widths but few rows, in all configs that may be chosen;
-for tuning, with as many rows as in training. Does not use torch's global random state.
+Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. Tuning
+uses the same calls with as many rows as in training. PyTorch's global random state is not changed.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from moe_exp.layers.kernels.tuning import Tuned, UnsuitedError, rows_class
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
 
-# Limits of a result row's error relative to its norm; those of bf16 and fp16 are a few roundings.
+# Limits on the error of a result row relative to its norm; in bf16 and fp16, a few rounding errors.
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 _LIMIT_TF32 = 5e-3
 
-# Of the experts in turn: none, one, more than a tile, and what divides no tile.
+# Rows of the experts, repeated: no row, one row, more than a tile, and numbers that do not divide a tile.
 _ROWS = (37, 0, 3, 130, 1, 64)
-ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
-_INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
+ROWS_OF_CLASSES = (32, 256, 1024)  # rows per expert for timing, one for each class
+_INTERPRETED_WIDTH = 48  # with a model's width, an interpreted kernel takes about a second
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and types that kernels are called with; all sizes are those of a rank."""
+    """Sizes and types for calling the kernels, as on one rank."""
 
     dtype: torch.dtype  # of rows and weights
     hidden_size: int
     ffn_size: int
     num_experts: int
     topk: int = 2
-    num_rows: int = 0  # of a micro-batch, if all experts have the same number
+    num_rows: int = 0  # rows of a micro-batch with balanced experts
     activation: str = "swiglu"
     bias: bool = False  # experts have biases
-    gathers: bool = True  # kernels take rows from the tokens themselves: all experts are on the rank
+    gathers: bool = True  # kernels gather rows from the tokens, because all experts are on the rank
     adds: bool = False  # gradients are added to main_grad
-    fp8: bool = False  # the products are in e4m3
+    fp8: bool = False  # products are in e4m3
     vocab_size: int = 1000
-    router: dict[str, Any] | None = None  # of `router_topk`, `num_experts` of all ranks; None: no kernel
+    router: dict[str, Any] | None = None  # options of `router_topk` and total `num_experts`; None: no kernel
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class KernelCheck:
 
     kernel: str
     dtype: str  # of the operands, such as `bf16`
-    shape: str  # in words
-    num_configs: int  # that were compared
+    shape: str  # description of the sizes
+    num_configs: int  # number of compared configs
     error: float  # largest relative error of all results
-    problem: str = ""  # what is wrong, with the config; empty if nothing
+    problem: str = ""  # the failure, with the config; empty if the kernel passed
 
     def line(self, device: torch.device) -> str:
-        """Everything that a report of the failure needs."""
+        """Complete description of the failure, for a bug report."""
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
         where = f"{self.dtype}, {self.shape}; {on}; {versions()}"
         return f"kernel {self.kernel} ({where}): {self.problem}"
@@ -81,7 +81,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class _Case:
-    """One public function with its operands; `run` and `twin` take nothing and return all that they write."""
+    """One public function with its operands; `run` and `twin` return all results."""
 
     kernel: str
     dtype: torch.dtype
@@ -92,12 +92,12 @@ class _Case:
 
 
 def can_check(device: torch.device) -> bool:
-    """Whether the device runs kernels at all, not their twins."""
+    """Whether the device runs kernels, not their twins."""
     return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
 def versions() -> str:
-    """Versions of everything that compiles and runs a kernel."""
+    """Versions of the software that compiles and runs kernels."""
     triton = "missing" if launch.triton is None else launch.triton.__version__
     found = [f"torch {torch.__version__}", f"triton {triton}"]
     if torch.cuda.is_available():
@@ -106,21 +106,21 @@ def versions() -> str:
 
 
 def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares every kernel of a part with its twin, one by one.
+    """Compares each kernel of a part with its twin.
 
     Args:
         part: `experts`, `routing` or `cross entropy`.
-        sizes: of the model; the interpreter uses small widths instead.
+        sizes: sizes of the model; the interpreter uses small widths instead.
 
     Raises:
-        RuntimeError: if memory is full or the device is unusable; names the kernel.
+        RuntimeError: if the device is out of memory or unusable; names the kernel.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
     if launch.INTERPRETED and device.type == "cpu":
         hidden, ffn = (min(width, _INTERPRETED_WIDTH) for width in (sizes.hidden_size, sizes.ffn_size))
         few = min(sizes.num_experts, 3)
         sizes = replace(sizes, hidden_size=hidden, ffn_size=ffn, num_experts=few)
-    else:  # as many experts as have matrices of 1 GiB, and at least two
+    else:  # as many experts as fit in 1 GiB, but at least two
         bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
         sizes = replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))
     for case in cases[part](sizes, device):
@@ -130,7 +130,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
 
 
 def compare(case: _Case, device: torch.device) -> KernelCheck:
-    """Compares one case in every config that may run."""
+    """Compares one case in every candidate config."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         limit = _LIMIT_TF32
@@ -153,11 +153,11 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
             if launch.is_of_device(error):
                 line = found(math.inf, at + in_one_line(error)).line(device)
                 raise RuntimeError(line) from error
-            # Dropped below, as anywhere else; only wrong numbers are a problem of the kernel.
+            # A failing config is dropped below, as during training; only wrong numbers fail the kernel.
             failed.append((config, error))
             continue
-        if not errors[-1] <= limit and not problem:  # also of NaN
-            problem = f"{at}relative error {errors[-1]:.2g}, the limit is {limit:g}"
+        if not errors[-1] <= limit and not problem:  # also true for NaN
+            problem = f"{at}relative error {errors[-1]:.2g} (limit {limit:g})"
     if not errors:
         config, first = failed[0]
         return found(math.inf, ("" if config is None else f"config {config}: ") + in_one_line(first))
@@ -180,19 +180,19 @@ def error_of(results: Outputs, expected: Outputs) -> float:
                 x.float().reshape(-1, x.size(-1) if x.dim() > 1 else x.numel()) for x in (one, other)
             )
             wanted = other.norm(dim=-1)
-            # A row of nearly zeros is compared with the others.
+            # The error of a row close to zero is relative to the mean norm.
             least = wanted.mean().clamp(min=1e-30)
             errors.append(float(((one - other).norm(dim=-1) / wanted.clamp(min=least)).max()))
     return _largest([0.0, *errors])
 
 
 def _largest(errors: Sequence[float]) -> float:
-    """NaN counts as infinitely large, and stays NaN."""
+    """The largest error; NaN is larger than any number."""
     return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 class _Draw:
-    """Random tensors from their own generator."""
+    """Random tensors from a separate generator."""
 
     def __init__(self, device: torch.device):
         self.device, self.generator = device, torch.Generator(device).manual_seed(0)
@@ -209,7 +209,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Kernels with several configs as the run calls them, for each class of rows per expert."""
+    """Calls of the kernels with several configs as in the run, for each class of rows per expert."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -231,13 +231,13 @@ def _combine_cases(sizes: Sizes, device: torch.device, num_rows: int) -> Iterato
 def _expert_cases(
     sizes: Sizes, device: torch.device, tokens_L: Sequence[int] | None = None
 ) -> Iterator[_Case]:
-    """Cases of `experts.fused`, forward and backward; `tokens_L`: rows of each expert."""
+    """Kernel calls of `experts.fused`, forward and backward; `tokens_L`: rows of each expert."""
     draw, dtype, hidden, ffn = _Draw(device), sizes.dtype, sizes.hidden_size, sizes.ffn_size
     num_experts, activation = sizes.num_experts, sizes.activation
     tokens_L = tokens_L or [_ROWS[expert % len(_ROWS)] for expert in range(num_experts)]
     num_rows = sum(tokens_L)
     num_tokens = cdiv(num_rows, sizes.topk)
-    width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
+    width = ffn * (2 if ACTIVATIONS[activation].gated else 1)
     shape = f"{num_rows} rows, {num_experts} experts, {hidden} x {ffn}, {activation}"
     shape += ", biases" if sizes.bias else ""
     offsets_L1 = torch.tensor([0, *tokens_L], device=device).cumsum(0).int()
@@ -247,16 +247,16 @@ def _expert_cases(
     x, dy = (draw.normal(num_rows, hidden, dtype=dtype) for _ in range(2))
     if sizes.gathers:
         x, dy = x[:num_tokens], dy[:num_tokens]
-        token_R = draw.integers(num_tokens + 1, num_rows).int()  # with rows of padding
+        token_R = draw.integers(num_tokens + 1, num_rows).int()  # including padding rows
     hidden_RW, active_RF = (draw.normal(num_rows, wide, dtype=dtype) for wide in (width, ffn))
     gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
 
     def case(run: Any, *args: Any, what: str = "", **options: Any) -> _Case:
-        if sizes.fp8:  # see `experts.fused`: the products, with all around them
+        if sizes.fp8:  # the whole function of kernels/fp8/products.py, as called by `experts.fused`
             run, what = getattr(products, run.__name__), f"{what}, FP8"
         return _case(run, dtype, shape + what, *args, **options)
 
-    # Without padding, which no expert gets where the tokens are gathered.
+    # Without padding, which weight gradients never get if tokens are gathered.
     row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
     of_up, of_down = dict(gathering), []
     if sizes.bias:
@@ -287,7 +287,7 @@ def _expert_cases(
 
 
 def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
-    """The public function, and its twin in the same module on the same operands."""
+    """Case for a public function and its twin, which is in the same module."""
     module = sys.modules[run.__module__]
     twin, kernel = getattr(module, f"{run.__name__}_torch"), getattr(module, "_kernel", None)
     if run is topk.router_topk:
@@ -305,7 +305,7 @@ def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) 
 
 
 def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Cases of router, drops and row orders."""
+    """Kernel calls of router, drops and row order."""
     draw, num_tokens, num_experts, dtype = _Draw(device), 65, max(sizes.num_experts, 2), sizes.dtype
     topk_size, hidden = min(sizes.topk, num_experts), sizes.hidden_size
     slots = num_tokens * topk_size
@@ -319,7 +319,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         args = logits_TE, sizes.topk
         yield _case(topk.router_topk, torch.float32, shape, *args, bias_E=bias_E, **options)
     shape = f"{num_tokens} tokens, {num_experts} experts, top-{topk_size}"
-    expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # none for the last
+    expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # never the last expert
     kept_TK = draw.integers(4, num_tokens, topk_size) > 0
     weights_TK = draw.weights(num_tokens, topk_size)
     limits_E = draw.integers(slots // num_experts + 2, num_experts).int()
@@ -337,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """The router kernel's results, and the gradient of the logits from random ones of its sums."""
+    """The router's results, and the logits' gradient for random gradients of the differentiable results."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

@@ -1,4 +1,4 @@
-"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`."""
+"""Counting sort of slots by expert, without synchronizing. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
 
-# A slot's place within its block is found by comparing all pairs: half a block of comparisons per slot.
+# A slot's place within its block is found by comparing all pairs, so a larger block costs more per slot.
 _BLOCK = 128
 
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts):
-    """Expert of each slot; `num_experts` if dropped or invalid, one more past the last slot."""
+    """Expert of each slot; `num_experts` if dropped or invalid, `num_experts + 1` past the last slot."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if kept is not None:
@@ -30,7 +30,7 @@ def _count_kernel(
     slots = block * BLOCK + tl.arange(0, BLOCK)
     chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts)
     experts = tl.arange(0, BLOCK_E)
-    # Shifted by one place, so that the running sum excludes the block itself.
+    # Shifted by one, so that the cumulative sum excludes the block itself.
     place = 1 + experts.to(tl.int64) * num_blocks + block
     tl.store(counts + place, tl.histogram(chosen, BLOCK_E), mask=experts <= num_experts)
     if block == 0:
@@ -88,16 +88,16 @@ def slot_sort_torch(
 def slot_sort(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the N = T*K slots by expert, and within an expert by position; dropped ones come last.
+    """Sorts the N = T*K slots by expert, and within an expert by position; dropped slots come last.
 
     Args:
-        expert_TK: expert of every slot, int32 or int64; outside [0, E) counts as dropped. N below 2^31.
-        kept_TK: bool, slots that are not dropped; None for all.
+        expert_TK: expert of every slot, int32 or int64; dropped if outside [0, E). N is below 2^31.
+        kept_TK: bool, slots that are not dropped; None: all.
 
     Returns:
         slot_N: slot of each row, int32.
-        row_N: row of each slot, int32; N if dropped.
-        offsets_E1: the last counts kept slots.
+        row_N: row of each slot, int32; N: dropped.
+        offsets_E1: first row of each expert; the last value is the number of kept slots.
     """
     if not runs_kernel(expert_TK):
         return slot_sort_torch(expert_TK, num_experts, kept_TK)
@@ -110,9 +110,9 @@ def slot_sort(
     expert_TK, kept_TK = contiguous(expert_TK, kept_TK)
     sizes = num_slots, num_experts, num_blocks
     constants = {"BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
-    # Counting keeps the order of an expert's slots whatever the blocks are, so results are bitwise
-    # reproducible: each block's slots per expert; their running sum over experts, then blocks, which is where
-    # each block's slots of an expert begin; then every slot moves to its place.
+    # Three steps: count each block's slots per expert; sum these over experts, then blocks, which gives the
+    # place where a block's slots of an expert begin; move every slot to its place. The order does not depend
+    # on the block size, so results are bitwise reproducible.
     counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
     _count_kernel[(num_blocks,)](expert_TK, kept_TK, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)

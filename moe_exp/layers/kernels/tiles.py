@@ -1,4 +1,4 @@
-"""Parts of the grouped GEMM kernels: which tile a program computes, and products of blocks.
+"""Parts of the grouped GEMM kernels: tile order, products, column chunks and activations.
 
 Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. Shape suffixes in `moe_exp.layers`.
 """
@@ -12,9 +12,9 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Cumulative number of row tiles over experts, [BLOCK_E]; an expert without rows has none."""
-    # A row tile belongs to one expert, which the program finds from the offsets in registers: nothing is
-    # counted in advance for any tile size, and the host never waits for the number of tiles.
+    """Cumulative number of row tiles over experts, [BLOCK_E]; an expert without rows has no tile."""
+    # Each program finds the expert of its row tile from the offsets, in registers. So nothing needs to be
+    # counted in advance for each tile size, and the host never waits for the number of tiles.
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
     rows = tl.load(offsets + expert + 1, mask=is_expert, other=0) - tl.load(
@@ -34,8 +34,8 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """The tile's place in both dimensions."""
-    # GROUP_M rows of tiles take the same columns one after another, while these are in L2.
+    """Indices of the tile in both dimensions."""
+    # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
     size_m = tl.minimum(num_m - first_m, GROUP_M)
@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """`row_tile` of the tile with this number among num_m x num_n, and its place in the columns."""
+    """`row_tile` of the tile with this index among num_m x num_n, and the index of its columns."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n
@@ -55,11 +55,11 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """Row of the operand for each row of a tile, and whether that is a token and no padding.
+    """The operand's row for each row of a tile, and whether it is a token, not padding.
 
-    Without `tokens` (None) the operand has the rows themselves.
+    If `tokens` is None, the operand contains the rows themselves.
     """
-    # Rows past the end and padding read another row, so that the loop over the depth has no mask for them.
+    # Padding and rows past the end read another row, so that the loop over the depth needs no mask for them.
     source, is_token = tl.minimum(rows, row_end - 1), rows < row_end
     if tokens is not None:
         source = tl.load(tokens + source)
@@ -71,23 +71,21 @@ def row_sources(tokens, rows, row_end, num_tokens):
 @jit
 def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
     """total + a @ b in fp32."""
-    if INTERPRET:  # whose bf16 product is silently wrong
+    if INTERPRET:  # the interpreter's bf16 product is silently wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @jit
 def load_where(block, mask, IS_WHOLE: tl.constexpr):
-    """The values at the addresses `block`, zero where the mask is false; IS_WHOLE: it is true everywhere."""
+    """Values at the addresses `block`, zero where the mask is False; IS_WHOLE: the mask is always True."""
     return tl.load(block, mask=None if IS_WHOLE else mask, other=None if IS_WHOLE else 0.0)
-
-
-# Splits a block of results into chunks of columns, for epilogues that need more registers than there are.
 
 
 @jit
 def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """The chunks from left to right, COLUMNS at most 8 * CHUNK: repeated halving along a new axis."""
+    """Chunks of columns from left to right, for epilogues that would need too many registers for all."""
+    # Triton cannot slice a block, but it can split an axis of size 2: halve the columns repeatedly.
     tl.static_assert(COLUMNS // CHUNK <= 8)
     chunks = (x,)
     for level in tl.static_range(3):
@@ -101,8 +99,6 @@ def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.conste
 
 
 # Activations of the experts and their derivatives in fp32; names as in `moe_exp.layers.activations`.
-
-
 SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476) if tl else None
 INV_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327) if tl else None
 QUICK: tl.constexpr = tl.constexpr(QUICK_GELU) if tl else None
@@ -112,7 +108,7 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 
 @jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of the gate, or of the whole if not gated."""
+    """The activation function, which is applied to the gate if there is one."""
     if ACTIVATION == "swiglu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "squared_relu":
@@ -129,7 +125,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @jit
 def activate_with_derivative(x, ACTIVATION: tl.constexpr):
-    """The activation and its derivative."""
+    """The activation function and its derivative."""
     if ACTIVATION == "swiglu":
         s = tl.sigmoid(x)
         y = x * s
@@ -153,7 +149,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """The factor of the activated gate: up, clamped and shifted if the activation says so."""
+    """The factor on the activated gate: up, for some activations clamped and shifted."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up

@@ -1,6 +1,6 @@
-"""The router after its logits in one pass: scores, top-k, weights, and all sums for losses and statistics.
+"""The router after its logits in one kernel: scores, top-k, weights, and all sums for losses and statistics.
 
-Never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
+It never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    cdiv,
-    compilable,
-    contiguous,
-    jit,
-    last_contiguous,
-    num_programs,
-    power_of_2,
-    runs_kernel,
-    tl,
-)
+from moe_exp.config.choices import SCORES
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.scores import (
     EPSILON,
     LEAST,
@@ -33,30 +25,30 @@ from moe_exp.layers.kernels.scores import (
     weigh,
 )
 
-_EPSILON = 1e-20  # for the twin, as in Router
+_EPSILON = 1e-20  # added to sums of weights, as in Router
 
-# Elements of a tile of [tokens, experts]: 8 per thread of four warps.
+# Elements in a tile [tokens, experts]: 8 per thread with four warps.
 _TILE = 1024
 _MOST_TOKENS = 64
-_PROGRAMS_PER_PROCESSOR = 4
+_PER_PROCESSOR = 4  # programs
 
 
 class TopK(NamedTuple):
-    """Router decisions, and what losses and statistics need of the scores. Floats are fp32."""
+    """Router decisions, and the sums for losses and statistics. Floats are fp32."""
 
-    expert_TK: Tensor  # chosen experts, int64, best first; ties go to the lowest index
+    expert_TK: Tensor  # chosen experts, int64, best first; ties: lowest index first
     weights_TK: Tensor  # router weights, with gradient
     lse_T: Tensor  # log-sum-exp of the logits, with gradient
     score_sums_E: Tensor  # scores (rows sum to 1) summed over tokens without padding, with gradient
     tokens_per_expert_E: Tensor  # slots per expert, int64, without padding
     by_score_E: Tensor  # like tokens_per_expert_E for the K highest scores; differs only with a bias
-    entropy: Tensor  # of the scores, summed over tokens without padding, a scalar
-    largest: Tensor  # largest weight of each token, summed likewise
+    entropy: Tensor  # entropy of the scores, summed over tokens without padding, scalar
+    largest: Tensor  # each token's largest weight, summed over tokens without padding, scalar
 
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), whether a token exists, and whether it counts."""
+    """Logits (-inf past the last expert), whether a token exists, and whether it is not padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -86,7 +78,7 @@ def _forward_kernel(
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
-        # Logits have the order of the scores, without ties of scores that round to 0 or 1.
+        # Logits have the order of the scores, but no ties where scores round to 0 or 1.
         by_score = raw if SCORE == "softmax" else z
         choice = by_score
         if bias is not None:
@@ -118,7 +110,7 @@ def _forward_kernel(
             _, _, key = choose(key, raw, experts, TOPK, BLOCK_T, BLOCK_K)
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
-    # Partial sums of each program, which are added in a fixed order afterwards: no atomics.
+    # Each program's partial sums, which are later added in a fixed order instead of with atomics.
     sums += tl.program_id(0).to(tl.int64) * (num_experts + 2)
     counts += tl.program_id(0).to(tl.int64) * (2 * num_experts)
     tl.store(sums + experts, tl.sum(score_sums, 0), mask=is_expert)
@@ -143,7 +135,7 @@ def _backward_kernel(
     probabilities, _ = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
-    # Values of the K chosen are spread over E; others are zero.
+    # Scatter the values of the K chosen experts to E; the others are zero.
     is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
     dvalue = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     for k in tl.static_range(TOPK):
@@ -157,7 +149,7 @@ def _backward_kernel(
     if SCORE != "softmax":
         in_logs, slope = log_scores(z, SCORE)
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
-        # Relative to the largest of the chosen, which softmax over all may have rounded to zero.
+        # Relative to the largest chosen value, which a softmax over all experts may have rounded to zero.
         chosen = tl.where(is_chosen, in_logs, -1e30)
         value = tl.where(is_chosen, tl.exp(chosen - tl.max(chosen, 1)[:, None]), 0.0)
         value = value / tl.maximum(tl.sum(value, 1), EPSILON)[:, None]
@@ -178,7 +170,7 @@ def _backward_kernel(
             draw = dscore
         dz += raw * (draw - tl.sum(draw * raw, 1)[:, None])
     else:
-        # Gradient of the logarithms of the raw scores.
+        # Gradient with respect to the logarithms of the raw scores.
         dlog = dvalue * value
         if NORMALIZE:
             dlog -= value * tl.sum(dlog, 1)[:, None]
@@ -192,16 +184,28 @@ def _backward_kernel(
     tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
 
 
-def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
-    """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits."""
-    # A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
-    # (sigmoid below -103).
+def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores in the dtype of the logits, three tensors [T, E]:
+
+    raw:    the score function of each expert, such as the sigmoid of its logit
+    log:    log of raw, up to a constant per token (unused with ReLU)
+    scores: raw divided by its sum over experts
+    """
+    if not SCORES[score].per_expert:
+        scores_TE = logits_TE.softmax(dim=-1)
+        return scores_TE, logits_TE, scores_TE
+    if SCORES[score].uses_positive:
+        raw_TE = logits_TE.relu()
+        return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
+    # A softmax of the logarithms gives scores / sum of scores even where the scores underflow (in fp32,
+    # sigmoid below -103). If all of a token's logits are below -14, it equals softmax(z) for sigmoid and
+    # softmax(z / 2) for sqrtsoftplus. If all logits are large, it approaches 1/E.
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
-    return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
+    return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE, log_TE.softmax(dim=-1)
 
 
 class ScoreFunction(NamedTuple):
-    """A per-expert score: `raw` from logits and logarithms; `log` and its derivative `slope` from logits."""
+    """A per-expert score: `raw(logits, logs)`, `log(logits)` and its derivative `slope(logits)`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
@@ -209,7 +213,7 @@ class ScoreFunction(NamedTuple):
 
 
 def _log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
-    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
+    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 the rest is lost even in fp64.
     far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
     near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
     return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
@@ -222,7 +226,7 @@ def _slope_of_log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
     return torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2
 
 
-# Every score except softmax, which is over all experts. kernels/scores.py has the same for KERNEL_SCORES.
+# The per-expert scores except relu. kernels/scores.py has the same functions in Triton.
 SCORE_FUNCTIONS = {
     "sigmoid": ScoreFunction(
         raw=lambda logits_TE, log_TE: logits_TE.sigmoid(),
@@ -237,7 +241,6 @@ SCORE_FUNCTIONS = {
 
 class _LogScores(torch.autograd.Function):
     # Saves only the logits for backward; autograd would save six tensors of their size.
-
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, score: ScoreFunction) -> Tensor:
         ctx.save_for_backward(logits_TE)
@@ -262,20 +265,16 @@ def router_topk_torch(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Plain-torch twin of `router_topk`, in the dtype of the logits."""
-    if score == "softmax":
-        raw_TE = scores_TE = logits_TE.softmax(dim=-1)
-    else:
-        raw_TE, log_TE = scores_torch(logits_TE, score)
-        scores_TE = log_TE.softmax(dim=-1)
-    # Logits have the order of the scores, without ties of scores that round to 0 or 1.
-    by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
+    """Plain-torch twin of `router_topk` in the dtype of the logits."""
+    raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
+    is_softmax = not SCORES[score].per_expert
+    by_score_TE = (raw_TE if is_softmax else logits_TE).detach()
     choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
     expert_TK, counts_E = _best(choice_TE, topk, valid_T)
     weights_TK = raw_TE.gather(1, expert_TK)
-    if score == "softmax" and not pre_softmax:
+    if is_softmax and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
-    if score != "softmax" and normalize:
+    if normalize and not is_softmax:
         weights_TK = log_TE.gather(1, expert_TK).softmax(dim=-1)
     elif normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
@@ -293,7 +292,7 @@ def router_topk_torch(
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
     """The K best experts of each token, and slots per expert without padding."""
-    # Not torch.topk, which does not specify which of equal values it takes.
+    # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)
     if valid_T is not None:
@@ -313,27 +312,22 @@ def router_topk(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Chooses and weighs the K experts of highest score, with the formulas of `moe_exp.layers.router.Router`.
+    """Chooses the K experts of highest score and computes their weights; formulas are in `Router`.
+
+    Backward recomputes the scores.
 
     Args:
         logits_TE: fp32.
         score: `softmax`, `sigmoid` or `sqrtsoftplus`.
-        pre_softmax: softmax over all experts, else over the chosen K.
+        pre_softmax: softmax over all experts; else over the chosen K.
         normalize: divide the weights by their sum.
-        scaling_factor: multiplies the weights.
+        scaling_factor: factor on the weights.
         bias_E: fp32, added to the scores for the choice but not to the weights.
-        valid_T: bool, tokens that are not padding; None for all.
-
-    Returns:
-        See TopK. Backward takes gradients of weights_TK, lse_T and score_sums_E, and recomputes the scores.
+        valid_T: bool, tokens that are not padding; None: all.
     """
-    options: dict[str, Any] = {
-        "score": score,
-        "pre_softmax": pre_softmax,
-        "normalize": normalize,
-        "scaling_factor": float(scaling_factor),
-    }
-    if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
+    options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize}
+    options["scaling_factor"] = float(scaling_factor)
+    if not launch.runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
     expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts = _RouterTopK.apply(
         logits_TE, bias_E, valid_T, topk, *options.values()
@@ -346,7 +340,7 @@ class _RouterTopK(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any
     ) -> tuple[Tensor, ...]:
-        logits_TE = last_contiguous(logits_TE)
+        logits_TE = launch.last_contiguous(logits_TE)
         expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
         ctx.options = options
@@ -380,7 +374,7 @@ def _fake_forward(
     return expert_TK, weights_TK, lse_T, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
 
 
-@compilable("topk_forward", _fake_forward)
+@launch.compilable("topk_forward", _fake_forward)
 def _topk_forward(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -396,20 +390,20 @@ def _topk_forward(
     if num_tokens == 0:
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
-    num_blocks = cdiv(num_tokens, blocks["BLOCK_T"])
-    # Takes all processors, also with MOE_SM_MARGIN: the partial sums depend on the number of programs.
-    programs = num_programs(logits_TE, num_blocks, per_processor=_PROGRAMS_PER_PROCESSOR, takes_all=True)
+    num_blocks = launch.cdiv(num_tokens, blocks["BLOCK_T"])
+    # Uses all processors regardless of MOE_SM_MARGIN: the bits of the sums depend on the number of programs.
+    programs = launch.num_programs(logits_TE, num_blocks, per_processor=_PER_PROCESSOR, takes_all=True)
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, *contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums, partial_counts,
-        num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
-        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=power_of_2(topk), **blocks,
+        logits_TE, *launch.contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums,
+        partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=launch.power_of_2(topk), **blocks,
     )  # fmt: skip
     return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
 
 
-@compilable(
+@launch.compilable(
     "topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
 )
 def _topk_backward(
@@ -429,8 +423,8 @@ def _topk_backward(
     if num_tokens == 0:
         return dlogits_TE
     blocks = _blocks(num_experts)
-    _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
-        logits_TE, *contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
+    _backward_kernel[(launch.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        logits_TE, *launch.contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
         num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
         PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, **blocks,
     )  # fmt: skip
@@ -438,5 +432,5 @@ def _topk_backward(
 
 
 def _blocks(num_experts: int) -> dict[str, int]:
-    block_e = power_of_2(num_experts)
+    block_e = launch.power_of_2(num_experts)
     return {"BLOCK_T": max(1, min(_MOST_TOKENS, _TILE // block_e)), "BLOCK_E": block_e}

@@ -1,6 +1,4 @@
-"""Kernels with several configs: which of them a launch takes, found by timing, sent by rank 0 or read from a
-file.
-"""
+"""Choice among the configs of a kernel: by timing, from a file, or from rank 0."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """One way to launch a kernel."""
+    """Constants of a kernel with `num_warps` and `num_stages`; TMA=1 requires tensor descriptors."""
 
-    constants: dict[str, int]  # of the kernel, num_warps and num_stages; TMA=1 needs tensor descriptors
+    constants: dict[str, int]
 
     def suits(self, kwargs: dict[str, Any]) -> bool:
-        """Whether these operands have what the config needs."""
+        """Whether the config supports these operands."""
         return bool(kwargs.get("HAS_TMA")) or not self.constants.get("TMA")
 
     def __str__(self) -> str:
@@ -43,12 +41,11 @@ class KernelConfig:
 
 
 class Tuned:
-    """A kernel with several configs: `kernel[grid](...)` takes the fastest.
+    """A kernel with several configs: `kernel[grid](...)` launches the fastest. For arguments see `tuned`.
 
     The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails in any way is dropped with one warning, and another takes its place.
-    After `take_choices` nothing is timed: a new key takes the config of the most similar one. Arguments: see
-    `tuned`.
+    all tensors. A config that fails is dropped with one warning and replaced by another. After `take_choices`
+    nothing is timed, and a new key uses the config of the most similar key.
     """
 
     def __init__(
@@ -72,12 +69,12 @@ class Tuned:
         return functools.partial(self.run, grid=grid, warmup=False)
 
     def candidates(self) -> list[KernelConfig]:
-        """Configs that may run now."""
+        """Configs that may run: only the first if deterministic algorithms are enabled."""
         return self.configs[:1] if torch.are_deterministic_algorithms_enabled() else self.configs
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """Inside, launches take this config; UnsuitedError if the operands do not suit it."""
+        """Inside the context, uses this config; UnsuitedError if it does not support the operands."""
         self._only = config
         try:
             yield
@@ -88,10 +85,10 @@ class Tuned:
         """Launches the fastest config, or the next one if that fails."""
         if self._only is not None:
             if not self._only.suits(kwargs):
-                raise UnsuitedError(f"kernel {self.name}: config {self._only} is not for these operands")
+                raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
             return self._launch(self._only, args, kwargs)
-        # Another start may measure another config as fastest, whose tiles sum in another order. Checked at
-        # every launch, as in torch, so also after timing.
+        # Another start may measure another config as fastest, which sums in another order. Checked at every
+        # launch, because PyTorch allows changing this setting at any time.
         if torch.are_deterministic_algorithms_enabled():
             return self._launch(self.configs[0], args, kwargs)
         key = self.key(args, kwargs)
@@ -99,13 +96,13 @@ class Tuned:
             config = self.choices.get(key) or self._choose(key, args, kwargs)
             try:
                 return self._launch(config, args, kwargs)
-            except Exception as error:  # also after it was chosen, as with operands of another alignment
+            except Exception as error:  # a chosen config can fail later, for example on other alignments
                 if len(self.configs) == 1 or is_of_device(error):
                     raise
                 self.drop(config, error)
 
     def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Values of the key's arguments, and the dtypes of all tensors."""
+        """Values of the key arguments, and the dtypes of all tensors."""
         given = len(args)
         values = [args[place] if place < given else kwargs[name] for name, place in self._of_key]
         return *values, *[x.dtype for x in args if isinstance(x, Tensor)]
@@ -113,7 +110,7 @@ class Tuned:
     def prepared(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Positional and keyword arguments of a launch with `config`."""
+        """Positional and keyword arguments for a launch with `config`."""
         kwargs = kwargs | config.constants
         if self._trial:
             kwargs[self._trial] = is_trial
@@ -124,22 +121,22 @@ class Tuned:
                 for name, shape in self._blocks(given).items():
                     if given[name] is not None:
                         given[name].block_shape = shape
-            else:  # not encoded in vain, and a driver that cannot encode them fails no config without them
+            else:  # saves encoding them, and configs without TMA still run if the driver cannot encode them
                 descriptor = triton.tools.tensor_descriptor.TensorDescriptor
                 args = [None if isinstance(x, descriptor) else x for x in args]
         return args, kwargs
 
     def suited(self, kwargs: dict[str, Any]) -> list[KernelConfig]:
-        """Configs that suit the operands and have not failed."""
+        """Configs that support the operands and have not failed."""
         return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """See `take_choices`; without configs that have failed here."""
+        """See `take_choices`; ignores configs that failed in this process."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
         self.is_decided = True
 
     def drop(self, config: KernelConfig, error: Exception) -> None:
-        """Never uses the config again."""
+        """Excludes a config that failed."""
         self._dropped.append(config)
         self.choices = {key: chosen for key, chosen in self.choices.items() if chosen is not config}
         self._warn(config, error)
@@ -157,12 +154,12 @@ class Tuned:
         if len(left) == 1:
             config = left[0]
         elif self.is_decided:
-            # The other ranks would wait for timing: the choice for the key that agrees with this one in most
-            # places, else the first config.
+            # Other ranks would wait for timing. Use the choice for the key that matches in most positions, or
+            # else the first config.
             known = [other for other, config in self.choices.items() if config in left]
             similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
             config = left[0] if similar is None else self.choices[similar]
-            line = "kernel %s: not timed at the start for %s, takes config %s"
+            line = "kernel %s: not timed at the start for %s, using config %s"
             logger.warning(line, self.name, self._in_words(key), config)
         else:
             config = self._fastest(left, key, args, kwargs)
@@ -184,7 +181,7 @@ class Tuned:
         if known := next((config for config in configs if str(config) == stored), None):
             return known
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            operands, rule = self._in_words(key), "the configs cannot be timed while a CUDA graph is captured"
+            operands, rule = self._in_words(key), "configs cannot be timed during CUDA graph capture"
             fix = "call it once with operands of these sizes before the capture"
             raise RuntimeError(f"kernel {self.name}: {operands}: {rule}. Fix: {fix}.")
         found: dict[KernelConfig, float] = {}
@@ -194,7 +191,7 @@ class Tuned:
             try:
                 found[config] = milliseconds(launch)
             except torch.OutOfMemoryError as full:
-                line = "kernel %s: the configs are not timed, as memory is full; takes config %s: %s"
+                line = "kernel %s: out of memory while timing configs, using config %s: %s"
                 logger.warning(line, self.name, configs[0], in_one_line(full))
                 return configs[0]
             except Exception as caught:
@@ -212,12 +209,12 @@ class Tuned:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_json(file, choice)
-            except OSError as failed:  # a full disk, or a home folder that cannot be written
-                logger.debug("%s is not written: %s", file, in_one_line(failed))
+            except OSError as failed:  # a full disk, or a read-only home folder
+                logger.debug("cannot write %s: %s", file, in_one_line(failed))
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """Keeps the choice for other processes; its name changes with all that the choice depends on."""
+        """File with the choice for other processes; its name hashes everything that the choice depends on."""
         on = device_facts()
         if not on:
             return None
@@ -233,14 +230,14 @@ class Tuned:
             logger.warning("kernel %s: config %s is not used: %s", self.name, config, in_one_line(error))
 
     def _no_config_error(self) -> RuntimeError:
-        return RuntimeError(f"kernel {self.name}: none of its {len(self.configs)} configs runs")
+        return RuntimeError(f"kernel {self.name}: all of its {len(self.configs)} configs failed")
 
 
-TUNED: dict[str, Tuned] = {}  # all that `tuned` has made, by name
+TUNED: dict[str, Tuned] = {}  # all tuned kernels, by name
 
 
 def choices() -> dict[str, dict[Key, int]]:
-    """Number of the config that every kernel takes, by name and key."""
+    """Index of the chosen config, by kernel name and key."""
     return {
         name: {key: kernel.configs.index(config) for key, config in kernel.choices.items()}
         for name, kernel in TUNED.items()
@@ -248,34 +245,32 @@ def choices() -> dict[str, dict[Key, int]]:
 
 
 def take_choices(found: dict[str, dict[Key, int]]) -> None:
-    """Replaces the choices of this process by those of another; nothing is timed afterwards."""
+    """Replaces this process's choices with those of another; nothing is timed afterwards."""
     for name, kernel in TUNED.items():
         kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
 
 
 def device_facts() -> tuple[str, ...]:
-    """Name of the current device and version of its driver; empty without one."""
+    """Name of the current device and version of its driver; empty without a device."""
     if not torch.cuda.is_available():
         return ()
     return torch.cuda.get_device_name(), driver_version()
 
 
 class UnsuitedError(ValueError):
-    """The config does not suit these operands, such as one with tensor descriptors if there are none."""
+    """The config does not support these operands, for example because they lack tensor descriptors."""
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a launch on the device, by Triton's benchmark."""
-    # In a third of its usual time: a run has two hundred of them before its first iteration.
+    """Median time of a launch on the device."""
+    # A third of the benchmark's default duration: a run does about 200 before its first iteration.
     benchmark = triton.runtime.driver.active.get_benchmarker()
     return float(benchmark(run, warmup=8, rep=32, quantiles=(0.5, 0.2, 0.8))[0])
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`, a row each, with the `names` of their values.
-
-    Those of the kernels here are predicted, not measured: see docs/kernels.md.
-    """
+    """Configs for `tuned`: one per row, whose values have these `names`."""
+    # The kernels' configs are predicted, not measured: see docs/kernels.md.
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
@@ -288,16 +283,15 @@ def tuned(
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
     Args:
-        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs tensor
-            descriptors; the argument HAS_TMA, given by keyword, says whether there are. The first is used for
-            deterministic algorithms and the interpreter.
-        key: kernel arguments; the configs are timed for each new set of their values.
-        trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
-            leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
-            output, in the first backward pass of a run.
-        blocks: block shapes of the descriptors, by name of the argument; called with all arguments before
-            each launch with TMA=1, whose values have two bytes.
+        configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors. The
+            first config is used for deterministic algorithms and the interpreter.
+        key: names of kernel arguments; configs are timed for each new combination of their values.
+        trial: name of an argument that the tuner sets to 1 while timing and else to 0, for kernels that
+            accumulate into their output. If it is 1, the kernel must leave the output unchanged.
+        blocks: returns the block shapes of the descriptors by argument name, given all arguments; called
+            before each launch with TMA=1, whose values have two bytes.
     """
+    # Instead of `trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 
     def decorate(function: Any) -> Any:
         if triton is None:
@@ -315,18 +309,18 @@ def make_config(config: dict[str, int]) -> KernelConfig:
     if INTERPRETED:
         blocks = {name: size for name, size in config.items() if name.startswith("BLOCK_")}
         config = config | {name: min(size, _INTERPRETED_TILE) for name, size in blocks.items()}
-    # PROGRAMS on a processor share its registers; Triton may need more than their part without a limit.
+    # PROGRAMS programs share a processor's registers. Without a limit, Triton may use more than their part.
     num_registers = _REGISTERS // (32 * config["num_warps"] * config.get("PROGRAMS", 1))
     limit = {"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}
     return KernelConfig(config | limit)
 
 
-_REGISTERS, _MOST_REGISTERS = 2**16, 255  # of a multiprocessor, and of a thread
+_REGISTERS, _MOST_REGISTERS = 2**16, 255  # per multiprocessor, and per thread
 _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles."""
-    # Part of the tuning keys, so that a process that first generates a few tokens does not train with their
-    # config. Coarse, because every class is timed once.
+    """0, 1 or 2 for less than 64, less than 512, or more rows per group, which need different tiles."""
+    # Part of the tuning keys, so that a process that first generates a few tokens does not use their config
+    # for training. Coarse, because every class is timed.
     return sum(num_rows >= num_groups * size for size in (64, 512))

@@ -1,7 +1,6 @@
-"""Grouped GEMM of the up-projection: gathers rows, weighted activation in the epilogue.
+"""Grouped GEMM of the up-projection, which gathers rows and applies the weighted activation in its epilogue.
 
-Shape suffixes in `moe_exp.layers`; W is the width of the first projection: 2F if gated (gate half first),
-else F.
+Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from moe_exp.layers.kernels.tiles import (
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_K = 64
-# BLOCK_K is of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
+# BLOCK_K counts elements of two bytes. If the activation is gated, half of BLOCK_N are columns of the gate.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),
@@ -40,7 +39,7 @@ CONFIGS = configs(
     (128, 128, 64, 8, 2, 1, 8, 3),
     (128, 128, 64, 8, 2, 1, 4, 3),
 )
-# Columns of the product that the epilogue takes at a time.
+# Columns of the product that the epilogue processes per step.
 CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 
 
@@ -49,7 +48,7 @@ def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the results for COLUMNS of the activation, starting at `column`."""
+    """Writes the results for COLUMNS columns of the activation, starting at `column`."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]
@@ -96,7 +95,7 @@ def _kernel(
         source, is_token = row_sources(token, rows, row_end, num_tokens)
         depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
-        # Columns of gate and up alternate: both come from one product, and a pair of them is in one thread.
+        # Columns of gate and up alternate in one product, so that one thread holds both values of a pair.
         each = tl.arange(0, BLOCK_N)
         of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
         if GATED:
@@ -128,7 +127,7 @@ def _kernel(
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0)
-        # Chunk by chunk, so that each chunk's values leave the registers before the next.
+        # In chunks, so that a chunk's values leave the registers before the next chunk needs them.
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
             _finish(
@@ -177,7 +176,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor]:
     num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
     hidden_RW = x.new_empty(num_rows if keeps_hidden else 0, width)
-    return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
+    return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation].gated else width)
 
 
 @launch.compilable("up_projection", _outputs)
@@ -192,18 +191,18 @@ def up_projection(
     bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """hidden = x[token] W1^T + b1, and its activation times the weight, from fp32 sums.
+    """hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
 
     Args:
-        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; last dimension contiguous.
-        weight1_LWD: in torch's (out, in) order, gate half first; last dimension contiguous.
+        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D].
+        weight1_LWD: in PyTorch's (out, in) order, gate half first.
         token_R: int32, token of each row; T for a padding row, which is zero.
-        weights_R: fp32, router weight of each row; None for 1.
-        bias1_LW: b1, in the dtype of x; None for 0.
-        keeps_hidden: write hidden, for a backward pass.
+        weights_R: fp32, router weight of each row; None: 1.
+        bias1_LW: b1 in the dtype of x; None: 0.
+        keeps_hidden: write hidden for backward.
 
     Returns:
-        hidden [R, W] (or [0, W]) and the weighted activation [R, F], in the dtype of x; rows from offsets[L]
+        hidden [R, W] (or [0, W]) and the weighted activation [R, F], in the dtype of x. Rows from offsets[L]
         on are undefined.
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
@@ -211,13 +210,14 @@ def up_projection(
         options |= {"weights_R": weights_R, "bias1_LW": bias1_LW}
         return up_projection_torch(x, weight1_LWD, offsets_L1, **options)
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
-    (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
+    (num_rows, width), num_experts = active_RF.shape, weight1_LWD.size(0)
+    gated = ACTIVATIONS[activation].gated
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
     offsets_L1, token_R, weights_R, bias1_LW = launch.contiguous(offsets_L1, token_R, weights_R, bias1_LW)
     x, weight1_LWD = launch.last_contiguous(x), launch.last_contiguous(weight1_LWD)
 
-    # [L, F, 2, D]: a block has alternating rows of gate and up.
+    # [L, F, 2, D], so that rows of gate and up alternate in a block.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = launch.descriptors(x if token_R is None else None, pairs)
     _kernel[launch.grid_of_tiles(x, num_experts, num_rows, hidden_RW.size(1))](

@@ -1,7 +1,7 @@
-"""Gradients of the experts' matrices: sums over rows, either side of which may be gathered.
+"""Gradients of the experts' matrices: sums of products over rows. Both operands may be gathered.
 
-One program computes one tile of one expert's matrix from all of its rows: no atomics, so results are bitwise
-reproducible. Shape suffixes in `moe_exp.layers`.
+One program computes one tile of one expert's matrix from all of its rows, without atomics, so results are
+bitwise reproducible. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIGS = configs(
     (128, 128, 64, 8, 1, 8, 3),
 )
 
-# Experts of which `_order_kernel` compares all pairs at a time.
+# Experts per step of `_order_kernel`, which compares all pairs.
 _BLOCK_E = 64
 
 
@@ -39,7 +39,7 @@ def _num_rows(experts, offsets, num_experts):
 
 @jit
 def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
-    """Sorts the experts by rows, most first; ties by lower number. Each program places BLOCK of them."""
+    """Sorts experts by number of rows, descending; ties by index. Each program places BLOCK experts."""
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     my_rows = _num_rows(mine, offsets, num_experts)[:, None]
     places = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -71,7 +71,7 @@ def _kernel(
     EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
     tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
     place, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
-    # Tiles of the fullest expert come first, so that the last ones to run are short.
+    # Experts with most rows come first, so that the last tiles to run are short.
     expert = tl.load(order + place)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     if ADDS and first == end:
@@ -80,9 +80,9 @@ def _kernel(
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.arange(0, DEPTH)
-    # Whole steps have no masks. Rows are looked up one step ahead (the last step looks up its own again): a
-    # load that depends on another would start later. The block of `a` is loaded as the product takes it,
-    # [M, DEPTH]: if transposed, Ampere's is not pipelined.
+    # Whole steps need no masks. Row indices are loaded one step ahead (the last step reloads its own),
+    # because a load that depends on another starts later. The block of `a` is loaded as [M, DEPTH], as the
+    # product needs it: with a transpose, Triton does not pipeline it on Ampere.
     whole = first + (end - first) // DEPTH * DEPTH
     rows, is_row = first + steps, first + steps < whole
     a_rows, b_rows = _rows_of(a_index, rows, is_row), _rows_of(b_index, rows, is_row)
@@ -99,7 +99,7 @@ def _kernel(
         else:
             y = _load(b, b_now[:, None], n[None, :], STRIDE_B, None, num_n, EVEN_N)
         total = dot(x, y, total, PRECISION, INTERPRET)
-    for start in tl.range(whole, end, DEPTH, num_stages=1):  # the rest, if any
+    for start in tl.range(whole, end, DEPTH, num_stages=1):  # the remainder
         rows, is_row = start + steps, start + steps < end
         a_now, b_now = _rows_of(a_index, rows, is_row), _rows_of(b_index, rows, is_row)
         x = _load(a, a_now[None, :], m[:, None], STRIDE_A, is_row[None, :], num_m, EVEN_M)
@@ -113,14 +113,14 @@ def _kernel(
         sums = chunks[i]
         if ADDS:
             before = tl.load(block + columns[None, :], mask=mask, other=0.0)
-            # Timed launches cost the same as real ones but leave main_grad unchanged.
+            # Launches for timing cost the same as real ones but leave main_grad unchanged.
             sums = tl.where(is_trial != 0, before, before + sums)
         tl.store(block + columns[None, :], sums.to(dw.dtype.element_ty), mask=mask)
 
 
 @jit
 def _rows_of(index, rows, is_row):
-    """Row indices into an operand; 0 or anything where there is no row. `is_row` None: all are there."""
+    """Row indices into an operand, arbitrary where `is_row` is False. `is_row` None: all rows exist."""
     if index is not None:
         rows = tl.load(index + rows) if is_row is None else tl.load(index + rows, mask=is_row, other=0)
     return rows
@@ -128,7 +128,7 @@ def _rows_of(index, rows, is_row):
 
 @jit
 def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.constexpr, EVEN: tl.constexpr):
-    """A block of an operand, zero where there is no row; its order of dimensions is that of the indices."""
+    """A block of an operand, zero where `is_row` is False; dimensions are in the order of the indices."""
     block = x + rows.to(tl.int64) * STRIDE + columns
     if is_row is None:
         values = load_where(block, columns < num_columns, EVEN)
@@ -169,29 +169,29 @@ def weight_grad(
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the rows of every expert: dw_e = sum_r a_r^T b_r, accumulated in fp32.
+    """Sum over the rows of every expert, dw_e = sum_r a_r^T b_r, accumulated in fp32.
 
     Args:
-        a: [R, M], sorted by expert, or the source of `a_index_R`; last dimension contiguous.
+        a: [R, M], sorted by expert, or the source of `a_index_R`.
         b: [R, N], the same.
         a_index_R: int32, row of `a` for each row; None: already in order.
         b_index_R: the same for `b`.
-        out: fp32 [L, M, N], last dimension contiguous, Megatron's main_grad: added to in place; unchanged for
-            an expert without rows.
+        out: fp32 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
+            contiguous.
 
     Returns:
-        `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
+        `out`, or a new [L, M, N] in the dtype of `a`, zero for experts without rows.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
     if out.stride(-1) != 1:
-        rule = "its last dimension has to be contiguous"
-        raise ValueError(f"out={tuple(out.stride())} strides: {rule}. Fix: give out.contiguous().")
+        rule = "the last dimension must be contiguous"
+        raise ValueError(f"out={tuple(out.stride())} strides: {rule}. Fix: pass a contiguous tensor.")
     _add_grad(out, a, b, offsets_L1, a_index_R, b_index_R)
     return out
 
 
-# Two operators: under torch.compile an operator may not return what it writes to.
+# Two operators, because for torch.compile an operator must not return a tensor that it writes to.
 @launch.compilable(
     "weight_grad",
     lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
@@ -232,7 +232,7 @@ def _launch(
     _order_kernel[(launch.cdiv(num_experts, block_e),)](offsets_L1, order_L, num_experts, BLOCK=block_e)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
-        # Not persistent: the device schedules the next tile when one is done, whatever its number of rows.
+        # Not persistent: tiles have different numbers of rows, and the device balances them.
         tiles = launch.cdiv(num_m, constants["BLOCK_M"]) * launch.cdiv(num_n, constants["BLOCK_N"])
         return (num_experts * tiles,)
 

@@ -1,1 +1,1 @@
-"""The Megatron side of the layer: router, experts and attention as Megatron-Core builds them."""
+"""Router, experts, MoE layer and attention as Megatron modules."""

@@ -1,12 +1,12 @@
-"""Attention core, norms and rotary embedding of the local spec. Causal, grouped queries, context parallel.
+"""Causal attention core, norms and rotary embedding of the local spec.
 
 Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this
-rank, d head size of queries and keys, v of values (differs from d only with multi-latent attention).
-
-Megatron's torch wrapper of norms refuses sequence parallelism. Its rotary embedding (arXiv:2104.09864) takes
-about 20 operations each way for queries and keys, a third of all that a layer without experts starts; on a
-GPU a small model waits for that. Here it takes three each way for queries, and as many for keys.
+rank, d head size of queries and keys, v head size of values (equal to d except in multi-latent attention).
 """
+
+# Why not Megatron's: its wrapper of PyTorch's norms does not support sequence parallelism. Its rotary
+# embedding (arXiv:2104.09864) launches about 20 operations in each direction for queries and keys, a third of
+# all launches of a layer without experts, which limits small models on a GPU. Ours launches three for each.
 
 import importlib.util
 import math
@@ -24,14 +24,14 @@ from megatron.core.models.common.embeddings import rope_utils
 
 
 class KeyValueCache:
-    """Keys (after the rotary embedding) and values of one layer, kept for generating the next token.
-
-    Megatron's own inference context keeps keys without positions and rotates all of them at every token, at a
-    cost that grows with the text.
+    """Keys (after the rotary embedding) and values of one layer, cached for generation.
 
     Args:
-        num_positions: capacity in tokens per sequence, allocated at the first call of `extend`.
+        num_positions: capacity (tokens per sequence), allocated at the first call of `extend`.
     """
+
+    # Megatron's inference context caches keys before the rotary embedding and rotates all of them for every
+    # new token.
 
     def __init__(self, num_positions: int):
         self.num_positions, self.length = num_positions, 0
@@ -44,7 +44,7 @@ class KeyValueCache:
             Views [length + S, B, G, d] of the cached keys and values; their head sizes may differ.
         """
         if not self._keys.numel():
-            # Head by head, as attention reads them.
+            # Heads before positions, the layout that attention reads.
             self._keys, self._values = (
                 new.new_empty(*new.shape[1:3], self.num_positions, new.size(3)) for new in (key, value)
             )
@@ -54,29 +54,29 @@ class KeyValueCache:
         return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
 
     def advance(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` of what `extend` wrote last; the rest was padding."""
+        """Keeps the first `num_tokens` tokens of the last `extend`; the rest was padding."""
         self.length += num_tokens
 
 
 def choose_attention(
     device_type: str, dtype: torch.dtype, *, other_value_size: bool = False
 ) -> tuple[str, str]:
-    """The attention kernel and the reason in words; `other_value_size`: v is not d."""
+    """The attention kernel to use, and the reason. `other_value_size`: v differs from d."""
     if device_type == "cpu":
-        return "sdpa", "flash-attn needs a GPU"
+        return "sdpa", "flash-attn requires a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
-        return "sdpa", f"flash-attn has no {str(dtype).removeprefix('torch.')}"
+        return "sdpa", f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
     if importlib.util.find_spec("flash_attn") is None:
         return "sdpa", "flash-attn is not installed"
     if other_value_size:
-        return "sdpa", "flash-attn has no value heads of another size than those of queries and keys"
+        return "sdpa", "flash-attn requires the same head size for queries, keys and values"
     return "flash-attn", "installed"
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the past, with the signature of Megatron's core attention.
+    """Causal softmax(q k^T / sqrt(d)) v, with the signature of Megatron's core attention.
 
-    With context parallelism each rank holds blocks i and 2C-1-i of 2C of the sequence; keys and values are
+    With context parallelism, rank i holds blocks i and 2C-1-i of 2C of the sequence. Keys and values are
     gathered over the ranks, and each of the two query blocks attends to the keys up to its own end.
     """
 
@@ -97,27 +97,25 @@ class CausalAttention(nn.Module):
         self.cp_group: ProcessGroup = pg_collection.cp
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
-        self.use_flash = (
-            choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0]
-            == "flash-attn"
-        )
-        # Keys and values of earlier tokens, set while generating text.
-        self.cache: KeyValueCache | None = None
-        # Largest logit of each head so far, [H]; None: not measured (QK_CLIP).
+        kernel, _ = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)
+        self.use_flash = kernel == "flash-attn"
+        self.cache: KeyValueCache | None = None  # set during generation
+        # Largest logit of each head so far [H], for QK_CLIP; None: not measured.
         self.max_logits_H: Tensor | None = None
-        # Largest of all heads since the last record, [].
+        # Largest logit of all heads since the last logged record (scalar).
         self.max_logit: Tensor | None = None
         self.layer_number = layer_number
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Attends causally, inside each of the `Documents` that are given as `packed_seq_params`: query
-        [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v].
+        """Query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v].
+
+        Attention is restricted to each document if `packed_seq_params` is a `Documents`.
         """
         documents = kwargs.get("packed_seq_params")
         if attention_mask is not None or not isinstance(documents, Documents | None):
-            rule = "is not None. CausalAttention is causal only"
+            rule = "must be None because CausalAttention is always causal"
             raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
@@ -138,7 +136,7 @@ class CausalAttention(nn.Module):
         if self.cp_group.size() > 1:
             num_stripes = len(documents.ranges) // 2
             key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
-        elif self.use_flash and self.max_logits_H is None:  # all documents, as they lie in the samples
+        elif self.use_flash and self.max_logits_H is None:  # the documents are contiguous in the samples
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
             return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
         queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
@@ -154,7 +152,7 @@ class CausalAttention(nn.Module):
         return documents.joined(parts, query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """All segments after one another: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
+        """All segments, concatenated: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -166,7 +164,7 @@ class CausalAttention(nn.Module):
         return flash_attn_varlen_func(query, key, value, **bounds, **most, **self._flash_options())
 
     def _flash_options(self) -> dict[str, Any]:
-        # Its faster backward accumulates the gradient of the queries atomically.
+        # The default backward is faster, but accumulates the queries' gradient with atomics.
         same_bits = torch.are_deterministic_algorithms_enabled()
         dropout = self.dropout if self.training else 0.0
         return {"dropout_p": dropout, "softmax_scale": self.scale, "causal": True, "deterministic": same_bits}
@@ -177,7 +175,7 @@ class CausalAttention(nn.Module):
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""
+        """Queries [Sq, B, H, d] and keys [Sk, B, G, d] to [Sq, B, H, v]; the last query sees the last key."""
         self._measure(query, key)
         if self.use_flash:
             from flash_attn import flash_attn_func
@@ -187,7 +185,7 @@ class CausalAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if q.size(2) == 1 and dropout == 0.0:
-            # One query sees every key: treat a group's heads as its rows, so that no key has to be repeated.
+            # A single query sees all keys, so a group's heads can be its rows, without repeating the keys.
             rows = nn.functional.scaled_dot_product_attention(
                 q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
             )
@@ -197,21 +195,13 @@ class CausalAttention(nn.Module):
         square = q.size(2) == k.size(2)
         mask = None
         if not square:
-            # here: it loads torch.compile's half of torch, which takes longer than Megatron's modules
+            # Imported here because it loads torch.compile, which takes longer than importing Megatron.
             from torch.nn.attention.bias import causal_lower_right
 
             mask = causal_lower_right(q.size(2), k.size(2))
-        out = nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=square,
-            scale=self.scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
-        return out.permute(2, 0, 1, 3)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": square, "dropout_p": dropout}
+        options["scale"], options["enable_gqa"] = self.scale, q.size(1) != k.size(1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
 
     def _measure(self, query: Tensor, key: Tensor) -> None:
         if self.max_logits_H is not None and self.training:
@@ -219,7 +209,7 @@ class CausalAttention(nn.Module):
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
-        """Largest logit of each head since the last call, [H]; the next counts from here."""
+        """Returns the largest logit of each head since the last call [H], and resets it."""
         assert self.max_logits_H is not None
         taken = self.max_logits_H.clone()
         self.max_logits_H.fill_(-math.inf)
@@ -229,28 +219,28 @@ class CausalAttention(nn.Module):
 
 
 def takes_groups(query: Tensor) -> bool:
-    """Whether torch takes fewer heads of keys than of queries without keeping all scores: on GPUs only its
-    flash attention does, which needs two bytes per value and sm_80.
-    """
+    """Whether SDPA supports fewer key heads than query heads without storing all scores."""
+    # On GPUs only its flash attention does, which requires 16-bit values and sm_80.
     has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
     return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int = 1 << 24) -> Tensor:
-    """Largest q k * scale of each head over all pairs that a causal mask leaves, fp32 [H].
+    """Largest q k * scale of each head over all causal pairs, fp32 [H].
 
     Args:
         query: [Sq, B, H, d].
-        scale: of the logits; queries are scaled before the product, which fp16 may not hold otherwise.
         key: [Sk, B, G, d]; the last query sees the last key.
-        max_values: products that are in memory at once, if there are more than those of one query.
+        scale: factor on the logits.
+        max_values: limit on the number of products in memory (at least those of one query).
     """
     (num_queries, batch, heads, size), groups = query.shape, key.size(2)
     keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries
     num_rows = max(1, max_values // (batch * heads * key.size(0)))
     found = query.new_full((groups, heads // groups), -math.inf, dtype=torch.float32)
     for start in range(0, num_queries, num_rows):
+        # Scaled before the product, which could overflow in fp16.
         rows = query[start : start + num_rows] * scale
         end = before + start + len(rows)
         grouped = rows.reshape(len(rows), batch, groups, -1, size).permute(1, 2, 3, 0, 4)
@@ -263,12 +253,12 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int 
 
 
 def choose_norm(device_type: str) -> tuple[str, str]:
-    """The norm that runs, and the reason in words."""
+    """The norm to use, and the reason."""
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
     if device_type == "cuda":
         has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
-        without = f"torch {torch.__version__} has no kernel for RMSNorm"
-        reason += f"; {'RMSNorm is one kernel each way' if has_kernel else without}"
+        without = f"torch {torch.__version__} has no fused RMSNorm kernel"
+        reason += f"; {'RMSNorm is one kernel in each direction' if has_kernel else without}"
     return "torch", reason
 
 
@@ -276,12 +266,10 @@ class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
 
     With sequence parallelism a rank sees a part of the tokens, and Megatron sums the gradients of marked
-    parameters. A class with the signature of Megatron's norms, because specs are built from classes.
-
-    Args:
-        config: has `normalization`, `sequence_parallel` and `params_dtype`.
+    parameters.
     """
 
+    # A class with the signature of Megatron's norms, because specs are built from classes.
     def __new__(  # type: ignore[misc]
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> nn.Module:
@@ -296,13 +284,12 @@ class Norm:
 class ProjectionNorm(nn.Module):
     """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
 
-    y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels. Heads and weights are split
-    over tensor parallel ranks, which exchange their sums of squares (S*B numbers per rank) and the gradients
-    of these. Computed in at least fp32.
+    y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels, in at least fp32. Heads and
+    weights are split over tensor parallel ranks, which exchange their sums of squares (S*B numbers per rank)
+    and the gradients of these.
 
     Args:
-        config: has `params_dtype`.
-        num_channels: H*d, of all ranks.
+        num_channels: H*d over all ranks.
         group: ranks that hold the other heads of the same tokens.
     """
 
@@ -315,37 +302,37 @@ class ProjectionNorm(nn.Module):
         self.num_channels, self.eps, self.group = num_channels, eps, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalizes x [S, B, h, d]; the result has its shape and dtype."""
+        """Normalizes x [S, B, h, d], keeping its dtype."""
         flat = x.flatten(-2)
         if self.group.size() == 1:
             return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = wide.square().sum(-1)
-        # Gathered, then summed in rank order, so that every rank has the same bits.
+        # Gathered, then summed in rank order, so that every rank gets the same bits.
         total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)
 
 
 def install_rotary() -> bool:
-    """Makes Megatron call `rotate` for `apply_rope_fusion`; False if it calls Transformer Engine's kernel."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is used."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
 
 
 def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Each pair (a, b) of values becomes (a cos - b sin, b cos + a sin).
+    """Rotates each pair (a, b) of values to (a cos - b sin, b cos + a sin).
 
     Args:
         x: [S, B, H, D].
-        angles: [S, 1 or B, 1, P] for the first P of the D values, equal for both of a pair; the others stay.
-        interleaved: pairs are neighbours, and not P / 2 apart.
+        angles: [S, 1 or B, 1, P], equal for both values of a pair; values after the first P are unchanged.
+        interleaved: pairs are adjacent values; else their distance is P / 2.
     """
-    # Cosine [..., P] and the sine of every pair [..., P / 2]; kept with the angles, which all layers share.
+    # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
     known = vars(angles).setdefault("cos_and_sin", {})
     if x.dtype not in known:
-        # What is made in inference mode could not be used in training.
+        # Tensors created in inference mode could not be used in training.
         with torch.inference_mode(False):
             known[x.dtype] = angles.cos().to(x.dtype), _pairs(angles, interleaved)[0].sin().to(x.dtype)
     return _Rotate.apply(x, *known[x.dtype], interleaved)
@@ -370,7 +357,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, sign: int) -> Tensor:
-    """By the angle, or with sign -1 back."""
+    """Rotates by the angle; with sign -1, back."""
     width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
     source, turned = x[..., :width], out[..., :width]
     torch.mul(source, cos, out=turned)

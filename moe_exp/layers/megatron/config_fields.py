@@ -1,4 +1,4 @@
-"""Which fields of Megatron's TransformerConfig the MoE layer follows, refuses, or can ignore."""
+"""Fields of Megatron's TransformerConfig that the MoE layer implements, rejects, or can ignore."""
 
 from dataclasses import MISSING, fields
 
@@ -6,41 +6,41 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FOLLOWED = """
     activation_func activation_func_clamp_value add_bias_linear expert_model_parallel_size
-    expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset
-    moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size
-    moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
-    moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
+    expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset moe_aux_loss_coeff
+    moe_expert_capacity_factor moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_latent_size
+    moe_layer_freq moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
     moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
-    moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
-    moe_shared_expert_intermediate_size moe_token_drop_policy moe_z_loss_coeff num_moe_experts
-    recompute_granularity recompute_modules sequence_parallel
+    moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+    moe_token_drop_policy moe_z_loss_coeff num_moe_experts recompute_granularity recompute_modules
+    sequence_parallel
 """
 
-# Field to (rule, fix).
+# Field to (rule, fix). The rule is completed by "in this MoE layer".
 REFUSED = {
     "calculate_per_token_loss": ("the auxiliary losses are means over tokens", "leave it at False"),
     "expert_gtp_weight_remat_size": (
-        "expert weights are split over expert tensor parallel ranks alone",
+        "expert weights are split only over expert tensor parallel ranks",
         "leave expert_tensor_parallel_num_weight_shards at None",
     ),
     "fp4": ("the experts compute in fp8 or bf16", "leave it at None, or use fp8"),
     "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
-    "moe_enable_routing_replay": ("is Megatron's router's", "use Router.replay, a RoutingReplay"),
+    "moe_enable_routing_replay": ("has no effect", "use Router.replay, a RoutingReplay"),
     "moe_expert_rank_capacity_factor": ("capacity is per expert", "set moe_expert_capacity_factor"),
     "moe_mlp_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
     "moe_paged_stash": ("activations are not kept in pages", "leave it at False"),
     "moe_router_force_biased": ("the router adds no random bias", "leave it at None"),
     "moe_router_quantile_balancing_ema": (
-        "quantile balancing has no moving average here",
+        "quantile balancing has no moving average",
         'leave it at 0; router={"expert_bias": True, "bias_rule": "quantile"} of decoder_spec selects it',
     ),
     "moe_shared_expert_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
-    "moe_token_dropping": ("is not a way to drop", "set moe_expert_capacity_factor"),
-    "overlap_moe_expert_parallel_comm": ("its schedule runs parts of Megatron's layer", "leave it at False"),
+    "moe_token_dropping": ("has no effect", "set moe_expert_capacity_factor"),
+    "overlap_moe_expert_parallel_comm": ("the schedule is not supported", "leave it at False"),
 }
 
-# How Megatron's own layer computes the same, or what its __post_init__ turns into other fields.
+# Fields that only choose how Megatron's layer computes the same result, or that its __post_init__ translates
+# to other fields.
 _IRRELEVANT = """
     activation_func_fp8_input_store bias_activation_fusion delay_wgrad_compute
     expert_tensor_parallel_num_weight_shards gradient_accumulation_fusion moe_deepep_num_sms
@@ -55,15 +55,15 @@ _IRRELEVANT = """
     moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type moe_use_legacy_grouped_gemm
     use_fused_weighted_squared_relu use_te_activation_func
 """
-# What attention and norm of the local spec have instead of the field.
+# The only supported values of fields that attention and norm of the local spec do not implement.
 _OF_ATTENTION = {"window_size": None, "softmax_type": "vanilla", "layernorm_zero_centered_gamma": False}
 FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split())
 
 
 def check_fields(config: TransformerConfig) -> None:
-    """Raises a one-line ValueError for a field that changes Megatron's MoE layer but would not change ours.
+    """Raises a ValueError for a field that changes Megatron's MoE layer but would not change ours.
 
-    This includes moe_ fields of newer Megatron versions that are not listed here and not at their default.
+    This includes moe_ fields of newer Megatron versions that differ from their default.
     """
     defaults = {field.name: field.default for field in fields(config)}
     unknown = [
@@ -75,14 +75,13 @@ def check_fields(config: TransformerConfig) -> None:
         value, default = getattr(config, name, None), defaults.get(name)
         if value is None or value is False or (default is not MISSING and value == default):
             continue
-        rule, fix = REFUSED.get(name, ("this MoE layer does not know the field", f"leave it at {default}"))
-        rule += " in this MoE layer" if name in REFUSED else ""
-        raise ValueError(f"{name}={value}: {rule}. Fix: {fix}.")
+        rule, fix = REFUSED.get(name, ("is not supported", f"leave it at {default}"))
+        raise ValueError(f"{name}={value}: {rule} in this MoE layer. Fix: {fix}.")
 
 
 def check_attention(config: TransformerConfig) -> None:
-    """Raises a one-line ValueError for a field that our attention and norm do not know, unlike Megatron's."""
+    """Raises a ValueError for a field that our attention and norm do not support, unlike Megatron's."""
     for name, usual in _OF_ATTENTION.items():
         if (value := getattr(config, name, usual)) != usual:
-            rule = "attention and norm of this layer spec do not know the field"
+            rule = "is not supported by attention and norm of this layer spec"
             raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or use_te=True.")

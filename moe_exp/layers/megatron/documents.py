@@ -1,7 +1,7 @@
-"""The documents of a micro-batch, for the layers that keep them apart. No megatron import here.
+"""Document boundaries in a micro-batch, for attention and positions. Does not import megatron.
 
-Megatron hands a `Documents` to every layer as `packed_seq_params`. Its own kind of these describes one long
-sequence of documents; here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
+Megatron passes a `Documents` to every layer as `packed_seq_params`. Its PackedSeqParams describes one long
+sequence of documents. Here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
-    """Tokens of each document in each sample, in order; the end-of-document token belongs to the one it ends.
+    """Number of tokens of each document in each sample, in order, including its end-of-document token.
 
     Args:
-        tokens_BS: token ids of shape [B, S], on the CPU.
-        eod_id: the token that ends a document.
+        tokens_BS: token ids [B, S], on the CPU.
+        eod_id: end-of-document token.
 
     Returns:
-        For each sample lengths that add up to S. A document that a sample cuts counts with the part in it.
+        For each sample, lengths that add up to S; a document that crosses its boundary is cut.
     """
     num_tokens = tokens_BS.size(1)
     found = []
@@ -34,7 +34,7 @@ def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
 
 
 def document_positions(lengths: Lengths) -> Tensor:
-    """Position of each token in its document, from 0 on: int64 [B, S], by `document_lengths`."""
+    """Position of each token in its document, from 0: int64 [B, S]; `lengths` from `document_lengths`."""
     counts = torch.tensor([length for one in lengths for length in one])
     begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
     places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
@@ -42,35 +42,35 @@ def document_positions(lengths: Lengths) -> Tensor:
 
 
 class Segment(NamedTuple):
-    """Queries of one document that follow one another on a rank."""
+    """Consecutive queries of one document on a rank."""
 
     sample: int
-    document: int  # of the sample
+    document: int  # index in the sample
     num_queries: int
-    num_keys: int  # of the document, that the last of the queries sees
+    num_keys: int  # keys of the document that the last query sees
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the documents of each sample of a micro-batch begin and end."""
+    """Boundaries of the documents in each sample of a micro-batch."""
 
-    lengths: Lengths  # tokens of each document, in order, for each of B samples; they add up to S
-    positions_BS: Tensor  # of this rank's tokens in their documents, int64 [B, S/C]
-    ranges: tuple[tuple[int, int], ...] = ()  # parts [first, end) of a sample on this rank; empty: all of it
+    lengths: Lengths  # from `document_lengths`
+    positions_BS: Tensor  # positions of this rank's tokens in their documents, int64 [B, S/C]
+    ranges: tuple[tuple[int, int], ...] = ()  # parts [first, end) of a sample on this rank; empty: all
 
-    # What Megatron asks of its own PackedSeqParams: tokens are [S, B], and there is no group but the usual.
+    # Attributes that Megatron reads from PackedSeqParams: tokens are [S, B], in the default process group.
     qkv_format: ClassVar[str] = "sbhd"
     cp_group: ClassVar[Any] = None
     local_cp_size: ClassVar[Any] = None
 
     @property
     def are_whole_samples(self) -> bool:
-        """Whether every sample is one document, so that there is nothing to keep apart."""
+        """Whether every sample is a single document."""
         return all(len(lengths) == 1 for lengths in self.lengths)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """This rank's queries, sample by sample, in its order; every query is in one segment."""
+        """This rank's segments, sample by sample; they cover every query once, in order."""
         found = []
         for sample, lengths in enumerate(self.lengths):
             bounds = list(pairwise(accumulate(lengths, initial=0)))
@@ -83,26 +83,25 @@ class Documents:
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
         """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""
+        # The segments of a sample cover this rank's part of it, so they split it completely.
         found: list[Tensor] = []
         for sample, row in enumerate(x.unbind(1)):
             found += row.split([one.num_queries for one in self.segments if one.sample == sample])
         return found
 
     def keys_of(self, x: Tensor) -> list[Tensor]:
-        """[num_keys, G, d] of each segment, from those of whole samples, [S, B, G, d].
-
-        By split, whose backward pass writes every gradient once, unlike that of one slice for each.
-        """
+        """[num_keys, G, d] of each segment, from whole samples [S, B, G, d]."""
+        # The backward pass of split writes every gradient once, unlike that of separate slices.
         documents = [row.split(lengths) for row, lengths in zip(x.unbind(1), self.lengths, strict=True)]
         return [documents[one.sample][one.document][: one.num_keys] for one in self.segments]
 
     def joined(self, parts: list[Tensor], batch_size: int) -> Tensor:
-        """[S/C, B, H, d] from the segments' parts; the opposite of `queries_of`."""
+        """[S/C, B, H, d] from the segments' parts; the inverse of `queries_of`."""
         return torch.cat(parts).unflatten(0, (batch_size, -1)).transpose(0, 1)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Running sums of the segments' numbers of queries and of keys, from 0: int32 [segments + 1]."""
+        """Cumulative numbers of queries and keys over segments, from 0: int32 [segments + 1] each."""
         counts = [[one.num_queries for one in self.segments], [one.num_keys for one in self.segments]]
         sums = torch.tensor([list(accumulate(count, initial=0)) for count in counts], dtype=torch.int32)
         queries, keys = sums.to(self.positions_BS.device, non_blocking=True)
@@ -110,14 +109,12 @@ class Documents:
 
 
 class RestartingPositions(nn.Module):
-    """Megatron's rotary embedding (`rotary`, also YaRN's), whose positions begin at 0 in every document of a
-    micro-batch with `Documents`.
-    """
+    """Wraps Megatron's rotary embedding (also YaRN's) so that positions restart in every document."""
 
     def __init__(self, rotary: Any):
         super().__init__()
         self.rotary = rotary
-        self.documents: Documents | None = None  # of this call, from where Megatron does not hand them on
+        self.documents: Documents | None = None  # set during a call for which Megatron does not pass them
 
     def get_rotary_seq_len(
         self,
@@ -128,12 +125,12 @@ class RestartingPositions(nn.Module):
         documents: Documents | None = None,
         **options: Any,
     ) -> Any:
-        """The argument that Megatron passes to `forward` next: a number of positions, or the documents."""
+        """The argument that Megatron then passes to `forward`: a number of positions, or the documents."""
         documents = documents or self.documents
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 
     def forward(self, positions: Any, *args: Any, **options: Any) -> Any:
-        """Angles [S, B, 1, d] of `Documents`, or [positions, 1, 1, d]; with YaRN also its factor."""
+        """Angles [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]; with YaRN also its factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
         found = self.rotary.get_emb(max(map(max, positions.lengths)))

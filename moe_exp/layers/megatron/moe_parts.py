@@ -1,4 +1,4 @@
-"""Our router, experts and MoE layer with the interface that Megatron expects."""
+"""Our router, experts and MoE layer with Megatron's interfaces."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moe_exp.config.choices import NO_LOSS
 from moe_exp.layers.activations import Activation, quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher, experts_per_rank
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
@@ -44,7 +45,7 @@ def device_of_model() -> torch.device:
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
-    """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
+    """RouterConfig for Megatron's settings; `overrides`: fields of RouterConfig."""
     states = {loss.needs.state for loss in balancing_losses(config)}
     assignment = "sinkhorn" if "sinkhorn" in config.moe_router_load_balancing_type else "topk"
     mine = RouterConfig(
@@ -52,7 +53,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
         score=config.moe_router_score_function,
-        # Megatron ignores the order of softmax and top-k with Sinkhorn.
+        # With Sinkhorn, Megatron ignores moe_router_pre_softmax.
         pre_softmax=config.moe_router_pre_softmax or assignment == "sinkhorn",
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         num_groups=config.moe_router_num_groups or 0,
@@ -69,19 +70,17 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """The losses of a TransformerConfig, whose type and coefficient are single values or lists."""
+    """The losses of a TransformerConfig, in which types and coefficients are single values or lists."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
     return tuple(
-        AuxLoss(kind, float(coeff))
-        for kind, coeff in zip(kinds, coeffs, strict=True)
-        if kind not in ("none", "sinkhorn")
+        AuxLoss(kind, float(coeff)) for kind, coeff in zip(kinds, coeffs, strict=True) if kind not in NO_LOSS
     )
 
 
 class MegatronRouter(Router):
-    """Our router with the attributes that Megatron expects of a router."""
+    """Our router with the attributes that Megatron expects."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class MegatronRouter(Router):
     ):
         found = router_config(config, overrides or {})
         if found.expert_bias and not (found.finds_quantiles or config.moe_router_enable_expert_bias):
-            rule = "Megatron's finalize_model_grads would not update it"
+            rule = "would not be updated by Megatron's finalize_model_grads"
             fix = "set moe_router_enable_expert_bias=True in the TransformerConfig"
             raise ValueError(f"expert_bias=True: {rule}. Fix: {fix}.")
         super().__init__(
@@ -103,31 +102,31 @@ class MegatronRouter(Router):
         self.layer_number: int | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron's transformer layer; layers count from 1 over the whole model."""
+        """Sets the number of the layer in the whole model, from 1; called by Megatron's transformer layer."""
         self.layer_number = layer_number
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Called by Megatron's finalize_model_grads per global batch; Megatron updates the expert bias."""
+        """Updates the fractions for `global_aux_loss`; called by Megatron's finalize_model_grads."""
         self.update_rules(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates what Megatron's finalize_model_grads, after which it is called, does not know."""
+        """Updates the rules that Megatron's finalize_model_grads, called before, does not support."""
         self.update_rules(self.batch_group, QuantileBias, L1Factor)
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:
-    """The router class, a subclass of Router, with what Megatron expects of a router."""
+    """Combines a subclass of Router with MegatronRouter."""
     if not (isinstance(router_class, type) and issubclass(router_class, Router)):
-        rule = "is not a subclass of moe_exp.layers.router.Router"
+        rule = "must be a subclass of moe_exp.layers.router.Router"
         raise ValueError(f"router_class={router_class}: {rule}. Fix: derive it from Router.")
     if issubclass(router_class, MegatronRouter):
         return router_class
-    # MegatronRouter calls the constructor of `router_class`, with the arguments of Router.
+    # By the order of the bases, MegatronRouter calls the constructor of `router_class`.
     return type(router_class.__name__, (MegatronRouter, router_class), {})
 
 
 class MegatronExperts(Experts):
-    """Experts with Megatron's sharded keys: checkpoints interchange with SequentialMLP and TEGroupedMLP."""
+    """Experts whose checkpoints are interchangeable with Megatron's SequentialMLP and TEGroupedMLP."""
 
     def __init__(
         self,
@@ -156,25 +155,25 @@ class MegatronExperts(Experts):
             etp_size=self.place.etp_size,
             recompute_activation=config.recompute_granularity == "selective"
             and "moe_act" in config.recompute_modules,
-            adds_to_main_grad=True,  # without the kernel of Apex that gradient_accumulation_fusion needs
+            adds_to_main_grad=True,  # does not need Apex, unlike gradient_accumulation_fusion
             fp8=fp8,
             dtype=config.params_dtype,
             device=device,
         )
-        # Megatron's random numbers for experts differ on every EP and ETP rank, unlike its usual ones. A
-        # program of one rank need not seed them.
+        # Megatron's random state for experts differs between EP and ETP ranks, unlike its default state.
+        # Programs with one rank need not seed it.
         tracker, name = tensor_parallel.get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if name in tracker.get_states() else nullcontext():
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
         for name, weight in self.named_parameters():
-            # A bias has two dimensions here, and must not be decayed.
+            # Biases have two dimensions here, but must still be excluded from weight decay.
             weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]
-            # Not reduced with the dense parameters, which have another data parallel group. Megatron sets
-            # this only with EP > 1, so its gradients are wrong if TP > 1 and ETP = 1; setting it always also
-            # keeps the structure of the optimizer, hence of its checkpoints, the same at every EP.
+            # Not reduced with dense parameters, which have another data parallel group. Megatron sets this
+            # only with EP > 1, so its gradients are wrong if TP > 1 and ETP = 1. Setting it always also keeps
+            # the structure of optimizer checkpoints the same for every EP.
             weight.allreduce = False  # type: ignore[attr-defined]
-            # Never a duplicate of another tensor parallel rank's: every rank counts it in the gradient norm.
+            # Tensor parallel ranks never hold copies of each other, so all count in the gradient norm.
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.register_load_state_dict_post_hook(_take_extra_states)
 
@@ -192,16 +191,16 @@ class MegatronExperts(Experts):
         )
 
     def backward_dw(self) -> None:
-        """Called by Megatron for delayed weight gradients; ours are computed in the backward pass."""
+        """Does nothing: Megatron calls it for delayed weight gradients, but ours are already computed."""
 
 
 def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
-    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`."""
+    """Lets a strict load_state_dict accept the empty `_extra_state` objects of `shard_experts`."""
     keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith("._extra_state")]
 
 
 def activation_name(config: TransformerConfig) -> str:
-    """Our name of a TransformerConfig's activation."""
+    """Our name for the activation of a TransformerConfig."""
     theirs = {
         activations.squared_relu: squared_relu,
         activations.quick_gelu: quick_gelu,
@@ -224,7 +223,7 @@ def activation_name(config: TransformerConfig) -> str:
 
 
 class MegatronMoELayer(MegatronMoE):
-    """Replaces Megatron's MoE layer; a subclass only because Megatron checks for it."""
+    """Replaces Megatron's MoE layer; a subclass only because Megatron checks the type."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class MegatronMoELayer(MegatronMoE):
     ):
         if submodules is None:
             fix = "use moe_submodule_spec()"
-            raise ValueError(f"submodules=None: the layer is built from a spec. Fix: {fix}.")
+            raise ValueError(f"submodules=None: the layer requires a spec. Fix: {fix}.")
         check_fields(config)
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
@@ -251,14 +250,14 @@ class MegatronMoELayer(MegatronMoE):
         self.tp_group = groups.tp
         self.router = submodules.router(config=config, pg_collection=groups, overrides=router)
         for weight in self.router.parameters():
-            # Every tensor parallel rank routes its part of the sequence, so their gradients are summed.
+            # Each tensor parallel rank routes its part of the sequence, so Megatron must sum the gradients.
             weight.sequence_parallel = config.sequence_parallel
         num_local_experts = experts_per_rank(config.num_moe_experts, groups.ep.size())
         self.experts = build_module(submodules.experts, num_local_experts, config, pg_collection=groups)
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = None
         if self.use_shared_expert:
-            # Megatron's overlap leaves its exchanges out of the module's forward, for its own dispatcher.
+            # With overlap, Megatron moves exchanges from the module's forward to its own dispatcher.
             plain = copy(config)
             plain.moe_shared_expert_overlap = False
             options = {"pg_collection": groups, "gate": config.moe_shared_expert_gate}
@@ -266,6 +265,7 @@ class MegatronMoELayer(MegatronMoE):
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size:
             projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
+            # The names that Megatron's checkpoints use.
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.moe_layer_recompute = (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
@@ -282,7 +282,7 @@ class MegatronMoELayer(MegatronMoE):
             context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1),
         )
-        # A tuple, so that parameters are registered only once, under Megatron's names.
+        # In a tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)
 
     @property
@@ -303,20 +303,20 @@ class MegatronMoELayer(MegatronMoE):
     ) -> tuple[Tensor, None]:
         """[S, B, D] to [S, B, D], and None for Megatron's bias."""
         if self.training and (tp := self.tp_group.size()) > 1 and not self.config.sequence_parallel:
-            # And sum each gradient once per rank; only the output is right.
-            rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
+            # Every rank would route the same tokens: the output is right, but gradients are multiplied by TP.
+            rule = f"training with TP={tp} requires sequence parallelism"
             raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
         if padding_mask is not None:
             # Megatron's is [B, S]; True is padding in its code, although its docstrings say the opposite.
             mask = padding_mask.transpose(0, 1).bool()
-            is_own = mask.size(0) == hidden_states.size(0)  # not that of all sequence parallel ranks
+            is_own = mask.size(0) == hidden_states.size(0)  # else of all sequence parallel ranks
             padding_mask = mask if is_own else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         if self.moe_layer_recompute and self.training:
             return self._recomputed(partial(self._forward, padding_mask=padding_mask), hidden_states), None
         return self._forward(hidden_states, padding_mask), None
 
     def _recomputed(self, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-        if self.config.fp8:  # Transformer Engine's, whose context the backward pass is outside of
+        if self.config.fp8:  # backward runs outside of the FP8 autocast, which te_checkpoint restores
             from megatron.core.extensions.transformer_engine import te_checkpoint
 
             states = tensor_parallel.get_cuda_rng_tracker
@@ -350,10 +350,10 @@ def _settings(
 
 
 def ffn_per_rank(ffn_size: int, etp: int) -> int:
-    """F of a rank, or a ValueError if `etp` does not divide that of the layer."""
+    """F on this rank; ValueError if `etp` does not divide `ffn_size`."""
     if ffn_size % etp:
-        rule = f"is not divisible by ETP={etp}"
-        raise ValueError(f"moe_ffn_hidden_size={ffn_size}: {rule}. Fix: use a divisor for ETP.")
+        rule = f"must be divisible by ETP={etp}"
+        raise ValueError(f"moe_ffn_hidden_size={ffn_size}: {rule}. Fix: set ETP to a divisor.")
     return ffn_size // etp
 
 
@@ -367,13 +367,13 @@ _DISPATCHERS: dict[str, Any] = {
 def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
-        rule = f"needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}"
+        rule = f"requires EP=1 and ETP=1, not EP={groups.ep.size()} and ETP={groups.expt_tp.size()}"
         raise ValueError(f"dispatcher=local: {rule}. Fix: use alltoall.")
     if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
     if name not in ("auto", *_DISPATCHERS):
         fix = f"use auto, local, {', '.join(_DISPATCHERS)}"
-        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: {fix}.")
+        raise ValueError(f"dispatcher={name}: unknown dispatcher. Fix: {fix}.")
     kind = _DISPATCHERS["alltoall" if name == "auto" else name]
     return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)
 
@@ -381,24 +381,21 @@ def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher
 def latent_projections(
     config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
 ) -> tuple[Any, Any]:
-    """Megatron's `fc1_latent_proj`, from hidden to latent size, and `fc2_latent_proj`, back, of a LatentMoE
-    (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
+    """The projections of a LatentMoE, under Megatron's names `fc1_latent_proj` and `fc2_latent_proj`.
 
-    All experts of a layer share them. Every tensor parallel rank has both whole and projects its part of the
-    tokens, so their gradients are summed over these ranks (`sequence_parallel`), as the router's are.
-
-    `linear` is Linear, which needs no package, or Transformer Engine's TELinear; one rank of `tp_group` saves
-    the copies.
+    They map from hidden to latent size and back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856). Every
+    tensor parallel rank holds both completely and projects its part of the tokens. Their gradients are summed
+    over these ranks, like the router's. `linear`: Linear, or Transformer Engine's TELinear.
     """
-    # Linear is always duplicated, TELinear finds the group itself.
+    # Linear is always duplicated; TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
     options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
     sizes = config.hidden_size, config.moe_latent_size
-    projections = []
+    projections: list[Any] = []
     for shape, init in ((sizes, config.init_method), (sizes[::-1], config.output_layer_init_method)):
         with device:
             projection = linear(*shape, config=config, init_method=init, **options, **mode)
-        if linear is Linear:  # it leaves the initial weights to torch
+        if linear is Linear:  # does not call `init_method`
             init(projection.weight)
             if projection.bias is not None:
                 torch.nn.init.zeros_(projection.bias)
@@ -407,7 +404,8 @@ def latent_projections(
 
 
 def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
-    """The projection as a function of tokens; a partial one, so that a copy of the layer has its own."""
+    """The projection as a function of tokens."""
+    # A partial, not a closure: deepcopy of the layer then copies the projection.
     return None if projection is None else partial(_project, projection)
 
 

@@ -1,11 +1,11 @@
-"""Expert tensors as shards of Megatron's. Shape suffixes in `moe_exp.layers`; W is F, or 2F if gated.
+"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes in `moe_exp.layers`.
 
-Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two styles. `X` is
+Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` is
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
-- `experts.X` with an expert axis before the axes of X. The gate is the first half of W.
-- with `singleton_local_shards`, set by Megatron-LM's training script: `experts.<index of the expert>.X` per
-  expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
+- `experts.X`, with an expert axis before the axes of X. The gate is the first half of W.
+- with `singleton_local_shards`, as Megatron-LM's training script sets it: `experts.<expert index>.X` for
+  each expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-# Our name to (Megatron's, our axis split by expert tensor parallelism, whether a gate doubles that axis).
+# Our name to (Megatron's name, axis split by expert tensor parallelism, whether a gate doubles that axis).
 _TENSORS = {
     "weight1": ("linear_fc1.weight", 1, True),
     "weight2": ("linear_fc2.weight", 2, False),
@@ -30,13 +30,13 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Part of the experts on a rank: block `ep_rank` of `ep_size`, and of it `etp_rank` of `etp_size`."""
+    """A rank's part of the experts: block `ep_rank` of `ep_size`, and in it part `etp_rank` of `etp_size`."""
 
     ep_rank: int
     ep_size: int
     etp_rank: int
     etp_size: int
-    edp_rank: int  # among the ranks that hold the same part; the first of them writes it
+    edp_rank: int  # among ranks that hold the same part; the first one writes it
 
 
 def shard_experts(
@@ -48,16 +48,15 @@ def shard_experts(
     sharded_offsets: tuple[tuple[int, int, int], ...] = (),
     singleton_local_shards: bool = False,
 ) -> dict[str, Any]:
-    """Describes to dist_checkpointing which part of which checkpoint tensors this rank's tensors are.
+    """Sharded state of this rank's expert tensors for dist_checkpointing.
 
     Args:
-        tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. W and
-            F are this rank's part over expert tensor parallelism, and so is D of `bias2`, which Megatron
-            replicates.
-        prefix: of the module, ends with a dot: `decoder.layers.0.mlp.experts.`.
-        gated: W holds a gate half and an up half.
+        tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. W, F
+            and D of `bias2` are this rank's part over expert tensor parallelism.
+        prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
+        gated: W consists of a gate half and an up half.
         sharded_offsets: axes that Megatron puts before those of a tensor: the layer, if layers share a key.
-        singleton_local_shards: use the second of the two styles above.
+        singleton_local_shards: use the second format above.
 
     Returns:
         `prefix` + our name to ShardedTensor (ShardedTensorFactory if one tensor is several shards), and
@@ -72,7 +71,7 @@ def shard_experts(
             offsets, key = (*offsets, (len(offsets), expert, num_experts)), f"{prefix}experts"
         shape = tuple(size for _, _, size in offsets) or (1,)
         offset = tuple(index for _, index, _ in offsets) or (0,)
-        # Megatron writes and requires these objects, empty except for Transformer Engine's fp8 scales.
+        # Megatron writes and requires these objects, empty except for Transformer Engine's FP8 scales.
         for linear in ("linear_fc1", "linear_fc2"):
             extra = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
             state[f"{prefix}{expert}.{linear}._extra_state"] = extra
@@ -85,7 +84,7 @@ def shard_experts(
 
 @dataclass(frozen=True)
 class _Part:
-    """One expert tensor of this rank: Megatron's key and how it is split."""
+    """Key and sharding of one expert tensor of this rank."""
 
     key: str
     split_axis: int
@@ -98,7 +97,7 @@ class _Part:
         if singleton:
             return ShardedTensorFactory(key, tensor, self._single_experts, self._merge_experts, replica_id)
         if self.gated and self.place.etp_size > 1:
-            # Split over ranks, the gate half and the up half are not adjacent.
+            # This rank's parts of the gate half and the up half are not adjacent in the whole tensor.
             merge = partial(torch.cat, dim=self.split_axis)
             return ShardedTensorFactory(key, tensor, self._halves, merge, replica_id)
         return self._stacked(key, tensor, (self.place.etp_rank, self.place.etp_size), replica_id)
@@ -127,7 +126,7 @@ class _Part:
     def _single_experts(
         self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any
     ) -> list[ShardedTensor]:
-        # From `key`, not self: the optimizer passes its moments with its own key in front of ours.
+        # From `key`, not `self`: the optimizer passes its moments with a prefix before our key.
         prefix, place = key.removesuffix(self.key), self.place
         first, before = place.ep_rank * tensor.size(0), len(self.sharded_offsets)
         offsets = (*self.sharded_offsets, (before + self.split_axis - 1, place.etp_rank, place.etp_size))

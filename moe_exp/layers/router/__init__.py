@@ -1,4 +1,4 @@
-"""The router: scores, top-k, weights, and the record of its decisions."""
+"""The router and its decisions."""
 
 from moe_exp.config.router import RouterConfig
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, given scores. Pure functions; shape suffixes in `moe_exp.layers`."""
+"""Assignment of tokens to experts by their scores, as pure functions. Shape suffixes in `moe_exp.layers`."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from moe_exp.layers.groups import group_size, sum_over
 def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
     """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    A group's value is the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), sec. 2.1.2.
+    A group's value is the sum of its K/group_topk best experts (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
     """
     if num_groups:
         grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
@@ -23,21 +23,21 @@ def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_top
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
-    """The first slots of each token that together have at least `top_p` of the scores, bool [T, K].
+    """The fewest first slots of each token whose scores add up to at least `top_p`, bool [T, K].
 
-    At least one, and all K if they have less. Huang et al. 2024, Harder Tasks Need More Experts
-    (arXiv:2403.07652), equation 5, with the cap K.
+    At least one; all K if their sum is smaller. Huang et al. 2024, Harder Tasks Need More Experts
+    (arXiv:2403.07652), equation 5, with at most K experts.
 
     Args:
-        scores_TK: of the chosen experts, as parts of a sum of 1, best first.
+        scores_TK: scores of the chosen experts, best first; over all experts they sum to 1.
     """
-    # Not by cumsum, which is no deterministic algorithm on a GPU.
+    # Not torch.cumsum, which is not deterministic on a GPU.
     earlier_KK = scores_TK.new_ones(scores_TK.size(1), scores_TK.size(1)).tril(-1)
     before_TK = (scores_TK.unsqueeze(1) * earlier_KK).sum(dim=-1)
     return before_TK < top_p
 
 
-_MOST_ITERATIONS = 1000  # of Sinkhorn-Knopp; extreme logits converge too slowly
+_MOST_ITERATIONS = 1000  # Sinkhorn-Knopp converges too slowly for extreme logits
 
 
 def sinkhorn(
@@ -47,7 +47,7 @@ def sinkhorn(
     group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:
-    """exp(logits) with rows and columns scaled so that all tokens have equal mass, and all experts.
+    """exp(logits), with rows and columns scaled so that mass is equal for all tokens and for all experts.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
@@ -55,9 +55,9 @@ def sinkhorn(
     micro-batch and cannot overflow: logits are shifted per row, which the row factors undo.
 
     Args:
-        valid_T: tokens that are not padding; padding has no mass.
+        valid_T: tokens that are not padding, which has no mass.
         group: ranks that hold the rest of the micro-batch.
-        tolerance: each check synchronizes with the device.
+        tolerance: convergence limit.
 
     Returns:
         [T, E], each row proportional to that of the transport plan; its top-k is the assignment.
@@ -75,7 +75,7 @@ def sinkhorn(
         new_E = 1 / (expert_E.numel() * sum_over(token_T @ cost_TE, group) + 1e-8)
         change = (new_E - expert_E).abs().mean()
         expert_E = new_E
-        if change.item() <= tolerance:
+        if change.item() <= tolerance:  # synchronizes with the device
             break
     return token_T.unsqueeze(1) * cost_TE * expert_E
 
@@ -83,9 +83,9 @@ def sinkhorn(
 def zipf_experts(
     num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device
 ) -> Tensor:
-    """K different experts per token, drawn in proportion to (e + 1)^-exponent. For benchmarks of imbalance.
+    """K distinct experts per token, drawn in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
-    Takes the top-k of log weights plus Gumbel noise from its own generator: the same draw in every call.
+    The top-k of log weights plus Gumbel noise; its own generator makes every call return the same draw.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Rules that balance the load of the experts over global batches, and the state that each keeps.
+"""Rules that balance the experts' load over global batches.
 
-The state is in buffers of the router, where Megatron's finalize_model_grads and checkpoints look for them by
-name. A rule counts in each training forward pass and updates at the end of the global batch. Shape suffixes
+Their state is in buffers of the router, where Megatron's finalize_model_grads and checkpoints expect it. A
+rule counts in each training forward pass and updates its state at the end of the global batch. Shape suffixes
 in `moe_exp.layers`; B bins.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.choices import SCORES
 from moe_exp.config.router import RouterConfig
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.router.decision import RoutingDecision, tokens_in_group
@@ -20,67 +21,64 @@ Device = torch.device | str | None
 
 
 class BalanceRule:
-    """A rule without state of its own; `router` is the Router whose buffers hold it."""
+    """Base class of the rules; `router` is the Router whose buffers hold the state."""
 
-    saved: tuple[str, ...] = ()  # buffers in checkpoints; others hold counts of the current global batch
-    initial = 0.0  # value of the buffers of `saved`
+    saved: tuple[str, ...] = ()  # buffers in checkpoints
+    counts: tuple[str, ...] = ()  # buffers that count the current global batch
+    initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """New buffers, by name."""
-        raise NotImplementedError
+        """New buffers, by name: fp32 [E], unless overridden."""
+        names = *self.saved, *self.counts
+        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
     def count(self, router: Any, decision: RoutingDecision) -> None:
         """Counts a forward pass."""
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Counts the sums of score and expert bias by which a forward pass chooses."""
+        """Counts the values by which a forward pass chooses: score plus expert bias."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts the slots of a micro-batch as the losses do, by highest score."""
+        """Counts a micro-batch's slots per expert of highest score, as the losses do."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        """Updates the state after a global batch, whose other tokens the ranks of `group` have routed."""
+        """Updates the state after a global batch; the ranks of `group` routed its other tokens."""
 
 
 class SignBias(BalanceRule):
-    """The bias of an expert rises by `bias_update_rate` if it has fewer slots than the mean and falls if it
-    has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
+    """Raises an expert's bias by `bias_update_rate` if it has fewer slots than the mean, else lowers it.
+
+    Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
     """
 
-    saved = ("expert_bias",)
-
-    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        names = "expert_bias", "local_tokens_per_expert"
-        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
+    saved, counts = ("expert_bias",), ("local_tokens_per_expert",)
 
     @torch.no_grad()
     def count(self, router: Any, decision: RoutingDecision) -> None:
         router.local_tokens_per_expert += decision.tokens_per_expert_E
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        # Outside Megatron, whose finalize_model_grads does this in training.
+        # Not called in Megatron, whose finalize_model_grads does the same.
         counts_E = sum_over(router.local_tokens_per_expert, group)
         router.expert_bias += torch.sign(counts_E.mean() - counts_E) * router.config.bias_update_rate
         router.local_tokens_per_expert.zero_()
 
 
 class QuantileBias(BalanceRule):
-    """Quantile balancing: an expert's bias is the value that would have given it its share of the last batch,
-    without a step size or a coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
+    """Quantile balancing: sets each bias so that the expert would have got its share of the last batch.
+
+    It has no step size or coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
     """
 
-    # For each token, the cutoff is the (K+1)-th largest sum of score and bias. An expert would have been at
-    # the cutoff of token t with the bias cutoff_t - score_te, which is its bias plus the gap that
-    # `count_gaps` counts. The new bias is the K/E quantile of these values: a share K/E of the tokens is
-    # above its cutoff.
+    # A token's cutoff is its (K+1)-th largest sum of score and bias. Expert e would be exactly at the cutoff
+    # of token t with the bias cutoff_t - score_te, its current bias plus the gap that `count_gaps` counts.
+    # The new bias is the K/E quantile of these values, which puts the expert above the cutoff of a fraction
+    # K/E of the tokens.
     saved = ("expert_bias",)
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
         gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
-        return {
-            "expert_bias": torch.zeros(num_experts, dtype=torch.float32, device=device),
-            "gap_counts": gaps_EB,
-        }
+        return super().buffers(num_experts, device) | {"gap_counts": gaps_EB}
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
         cutoff_T = choice_TE.topk(router.config.topk + 1, dim=-1).values[:, -1]
@@ -93,13 +91,9 @@ class QuantileBias(BalanceRule):
 
 
 class GlobalFractions(BalanceRule):
-    """Slots per expert of the last global batch, for the loss `global_aux_loss`."""
+    """Keeps the slots per expert of the last global batch for the loss `global_aux_loss`."""
 
-    saved = ("global_tokens_per_expert",)
-
-    def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        names = *self.saved, "batch_tokens_per_expert"
-        return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
+    saved, counts = ("global_tokens_per_expert",), ("batch_tokens_per_expert",)
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         router.batch_tokens_per_expert += tokens_per_expert_E.detach()
@@ -110,18 +104,18 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """The weight of the loss `l1` grows by a fifth if tokens had more than K experts on average and shrinks
-    if they had fewer: ReMoE (arXiv:2412.14711), equation 8.
+    """Scales the loss `l1` up by 20% if tokens used more than K experts on average, down if fewer.
+
+    ReMoE (arXiv:2412.14711), equation 8.
     """
 
     saved = ("l1_factor",)
     initial = 1.0
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
         return {
             "l1_factor": torch.ones((), dtype=torch.float32, device=device),
-            "slots_and_tokens": slots_and_tokens,
+            "slots_and_tokens": torch.zeros(2, dtype=torch.int64, device=device),
         }
 
     @torch.no_grad()
@@ -132,34 +126,35 @@ class L1Factor(BalanceRule):
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         slots, tokens = sum_over(router.slots_and_tokens, group).double()
         router.l1_factor *= 1.2 ** torch.sign(slots - tokens * router.config.topk).float()
-        # Of the smallest numbers of fp32 a fifth more is the same, so the factor could not grow again.
+        # The smallest subnormal numbers times 1.2 round to themselves, so the factor could not grow again.
         router.l1_factor.clamp_(1e-20, 1e20)
         router.slots_and_tokens.zero_()
 
 
 def rules_of(config: RouterConfig) -> tuple[BalanceRule, ...]:
-    """The rules of a router with these settings."""
+    """Rules of a router with these settings."""
     rules: list[BalanceRule] = []
     if config.expert_bias:
         rules.append(QuantileBias() if config.finds_quantiles else SignBias())
     if config.global_fractions:
         rules.append(GlobalFractions())
-    if config.score == "relu":
+    if SCORES[config.score].uses_positive:
         rules.append(L1Factor())
     return tuple(rules)
 
 
-# Gaps are counted in bins, so that sums over micro-batches and ranks are exact in any order. The bins are
-# those of asinh(gap / 1e-5), narrow near 0, where the quantile is once the bias is right: 3% of the gap,
-# whatever the scale of the scores.
+# Gaps are counted in bins so that sums over micro-batches and ranks are exact in any order. The bins are
+# equal in asinh(gap / 1e-5): narrow near 0, where the quantile is once the bias has converged, and elsewhere
+# 3% of the gap for any scale of the scores.
 NUM_BINS = 1024
-_SCALE, _LARGEST = 1e-5, 64.0  # of a gap; a larger one is in the outermost bin
+_SCALE, _LARGEST = 1e-5, 64.0  # larger gaps are counted in the outermost bin
 _RANGE = math.asinh(_LARGEST / _SCALE)
 
 
 def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Tokens per expert and bin of cutoff - choice, int64 [E, B], without padding: choice is score plus bias,
-    the cutoff its (K+1)-th largest value.
+    """Tokens per expert and bin of cutoff - choice, int64 [E, B], without padding.
+
+    Choice is score plus bias, and cutoff its (K+1)-th largest value.
     """
     num_experts = choice_TE.size(1)
     place_TE = torch.asinh((cutoff_T.unsqueeze(1) - choice_TE) / _SCALE) / _RANGE
@@ -171,7 +166,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """The bias plus the K/E quantile of each expert's gaps, with mean 0; `bias_E` if nothing is counted."""
+    """The bias plus the K/E quantile of each expert's gaps, shifted to mean 0; `bias_E` without counts."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()
@@ -180,5 +175,5 @@ def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
     below_E1 = cumulative_EB.gather(1, bin_E1) - inside_E1
     place_E1 = (bin_E1 + (target_E1 - below_E1) / inside_E1) / (NUM_BINS // 2) - 1
     new_E = bias_E.double() + _SCALE * torch.sinh(place_E1.squeeze(1) * _RANGE)
-    # A constant added to all biases changes no choice.
+    # Shifting all biases by a constant does not change any choice, and keeps them from drifting.
     return torch.where(total_E1.squeeze(1) > 0, new_E - new_E.mean(), bias_E.double()).to(bias_E.dtype)

@@ -1,4 +1,4 @@
-"""The decision of a router: experts and weights of each token. Shape suffixes in `moe_exp.layers`."""
+"""A router's decision and counts of its slots. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from moe_exp.layers.kernels.topk import TopK
 class RoutingDecision:
     """Experts and weights of each token."""
 
-    # Chosen experts, int64; E and above are null experts, whose slots are never kept. With ReLU scores K is
-    # E: every expert is there, and those of positive score are kept.
+    # Chosen experts, int64; E and above are null experts, whose slots are never kept. With ReLU scores K
+    # equals E: every expert has a slot, which is kept if the score is positive.
     expert_TK: Tensor
-    weights_TK: Tensor  # fp32 or fp64, with gradient; 0 for slots that the token does not use
-    # With gradient, for the losses; None with `sums`. Scores are of all experts and null experts, and rows
-    # sum to 1 (ReLU: or are 0).
+    weights_TK: Tensor  # fp32 or fp64, with gradient; 0 for unused slots
+    # For the losses, with gradient; None with `sums`. Scores include null experts; rows sum to 1 (with ReLU,
+    # possibly to 0).
     scores_TE: Tensor | None
     logits_TE: Tensor | None
-    tokens_per_expert_E: Tensor  # slots, then of null experts, before any drop, int64, without padding
-    # Slots that count, bool; None for all. From the router without padding and slots that the token does not
-    # use, and also without dropped slots once MoELayer.route has applied the capacity.
+    tokens_per_expert_E: Tensor  # slots before dropping, without padding, int64; null experts come last
+    # Slots to compute, bool; None: all. The router excludes padding and unused slots, and MoELayer.route also
+    # excludes slots over capacity.
     kept_TK: Tensor | None = None
-    valid_T: Tensor | None = None  # tokens that are not padding, bool; None for all
-    sums: TopK | None = None  # what losses and statistics need of scores and logits, if a kernel routed
-    use_kernels: bool | None = None  # of RouterConfig, for the dispatcher
-    counted_TK: Tensor | None = None  # slots in `tokens_per_expert_E`, but for padding, bool; None for all
+    valid_T: Tensor | None = None  # tokens that are not padding, bool; None: all
+    sums: TopK | None = None  # replaces scores and logits in losses and statistics if a kernel routed
+    use_kernels: bool | None = None  # from RouterConfig, for the dispatcher
+    counted_TK: Tensor | None = None  # slots in `tokens_per_expert_E` except padding, bool; None: all
 
     @classmethod
     def of(
@@ -46,34 +46,34 @@ class RoutingDecision:
         used_TK: Tensor | None = None,
         use_kernels: bool | None = None,
     ) -> RoutingDecision:
-        """The decision for these experts and weights, with its counts; arguments as the attributes.
+        """Builds a decision, including its counts; arguments are described at the attributes.
 
         Args:
-            used_TK: slots that a token uses, bool; None for all.
+            used_TK: slots that a token uses, bool; None: all.
 
         Raises:
-            ValueError: for shapes that do not match, or another dtype of `expert_TK`.
+            ValueError: if shapes do not match, or `expert_TK` is not int64.
         """
         num_tokens, num_experts = scores_TE.shape
         chosen = torch.Size((num_tokens, expert_TK.size(-1)))
-        shapes = {"expert_TK": (expert_TK, chosen), "weights_TK": (weights_TK, chosen)}
-        shapes |= {"logits_TE": (logits_TE, scores_TE.shape)}
-        shapes |= {} if used_TK is None else {"used_TK": (used_TK, chosen)}
-        shapes |= {} if valid_T is None else {"valid_T": (valid_T, torch.Size((num_tokens,)))}
+        shapes: dict[str, tuple[Tensor | None, torch.Size]] = {"expert_TK": (expert_TK, chosen)}
+        shapes |= {"weights_TK": (weights_TK, chosen), "logits_TE": (logits_TE, scores_TE.shape)}
+        shapes |= {"used_TK": (used_TK, chosen), "valid_T": (valid_T, torch.Size((num_tokens,)))}
         for name, (x, shape) in shapes.items():
-            if x.shape != shape:
-                rule = f"has the shape {list(x.shape)} with scores_TE {list(scores_TE.shape)}"
+            if x is not None and x.shape != shape:
+                rule = f"has shape {list(x.shape)}, which does not match scores_TE {list(scores_TE.shape)}"
                 raise ValueError(f"{name}: {rule}. Fix: return {list(shape)}.")
         if expert_TK.dtype != torch.int64:
-            raise ValueError(f"expert_TK: is {expert_TK.dtype}. Fix: return torch.int64.")
+            raise ValueError(f"expert_TK: must be torch.int64, not {expert_TK.dtype}. Fix: convert it.")
         kept_TK = kept_slots(used_TK, valid_T, expert_TK)
         counts_E = count_kept(expert_TK, kept_TK, num_experts)
         options: dict[str, Any] = {"valid_T": valid_T, "use_kernels": use_kernels, "counted_TK": used_TK}
         return cls(expert_TK, weights_TK, scores_TE, logits_TE, counts_E, kept_TK, **options)
 
     def for_losses(self) -> tuple[Tensor, Tensor]:
-        """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
-        the scores [E] and the log-sum-exp of the logits [T].
+        """Scores (zero for padding) and logits, both [T, E].
+
+        After a routing kernel: the sums of the scores [E] and the log-sum-exp of the logits [T].
         """
         if self.sums is not None:
             return self.sums.score_sums_E, self.sums.lse_T
@@ -82,7 +82,7 @@ class RoutingDecision:
         return scores_TE, self.logits_TE
 
     def weights_for_l1(self) -> Tensor:
-        """Weights of a ReLU router, [T, E], 0 for padding."""
+        """Weights of a ReLU router [T, E], zero for padding."""
         return self.weights_TK if self.valid_T is None else self.weights_TK * self.valid_T.unsqueeze(1)
 
 
@@ -94,12 +94,12 @@ def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
 
 
 def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """The expert of every slot, or `num_experts` (none) for slots that `kept_TK` excludes."""
+    """The expert of every slot; `num_experts` for slots that are not in `kept_TK`."""
     return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    """Slots that are used and of a token that is not padding; None for all."""
+    """Used slots of tokens that are not padding; None: all."""
     if valid_T is None:
         return used_TK
     valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)
@@ -110,13 +110,12 @@ def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> T
     """Kept slots per expert, int64 [E]."""
     if kept_TK is None:
         return count_per_expert(expert_TK.flatten(), num_experts)
-    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[
-        :num_experts
-    ]
+    expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
+    return count_per_expert(expert_N, num_experts + 1)[:num_experts]
 
 
 def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
-    """Number of tokens of the micro-batch over `group`, without padding."""
+    """Number of tokens that are not padding on all ranks of `group`."""
     if decision.valid_T is None:
         return decision.expert_TK.size(0) * group_size(group)
     return sum_over(decision.valid_T.sum(), group)

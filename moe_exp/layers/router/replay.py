@@ -1,7 +1,4 @@
-"""Records routing decisions and replays them, to train or score with the experts that another run chose.
-
-Activation recompute runs a layer's forward twice: `is_counted_forward` says which of the passes counts.
-"""
+"""Recording and replay of routing decisions, to train or score with the experts that another run chose."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,18 +10,18 @@ from torch import Tensor, nn
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread: a forward pass is then a recomputation."""
+    """Whether autograd is running backward on this thread, so that a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_counted_forward() -> bool:
     """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
 
-    Under torch.compile every pass with gradients counts, as a compiled layer cannot see who calls it.
+    Under torch.compile every pass with gradients counts, because a compiled layer cannot detect recompute.
     """
     # Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
-    # with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under
-    # hooks on saved tensors: the first counts. Any other pass without gradients is an evaluation.
+    # with gradients: the second counts. Non-reentrant checkpointing runs both with gradients, the second
+    # under saved-tensor hooks: the first counts. Any other pass without gradients is an evaluation.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.is_grad_enabled()
     return not (in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
@@ -33,11 +30,10 @@ def is_counted_forward() -> bool:
 class RoutingReplay:
     """Decisions of one router: one [T, K] tensor per forward pass, in order.
 
-    Weights are always computed from the scores of the current pass, so gradients reach the router in a
-    replay, too.
+    A replay also computes the weights from the scores of the current pass, so gradients reach the router.
 
     Args:
-        recorded: decisions to replay; None records.
+        recorded: decisions to replay; None: record.
     """
 
     def __init__(self, recorded: Sequence[Tensor] | None = None):
@@ -47,17 +43,17 @@ class RoutingReplay:
         self._to_recompute: deque[Tensor] = deque()
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
-        """Called by the router with its own choice; returns the choice to use."""
-        # A recomputation reuses the decision of its forward pass: backward passes come in the order of
-        # forward passes, as in Megatron's schedules.
+        """The experts to use, given the router's own choice."""
+        # A recomputation reuses the decision of its forward pass. In Megatron's schedules, backward passes
+        # have the order of the forward passes.
         if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
         if not self.is_replay:
             chosen_TK = expert_TK
             self.decisions.append(chosen_TK.detach())
         elif self._next == len(self.decisions):
-            rule = f"only {self._next} are recorded"
-            raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record as many.")
+            rule = f"only {self._next} were recorded"
+            raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record more passes.")
         else:
             chosen_TK = self.decisions[self._next].to(expert_TK.device)
             self._next += 1
@@ -71,13 +67,13 @@ class RoutingReplay:
 
 
 def _routers(model: nn.Module) -> dict[str, Any]:
-    """Modules with a `replay` attribute; the Router class cannot be imported from here."""
+    """Routers of the model, found by their `replay` attribute (importing Router here would be circular)."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "replay")}
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Records the decisions of every router inside the context: name to [T, K] per forward pass."""
+    """Inside the context, records every router's decisions: name to a [T, K] tensor per forward pass."""
     replays = {name: RoutingReplay() for name in _routers(model)}
     with _attached(model, replays):
         yield {name: replay.decisions for name, replay in replays.items()}
@@ -85,11 +81,10 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass."""
+    """Inside the context, every router of `model` replays the decisions of `record_routing`."""
     names = list(_routers(model))
-    missing = sorted(set(names) - set(recorded))
-    if missing:
-        rule = "nothing is recorded for this router"
+    if missing := sorted(set(names) - set(recorded)):
+        rule = "no decisions were recorded for this router"
         raise ValueError(f"routing replay={missing[0]}: {rule}. Fix: record with the same model.")
     with _attached(model, {name: RoutingReplay(recorded[name]) for name in names}):
         yield

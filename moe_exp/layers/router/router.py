@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.choices import LOSSES
+from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.config.router import RouterConfig
 from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
@@ -22,33 +22,32 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
 
-    Logits z = x W^T + b, with a bias b if configured, then
-        softmax, pre:  s = softmax(z), w = the K chosen of s
+    From the logits z = x W^T (+ b), it computes scores s and weights w:
+        softmax, pre:  s = softmax(z), w = the K chosen s
         softmax, post: w = softmax over the K chosen z
         sigmoid:       s = sigmoid(z), choice by s + bias, w = s / sum of the chosen s
             (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16)
         sqrtsoftplus:  like sigmoid with s = sqrt(softplus(z))
-        relu:          w = s = max(z, 0), for all experts of positive z
-    all times the scaling factor. With null experts and `top_p` a token uses some of its K slots, and weights
-    are normalized over those.
+        relu:          w = s = max(z, 0), for all experts with positive z
+    Weights are multiplied by the scaling factor. With null experts or `top_p` a token uses only some of its K
+    slots, and weights are normalized over those.
 
     Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s): exact to
-    1e-6 in fp32 for any logits. Unnormalized weights are s itself and vanish with it; the bias is added to s
-    itself and decides alone once all s have vanished.
+    1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and only the bias decides.
 
     Args:
         microbatch_group: ranks that hold the micro-batch's other tokens, over which Sinkhorn balances.
 
     Attributes:
         weight: [E, D]; here and below, E includes null experts.
-        bias: [E], of the logits, or None.
+        bias: [E], added to the logits, or None.
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar, factor on the weight of the loss `l1`, with ReLU scores.
-        slots_and_tokens: [2], int64, of the global batch so far, with ReLU scores.
-        gap_counts: [E, B], int64, of the global batch so far, for quantile balancing.
-        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
+        slots_and_tokens: [2], int64, counts of the current global batch, with ReLU scores.
+        gap_counts: [E, B], int64, counts of the current global batch, for quantile balancing.
+        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
-        needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
+        needs_scores: whether scores and logits are needed, not only their sums, so that no kernel can route.
     """
 
     bias: nn.Parameter | None
@@ -83,7 +82,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initializes the weight and zeros counts and biases; FSDP2 calls it after `to_empty`."""
+        """Initializes weight, biases and buffers; FSDP2 calls it after `to_empty`."""
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -100,7 +99,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
-        """Routes tokens; `padding_mask_T` (bool) marks padding, which gets no expert or count."""
+        """Routes tokens; `padding_mask_T` (bool) marks padding, which is neither routed nor counted."""
         valid_T = None if padding_mask_T is None else ~padding_mask_T
         with torch.autocast(x_TD.device.type, enabled=False):  # autocast would compute the logits in bf16
             logits_TE = self.logits(x_TD)
@@ -112,9 +111,7 @@ class Router(nn.Module):
         return decision
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias, which `forward` adds. A subclass
-        may compute them in another way.
-        """
+        """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias. Subclasses may override it."""
         dtype = _DTYPES[self.config.dtype]
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
@@ -122,10 +119,10 @@ class Router(nn.Module):
         return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.
+        """The decision for tokens with these logits; `valid_T` (bool): not padding, None: all.
 
-        A subclass that decides in another way returns `RoutingDecision.of(...)`. `forward` then counts the
-        slots for the rule `sign` of the expert bias and for losses.
+        A subclass may override it and return `RoutingDecision.of(...)`. `forward` counts its slots for the
+        expert bias (rule `sign`) and the losses.
         """
         problem = kernel_problem(self.config, needs_scores=self.needs_scores)
         if problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels):
@@ -151,15 +148,15 @@ class Router(nn.Module):
 
     def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
-        raw_TE, log_TE, scores_TE = self._scores(logits_TE)
+        raw_TE, log_TE, scores_TE = scores_torch(logits_TE, config.score)
         expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
             if config.has_free_number:
-                rule = "the number of experts follows the scores of each pass, which a replay does not record"
-                raise ValueError(f"routing replay: {rule}. Fix: use top_p=1 and another score than relu.")
+                rule = "cannot be combined with a number of experts per token that depends on the scores"
+                raise ValueError(f"routing replay: {rule}. Fix: set top_p=1 and a score other than relu.")
             expert_TK = self.replay.apply(expert_TK, training=self.training)
         counted_TK = used_TK = self.counted(scores_TE.detach(), expert_TK)
-        if config.num_null_experts:  # their slots are counted, and never kept
+        if config.num_null_experts:  # their slots are counted but never kept
             is_real_TK = expert_TK < config.num_experts
             used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
         weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
@@ -171,17 +168,16 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """Rules that count this forward pass."""
+        """Rules to call in this forward pass: none if it does not count."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts the slots [E] of a micro-batch as the losses count them, by score."""
+        """Counts a micro-batch's slots [E] by highest score, as the losses do."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
     def end_of_batch(self, group: ProcessGroup | None = None) -> None:
-        """Updates the expert bias and what losses need of earlier batches, after the last forward pass of a
-        global batch.
+        """Updates expert bias and loss state after a global batch's last forward pass.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
@@ -190,35 +186,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_rules(self, group: ProcessGroup | None, *kinds: type[BalanceRule]) -> None:
-        """The part of `end_of_batch` of these rules: Megatron itself does that of SignBias."""
+        """Does the part of `end_of_batch` for rules of these kinds (Megatron itself updates SignBias)."""
         for rule in self.rules:
             if isinstance(rule, kinds):
                 rule.end_of_batch(self, group)
 
-    def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Three tensors [T, E], with which `_choose_experts` makes a fourth, choice, for top-k to rank:
-
-        raw:    the score function of each expert, such as the sigmoid of its logit
-        log:    log of raw, up to a constant per token (but for ReLU, which needs none)
-        scores: raw divided by its sum over experts
-        choice: raw plus expert bias, or scores or logits
-        """
-        score = self.config.score
-        if score == "softmax":
-            scores_TE = logits_TE.softmax(dim=-1)
-            return scores_TE, logits_TE, scores_TE
-        if score == "relu":
-            raw_TE = logits_TE.relu()
-            return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
-        raw_TE, log_TE = scores_torch(logits_TE, score)
-        # If all of a token's logits are below -14, the scores are softmax(z) (sigmoid) and softmax(z / 2)
-        # (sqrtsoftplus), independent of a common shift; shifted upward they tend to 1/E, more slowly for
-        # sqrtsoftplus.
-        return raw_TE, log_TE, log_TE.softmax(dim=-1)
-
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
-        """The slots that a token fills, with experts or null experts, bool [T, K]; None for all."""
-        if self.config.score == "relu":
+        """The slots that a token uses, including those of null experts, bool [T, K]; None: all."""
+        if SCORES[self.config.score].uses_positive:
             return scores_TE > 0
         if self.config.top_p < 1:
             return within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
@@ -227,25 +202,25 @@ class Router(nn.Module):
     def _weights(
         self, raw_TE: Tensor, log_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, used_TK: Tensor | None
     ) -> Tensor:
-        config = self.config
+        config, is_softmax = self.config, not SCORES[self.config.score].per_expert
 
         def chosen(x_TE: Tensor, unused: float) -> Tensor:
             x_TK = x_TE.gather(1, expert_TK)
             return x_TK if used_TK is None else torch.where(used_TK, x_TK, unused)
 
-        if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
+        if config.assignment == "sinkhorn" and config.topk == 1 and is_softmax:
             # w = sigmoid(z), as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
             weights_TK = logits_TE.sigmoid().gather(1, expert_TK)
-        elif config.score == "softmax" and not config.pre_softmax:  # softmax over the chosen
+        elif is_softmax and not config.pre_softmax:  # softmax over the chosen
             weights_TK = chosen(logits_TE, -1e30).softmax(dim=-1)
-        elif config.score != "softmax" and config.normalizes:
-            # s / sum of the chosen s, normalized already: exact also if all of them vanish
+        elif config.normalizes and not is_softmax:
+            # s / sum of the chosen s, already normalized; exact even if all of them underflow
             weights_TK = chosen(log_TE, -1e30).softmax(dim=-1)
         else:
             weights_TK = chosen(raw_TE, 0.0)
-        if config.normalizes and config.score == "softmax":
+        if config.normalizes and is_softmax:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-        # once more, for tokens that use no slot: a softmax made these equal
+        # If a token uses no slot, the softmax above gave all of them equal weights.
         weights_TK = weights_TK if used_TK is None else weights_TK * used_TK
         return weights_TK * config.scaling_factor
 
@@ -254,7 +229,7 @@ class Router(nn.Module):
     ) -> Tensor:
         config = self.config
         num_tokens, device = raw_TE.size(0), raw_TE.device
-        if config.score == "relu":
+        if SCORES[config.score].uses_positive:
             return torch.arange(config.num_experts, device=device).expand(num_tokens, -1)
         if config.assignment == "balanced":
             slots_N = torch.arange(num_tokens * config.topk, device=device)
@@ -272,8 +247,8 @@ class Router(nn.Module):
             for rule in self._counting_rules:
                 rule.count_choice(self, choice_TE, valid_T)
         else:
-            # The same order as the scores, but without ties at 0 and 1; groups add up scores.
-            by_logit = config.score != "softmax" and not config.num_groups
+            # Logits have the order of the scores, without ties at 0 and 1. Groups need the sums of scores.
+            by_logit = SCORES[config.score].per_expert and not config.num_groups
             choice_TE = logits_TE if by_logit else scores_TE
         return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
@@ -281,14 +256,14 @@ class Router(nn.Module):
 
 
 class _LinearIn(torch.autograd.Function):
-    """x W^T in `dtype`."""
+    """x W^T, computed in `dtype`."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
-        # `x` as it came, as others keep it: autograd would keep a copy in `dtype` as well.
+        # Saves `x` unconverted, as other functions do: autograd would keep an additional copy in `dtype`.
         ctx.save_for_backward(x_TD, weight_ED)
-        # On NVIDIA's GPUs torch 2.8 and newer multiplies 16-bit numbers, whose products are exact in fp32,
-        # with fp32 sums; under torch.compile only in later versions.
+        # On NVIDIA GPUs, PyTorch 2.8 and newer can multiply 16-bit inputs with fp32 sums; their products are
+        # exact in fp32. torch.compile supports that only in later versions.
         is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
         is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
         if is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling():
@@ -310,16 +285,16 @@ class _LinearIn(torch.autograd.Function):
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
     """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
     if config.assignment != "topk":
-        return f"it has top-k alone, not {config.assignment}"
+        return f"its kernel supports only top-k, not {config.assignment}"
     if config.num_groups:
-        return "it has no groups of experts"
+        return "its kernel does not support groups of experts"
     if config.top_p < 1 or config.num_null_experts:
-        return "every token has K experts there"
+        return "its kernel gives every token K experts"
     if config.finds_quantiles:
         return "quantile balancing needs the scores of all experts"
     if config.dtype != "fp32":
-        return f"it computes in fp32, not in {config.dtype}"
+        return f"its kernel computes in fp32, not in {config.dtype}"
     if config.score not in KERNEL_SCORES:
-        return f"it has no score {config.score}"
+        return f"its kernel does not support the score {config.score}"
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
     return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""

@@ -49,7 +49,11 @@ def test_without_the_package():
 
 @pytest.mark.parametrize(
     ("ep", "etp", "text"),
-    [(1, 1, r"EP=1\. Fix: EP among 2, 4, 8, "), (6, 1, r"EP=6\. Fix: "), (2, 2, r"ETP=2 ranks\. Fix: ETP=1")],
+    [
+        (1, 1, r"EP=1\. Fix: set EP to one of 2, 4, 8, "),
+        (6, 1, r"EP=6\. Fix: "),
+        (2, 2, r"ETP=2 ranks\. Fix: set ETP=1"),
+    ],
 )
 def test_sizes_that_deepep_has_not(ep, etp, text):
     with pytest.raises(ValueError, match=f"^dispatcher=deepep: .*{text}"):
@@ -57,9 +61,9 @@ def test_sizes_that_deepep_has_not(ep, etp, text):
 
 
 def test_rows_that_deepep_does_not_send():
-    with pytest.raises(ValueError, match=r"dispatcher=deepep: .* not float32\. Fix: DTYPE=bf16"):
+    with pytest.raises(ValueError, match=r"dispatcher=deepep: .* not float32\. Fix: set DTYPE=bf16"):
         check_rows(torch.empty(3, 16))
-    with pytest.raises(ValueError, match=r"hidden_size=12: .* a multiple of 8"):
+    with pytest.raises(ValueError, match=r"hidden_size=12: .* multiple of 8"):
         check_rows(torch.empty(3, 12, dtype=torch.bfloat16))
     check_rows(torch.empty(3, 16, dtype=torch.bfloat16))
 

@@ -22,8 +22,8 @@ SCALES = {"clamped_swiglu": 4.0}  # of drawn weights, so that some rows are beyo
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"activation": "relu"}, r"activation=relu: is not an activation\. Fix: use one of swiglu, "),
-        ({"backend": "auto"}, r"expert_backend=auto: is not a backend\. Fix: use one of triton, loop, "),
+        ({"activation": "relu"}, r"activation=relu: .* Fix: use one of swiglu, "),
+        ({"backend": "auto"}, r"expert_backend=auto: .* Fix: use one of triton, loop, "),
         ({"backend": "te"}, r"expert_backend=te: transformer_engine is not installed\. Fix: pip install "),
         ({"bias": True, "etp_size": 3}, r"hidden_size=4: .* parallel size 3\. Fix: change ETP"),
     ],

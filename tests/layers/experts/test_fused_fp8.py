@@ -128,13 +128,13 @@ def test_numbers_of_rows(counts, twins):
 
 def test_other_backends_have_no_fp8():
     options = {"num_local_experts": 1, "hidden_size": 8, "ffn_size": 8, "activation": "swiglu", "fp8": True}
-    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* not of loop\. Fix: set EXPERT_BACKEND=triton"):
+    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* not loop\. Fix: set EXPERT_BACKEND=triton"):
         Experts(backend="loop", **options)
 
 
 def test_older_gpus_have_no_e4m3(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\.$"):
+    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* 8\.9 or newer, not 8\.0\. Fix: set FP8=none\.$"):
         grouped_gemm.check_fp8_kernels("triton", "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     grouped_gemm.check_fp8_kernels("triton", "cuda")

@@ -144,17 +144,17 @@ def install(monkeypatch, *installed: str) -> None:
         ("megablocks", ["megablocks"], "cuda", torch.bfloat16,
          r"megablocks: grouped_gemm is not installed\."),
         ("grouped_gemm", ["grouped_gemm"], "cpu", torch.bfloat16,
-         r"grouped_gemm: needs a CUDA device, not cpu\. Fix: use auto\."),
+         r"grouped_gemm: .* CUDA device, not cpu\. Fix: use auto\."),
         ("grouped_gemm", ["grouped_gemm"], "cuda", torch.float32,
-         r"grouped_gemm: computes in bfloat16, not in float32\. Fix: use auto"),
+         r"grouped_gemm: .* bfloat16, not float32\. Fix: use auto"),
         ("te", ["transformer_engine"], "cuda", torch.float64,
-         r"te: computes in bfloat16, float16, float32, not in float64\."),
-        ("torch", [], "cpu", torch.float64, r"torch: grouped_mm has no float64\. Fix: use loop"),
-        ("triton", [], "cpu", torch.float64, r"triton: its kernels have no float64\. Fix: use auto"),
+         r"te: .* bfloat16, float16, float32, not float64\."),
+        ("torch", [], "cpu", torch.float64, r"torch: .* float64\. Fix: use loop"),
+        ("triton", [], "cpu", torch.float64, r"triton: .* float64\. Fix: use auto"),
         ("triton", [], "cuda", torch.bfloat16,
          r"triton: triton is not installed\. Fix: pip install triton, or use auto"),
         ("cutlass", [], "cpu", torch.float32,
-         r"cutlass: is not a backend\. Fix: use auto or one of triton, loop, "),
+         r"cutlass: .* Fix: use auto or one of triton, loop, "),
     ],
 )  # fmt: skip
 def test_a_named_backend_that_cannot_run(monkeypatch, name, installed, device_type, dtype, expected):
@@ -168,15 +168,15 @@ def test_a_named_backend_that_can_run(monkeypatch):
     install(monkeypatch, "grouped_gemm")
     check_package("grouped_gemm", device_type="cuda", dtype=torch.bfloat16)
     chosen = choose_backend("grouped_gemm", device_type="cuda", dtype=torch.bfloat16)
-    assert chosen == ("grouped_gemm", "asked for by EXPERT_BACKEND")
+    assert chosen == ("grouped_gemm", "set by EXPERT_BACKEND")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("triton", ("triton", "asked for by EXPERT_BACKEND; on a CPU the same in plain torch")),
-        ("loop", ("loop", "asked for by EXPERT_BACKEND")),
-        ("torch", ("torch", "asked for by EXPERT_BACKEND")),
+        ("triton", ("triton", "set by EXPERT_BACKEND; on a CPU in plain torch")),
+        ("loop", ("loop", "set by EXPERT_BACKEND")),
+        ("torch", ("torch", "set by EXPERT_BACKEND")),
         ("auto", ("loop", "grouped_mm is the same loop on a CPU")),
     ],
 )
@@ -191,16 +191,23 @@ BOTH = ["grouped_gemm", "transformer_engine"]
 @pytest.mark.parametrize(
     ("missing", "installed", "capability", "dtype", "backend", "because"),
     [
-        ("", [], (9, 0), BF16, "triton", "one function of Triton kernels"),
-        ("", [], (9, 0), FP16, "triton", "one function of Triton kernels"),
+        ("", [], (9, 0), BF16, "triton", "Triton kernels, which gather the rows"),
+        ("", [], (9, 0), FP16, "triton", "Triton kernels, which gather the rows"),
         ("old", [], (9, 0), BF16, "torch", "not triton: old; grouped_mm runs as one kernel on Hopper"),
-        ("old", [], (9, 0), FP16, "loop", "not triton: old; the other grouped GEMMs are one kernel in bf16"),
-        ("old", [], (9, 0), FP32, "loop", "one kernel in bf16 and fp16 only, not in float32"),
+        (
+            "old",
+            [],
+            (9, 0),
+            FP16,
+            "loop",
+            "not triton: old; the other grouped GEMMs are a single kernel only",
+        ),
+        ("old", [], (9, 0), FP32, "loop", "only in bf16 and fp16, not in float32"),
         ("old", BOTH[:1], (8, 0), BF16, "grouped_gemm", "before Hopper, and grouped_gemm is installed"),
         ("old", BOTH[1:], (8, 9), BF16, "te", "before Hopper, and transformer_engine is installed"),
         ("old", BOTH, (9, 0), BF16, "torch", "one kernel on Hopper"),
         ("old", BOTH, (10, 0), BF16, "te", "and transformer_engine is installed"),
-        ("old", BOTH[:1], (10, 0), BF16, "loop", "Blackwell (pytorch issue 172439)"),
+        ("old", BOTH[:1], (10, 0), BF16, "loop", "(pytorch issue 172439)"),
         ("old", [], (8, 0), BF16, "loop", "grouped_mm is slow on GPUs before Hopper"),
     ],
 )
@@ -279,9 +286,9 @@ def test_fp8_that_can_run(monkeypatch):
     ("here", "recipe", "backend", "text"),
     [
         ({"has_te": False}, "tensorwise", "te", r"fp8=hybrid: .* is not installed\. Fix: pip install"),
-        ({}, "tensorwise", "triton", r"fp8=hybrid: .* not with triton\. Fix: set EXPERT_BACKEND=te"),
+        ({}, "tensorwise", "triton", r"fp8=hybrid: .* not triton\. Fix: set EXPERT_BACKEND=te"),
         ({}, "delayed", "te", r"fp8_recipe=delayed: .* Fix: use one of tensorwise, blockwise, mxfp8\."),
-        ({"capability": None}, "tensorwise", "te", r"fp8=hybrid: needs a CUDA device\. Fix: set FP8=none\."),
+        ({"capability": None}, "tensorwise", "te", r"fp8=hybrid: .* a CUDA device\. Fix: set FP8=none\."),
         ({"capability": (8, 0)}, "tensorwise", "te", r"fp8_recipe=tensorwise: .*8\.9 .*8\.0\. Fix: set FP8"),
         ({"capability": (9, 0)}, "mxfp8", "te", r"fp8_recipe=mxfp8: .* 10\.0 .* 9\.0\. Fix: use FP8_RECIPE="),
     ],

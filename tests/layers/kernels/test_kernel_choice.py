@@ -54,9 +54,9 @@ def routed(x_TD: torch.Tensor, *, use_kernels: bool) -> tuple[RoutingDecision, R
         ({}, False, ""),
         ({"score": "sigmoid", "expert_bias": True}, False, ""),
         ({}, True, "seq_aux_loss or l1 or entropy needs the scores of all experts"),
-        ({"assignment": "sinkhorn"}, False, "it has top-k alone, not sinkhorn"),
-        ({"num_groups": 2, "group_topk": 1}, False, "it has no groups of experts"),
-        ({"dtype": "fp64"}, False, "it computes in fp32, not in fp64"),
+        ({"assignment": "sinkhorn"}, False, "its kernel supports only top-k, not sinkhorn"),
+        ({"num_groups": 2, "group_topk": 1}, False, "its kernel does not support groups of experts"),
+        ({"dtype": "fp64"}, False, "its kernel computes in fp32, not in fp64"),
     ],
 )
 def test_rules_that_the_kernel_of_the_router_knows(settings, needs_scores, rule):
@@ -68,7 +68,7 @@ def test_rules_that_the_kernel_of_the_router_knows(settings, needs_scores, rule)
     ("name", "device_type", "missing", "problem", "expected"),
     [
         ("auto", "cpu", "", "", ("torch", "the kernels are for GPUs")),
-        ("off", "cuda", "", "", ("torch", "asked for by ROUTING_KERNELS")),
+        ("off", "cuda", "", "", ("torch", "set by ROUTING_KERNELS")),
         ("auto", "cuda", "", "", ("triton", "Triton kernels for the router, row order and drops")),
         ("auto", "cuda", "", "no groups", ("triton", "Triton kernels for row order and drops; ")),
         ("auto", "cuda", "no triton", "", ("torch", "not triton: no triton")),
@@ -90,5 +90,5 @@ def test_a_failed_self_test_is_the_reason_of_its_part_alone(monkeypatch):
     failures = [KernelFailure("routing", ["slot_sort is wrong", "combine is wrong"], "torch")]
     assert failure_of("experts", failures) == ""
     rule = failure_of("routing", failures)
-    assert rule == "the self-test has failed: slot_sort is wrong; and 1 more"
+    assert rule == "the self-test failed: slot_sort is wrong; and 1 more"
     assert choose_routing("auto", device_type="cuda", failure=rule) == ("torch", f"not triton: {rule}")

@@ -107,7 +107,7 @@ def test_is_one_operator_under_compile(name, request):
 def test_a_gradient_buffer_with_gaps_is_refused():
     function, args, options = launches()["weight_grad"]
     out = spread(torch.zeros(3, DIM, FFN, device=DEVICE))
-    with pytest.raises(ValueError, match=r"^out=\(1920, 48, 2\) strides: its last dimension "):
+    with pytest.raises(ValueError, match=r"^out=\(1920, 48, 2\) strides: the last dimension "):
         function(*args, **options, out=out)
 
 

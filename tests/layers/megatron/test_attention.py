@@ -236,11 +236,11 @@ def test_masks_are_refused(arguments):
 @pytest.mark.parametrize(
     ("device", "dtype", "installed", "others", "expected"),
     [
-        ("cpu", torch.bfloat16, True, False, ("sdpa", "flash-attn needs a GPU")),
-        ("cuda", torch.float32, True, False, ("sdpa", "flash-attn has no float32")),
+        ("cpu", torch.bfloat16, True, False, ("sdpa", "flash-attn requires a GPU")),
+        ("cuda", torch.float32, True, False, ("sdpa", "flash-attn does not support float32")),
         ("cuda", torch.bfloat16, False, False, ("sdpa", "flash-attn is not installed")),
         ("cuda", torch.float16, True, False, ("flash-attn", "installed")),
-        ("cuda", torch.float16, True, True, ("sdpa", "flash-attn has no value heads")),
+        ("cuda", torch.float16, True, True, ("sdpa", "flash-attn requires the same head size")),
     ],
 )
 def test_choose_attention(monkeypatch, device, dtype, installed, others, expected):

@@ -57,7 +57,7 @@ def settings(**changes: Any) -> TransformerConfig:
 
 def test_width_of_a_rank():
     assert moe_parts.ffn_per_rank(12, 4) == 3
-    with pytest.raises(ValueError, match=r"moe_ffn_hidden_size=12: is not divisible by ETP=5"):
+    with pytest.raises(ValueError, match=r"moe_ffn_hidden_size=12: .* ETP=5"):
         moe_parts.ffn_per_rank(12, 5)
 
 
@@ -103,7 +103,7 @@ def test_inference_without_sequence_parallelism(ep, etp):
     for found, expected, refused in run_on_ranks(2, without_sequence_parallelism, ep, etp):
         assert expected.abs().mean() > 0.1
         assert_equal_to(1e-6, {"output": found}, {"output": expected})
-        assert refused.startswith("sequence_parallel=False: with TP=2 every rank would route the same tokens")
+        assert refused.startswith("sequence_parallel=False: training with TP=2")
 
 
 def initial_weights(ep: int, etp: int) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ def test_experts_begin_with_other_weights_on_every_expert_parallel_rank(ep, etp)
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
 def test_the_local_dispatcher_needs_all_experts_here(ep, etp):
     groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: ep), expt_tp=SimpleNamespace(size=lambda: etp))
-    with pytest.raises(ValueError, match=rf"^dispatcher=local: needs EP=1 and ETP=1, not {ep} and {etp}\."):
+    with pytest.raises(ValueError, match=rf"^dispatcher=local: .* not EP={ep} and ETP={etp}\."):
         moe_parts._dispatcher("local", settings(), groups)
 
 
@@ -170,7 +170,7 @@ def test_a_layer_without_a_spec():
 def test_losses_of_a_transformer_config(kinds, coeffs, expected):
     config = settings(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs)
     assert moe_parts.balancing_losses(config) == expected
-    with pytest.raises(ValueError, match=r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss"):
+    with pytest.raises(ValueError, match=r"aux_loss_type=aux: .* Fix: use aux_loss"):
         moe_parts.balancing_losses(settings(moe_router_load_balancing_type="aux"))
 
 
@@ -301,7 +301,7 @@ def test_a_field_of_a_newer_megatron_is_refused_unless_at_its_default():
         moe_new_rule: float = 0.5
 
     check_fields(Newer(**SETTINGS))
-    with pytest.raises(ValueError, match=r"moe_new_rule=0\.7: this MoE layer does not know the field\. Fix"):
+    with pytest.raises(ValueError, match=r"moe_new_rule=0\.7: is not supported .* Fix"):
         check_fields(Newer(**SETTINGS, moe_new_rule=0.7))
 
 

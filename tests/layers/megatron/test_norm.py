@@ -51,7 +51,7 @@ def test_every_parameter_is_marked_for_sequence_parallelism(normalization, numbe
 def test_choose_norm():
     name, reason = choose_norm("cpu")
     assert name == "torch" and reason.endswith("with sequence parallelism, on cpu")
-    assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel each way")
+    assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel in each direction")
 
 
 # Over all heads: x [S, B, H, d] with two heads of three channels on each rank of two.

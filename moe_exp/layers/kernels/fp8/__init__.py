@@ -1,1 +1,1 @@
-"""The products of the experts in FP8: e4m3 with a scale for each block of 128, as in DeepSeek-V3."""
+"""Matrix products of the experts in FP8: e4m3 with a scale per block of 128, as in DeepSeek-V3."""

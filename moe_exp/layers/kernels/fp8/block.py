@@ -1,9 +1,9 @@
-"""Grouped GEMMs in e4m3: each row times the matrix of its expert, and the gradients of these matrices. Shape
-suffixes in `moe_exp.layers`; C counts blocks of 128.
+"""Grouped GEMMs in e4m3: each row times its expert's matrix, and the gradients of these matrices.
 
-The tensor cores sum 128 products at a time; these sums are multiplied by their scales and added in fp32, as
-in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's keep about 14 bits of a sum in FP8.
-One program computes one tile from all rows of its expert: no atomics, so results are bitwise reproducible.
+Tensor cores sum 128 products; these sums are multiplied by their scales and added in fp32, as in DeepSeek-V3
+(arXiv:2412.19437, section 3.3.2), because Hopper's tensor cores keep only about 14 bits of FP8 sums. One
+program computes one tile from all rows of its expert, without atomics, so results are bitwise reproducible.
+Shape suffixes in `moe_exp.layers`; C counts blocks of 128.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile_ends, tile_place
 from moe_exp.layers.kernels.weight_grad import weight_grad_torch
 
-# Not tuned: one tile, of which the products and the sums of a step are both in registers.
+# Not tuned: the products of a step and the sums must both fit in registers, which leaves one tile size.
 LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 
@@ -27,7 +27,7 @@ def _matmul_kernel(
     x, x_scale, w, w_scale, y, bias, weights, offsets, num_experts, width, depth, BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e], e the expert of r: x [R, I], w [L, O, I], y [R, O]."""
+    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e] for r of expert e; x [R, I], w [L, O, I], y [R, O]."""
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E)
     num_m, num_n, steps = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK), tl.cdiv(depth, BLOCK)
     tile = tl.program_id(0)
@@ -97,9 +97,9 @@ def block_matmul(
     Args:
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
         w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
-        dtype: of the result.
-        bias_LO: added to each row times its weight; None for 0.
-        weights_R: fp32, of the bias; None for 1.
+        dtype: dtype of the result.
+        bias_LO: added to each row, times the row's weight; None: 0.
+        weights_R: fp32, factors on the bias; None: 1.
     """
     if not launch.runs_kernel(x_RI):
         return block_matmul_torch(x_RI, x_scale_RC, w_LOI, w_scale_LCC, offsets_L1, dtype, bias_LO, weights_R)
@@ -121,7 +121,7 @@ def _weight_grad_kernel(
     a, a_scale, b, b_scale, dw, offsets, num_experts, size_m, size_n, stride_dl, stride_dm,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] = a[rows of e]^T @ b[rows of e], or added to: a [B, M, 128], b [B, N, 128], dw [L, M, N]."""
+    """dw[e] (+)= a[rows of e]^T @ b[rows of e]; a [B, M, 128], b [B, N, 128], dw [L, M, N]."""
     tiles_m, tiles_n = tl.cdiv(size_m, BLOCK), tl.cdiv(size_n, BLOCK)
     expert, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
     ends, experts = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E), tl.arange(0, BLOCK_E)
@@ -181,13 +181,13 @@ def block_weight_grad(
     offsets_L1: Tensor,
     adds: bool,
 ) -> None:
-    """Writes the sum over the rows of every expert, dw_e = sum_r a_r^T b_r, into `out`.
+    """Writes the sum over the rows of every expert, dw_e = sum_r a_r^T b_r, into `out_LMN`.
 
     Args:
         out_LMN: the result, any dtype, last dimension contiguous.
         a_BMR, a_scale_BM: from `quantize_columns`.
         b_BNR, b_scale_BN: the same.
-        adds: add to `out`, which stays unchanged for an expert without rows; else these get zeros.
+        adds: add to `out_LMN` instead of overwriting it.
     """
     if not launch.runs_kernel(a_BMR):
         return block_weight_grad_torch(out_LMN, a_BMR, a_scale_BM, b_BNR, b_scale_BN, offsets_L1, adds)

@@ -1,7 +1,7 @@
-"""The products of `experts.fused` in FP8, with the arguments and results of the kernels in bf16.
+"""FP8 versions of the products in `experts.fused`, with the same arguments and results as the bf16 kernels.
 
-Operands are quantized here, right before each product, and nothing of that is kept for backward: the saved
-tensors are those of bf16. Shape suffixes in `moe_exp.layers`.
+Operands are quantized right before each product and not saved for backward, so the saved tensors are the same
+as in bf16. Shape suffixes in `moe_exp.layers`.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,7 @@ def grouped_matmul(
     index_R: Tensor | None = None,
     twin: bool = False,
 ) -> Tensor:
-    """`kernels.grouped_matmul` in FP8, [R, O]; `index_R`: row of `x` for each row, see `quantize_rows`.
-
-    `twin` is for plain torch instead of the kernels.
-    """
+    """`kernels.grouped_matmul` in FP8; `index_R`: row of `x` for each row. `twin`: compute in plain torch."""
     rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
         rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch
@@ -64,7 +61,7 @@ def up_projection(
     keeps_hidden: bool = True,
     product: Callable[..., Tensor] = grouped_matmul,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.up_projection` with the product in FP8; the activation in plain torch, in fp32."""
+    """`kernels.up_projection` with the product in FP8 and the activation in plain torch, in fp32."""
     hidden_RW = product(x, weight1_LWD.transpose(1, 2), offsets_L1, bias1_LW, index_R=token_R)
     active_RF = weighted_activation(hidden_RW.float(), weights_R.unsqueeze(1), activation).to(x.dtype)
     return hidden_RW if keeps_hidden else hidden_RW[:0], active_RF
@@ -89,7 +86,7 @@ def activation_grad(
     return _activation_backward(dactive_RF, hidden_RW, weights_R, activation)
 
 
-# Opaque for torch.compile, which does not trace results that are written to parts of a tensor.
+# Opaque to torch.compile, which cannot trace the writes to parts of a tensor.
 @compilable(
     "fp8_activation_backward",
     lambda dactive, hidden, weights, _: tuple(torch.empty_like(x) for x in (hidden, dactive, weights)),

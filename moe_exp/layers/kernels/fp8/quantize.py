@@ -1,8 +1,8 @@
-"""To e4m3 with an fp32 scale per block: 1 x 128, 128 x 1 or 128 x 128 values. Shape suffixes in
-`moe_exp.layers`; C counts blocks of 128 columns.
+"""Quantization to e4m3 with an fp32 scale per block of 1 x 128, 128 x 1 or 128 x 128 values.
 
-As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to the nearest, with s = max |x| / 448
-of the block, so that the largest value of a block is the largest of e4m3.
+As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to nearest, with the block's scale
+s = max |x| / 448, which maps its largest value to the largest of e4m3. Shape suffixes in `moe_exp.layers`;
+C counts blocks of 128 columns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moe_exp.layers.kernels.tiles import row_tile, row_tile_ends
 
 BLOCK = 128  # values that share a scale, in each direction
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-30  # max |x| of a block, so that zeros have a scale
-_ROWS, _COLUMNS = 32, 32  # of a program of `quantize_rows` and `quantize_columns`
+LARGEST = 448.0  # the largest value of e4m3
+LEAST = 1e-30  # lower limit of a block's max |x|, so that blocks of zeros have a nonzero scale
+_ROWS, _COLUMNS = 32, 32  # per program of `quantize_rows` and `quantize_columns`
 
 if tl is not None:
     _BLOCK, _LARGEST, _LEAST = tl.constexpr(BLOCK), tl.constexpr(LARGEST), tl.constexpr(LEAST)
@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scales of blocks along an axis; NaN does not count."""
+    """Scales of blocks along an axis, ignoring NaN."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -40,7 +40,7 @@ def to_e4m3(x, scale, INTERPRET: tl.constexpr):
     x, scale = tl.broadcast(x, scale)
     x = tl.div_rn(x, scale)
     if INTERPRET:
-        # The interpreter rounds otherwise, so it gets what needs no rounding.
+        # The interpreter rounds differently, so the value is rounded here by bit operations.
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000  # to 3 bits of the mantissa
@@ -55,7 +55,7 @@ def _kernel(
     x, index, q, scales, num_rows, num_sources, width, stride_l, stride_r, stride_c,
     ROWS: tl.constexpr, SQUARE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS rows and 128 columns: a scale for each row, or with SQUARE one for all."""
+    """Quantizes a block of ROWS rows and 128 columns with a scale per row, or with SQUARE one for all."""
     num_blocks, matrix = tl.cdiv(width, _BLOCK), tl.program_id(2).to(tl.int64)
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = column * _BLOCK + tl.arange(0, _BLOCK)
@@ -84,8 +84,8 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """128 rows of one expert and COLUMNS columns, written transposed, with zeros past its last row."""
-    # FP8 tensor cores want the dimension that is summed contiguous, here the rows: hence transposed.
+    """Quantizes 128 rows of one expert and COLUMNS columns, transposed, with zeros past its last row."""
+    # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
     if tile >= tl.max(tile_ends, 0):
@@ -106,15 +106,15 @@ def _columns_kernel(
 
 
 def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
-    """Upper limit of the blocks of 128 rows of one expert, from what the host knows."""
+    """Upper limit on the number of blocks of 128 rows of one expert, without waiting for the device."""
     return num_rows // BLOCK + num_experts
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks in the last dimension: values in e4m3, and their scales without that dimension."""
-    magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN stays NaN whatever it is divided by
+    """Quantizes blocks along the last dimension: values in e4m3, and scales without that dimension."""
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN values stay NaN with any scale
     largest = magnitude.amax(dim=-1).clamp(min=LEAST)
-    # By a tensor: on a GPU torch multiplies by the rounded reciprocal of a number.
+    # Divide by a tensor: on a GPU, PyTorch replaces division by a number with a rounded reciprocal.
     scale = largest / torch.full_like(largest, LARGEST)
     return (x / scale.unsqueeze(-1)).to(E4M3), scale
 
@@ -134,7 +134,7 @@ def _empty_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tenso
 
 @launch.compilable("fp8_quantize_rows", _empty_rows)
 def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
+    """Quantizes each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
 
     Args:
         x: [R, D], or the source [T, D] of the rows.
@@ -171,9 +171,9 @@ def _empty_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
 
 @launch.compilable("fp8_quantize_blocks", _empty_blocks)
 def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
-    """Each matrix, any strides, in blocks of 128 x 128: e4m3 [L, O, I] and fp32 scales [L, O / 128, I / 128].
+    """Quantizes matrices (any strides) in blocks of 128 x 128: e4m3 [L, O, I], scales [L, O/128, I/128].
 
-    A transposed matrix has the same blocks, so both passes of a layer compute with the same values.
+    A transposed matrix has the same blocks, so forward and backward compute with the same values.
     """
     if not launch.runs_kernel(w_LOI):
         return quantize_blocks_torch(w_LOI)
@@ -209,8 +209,9 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 
 @launch.compilable("fp8_quantize_columns", _empty_columns)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each column in blocks of 128 rows of one expert, which follow each other: e4m3 [B, M, 128] and fp32
-    scales [B, M]. The rest of an expert's last block is zero; blocks after the last are undefined.
+    """Quantizes each column in blocks of 128 rows of one expert: e4m3 [B, M, 128] and fp32 scales [B, M].
+
+    The rest of an expert's last block is zero. Blocks after the last expert's are undefined.
 
     Args:
         x: [R, M] sorted by expert, or the source [T, M] of the rows.
